@@ -1,0 +1,59 @@
+"""Models beyond LLMs at batch 1: eager, torch.compile and piecegraph. Outputs are compared before anything is timed.
+
+    python benchmarks/models.py
+    python benchmarks/models.py --tiny
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+import piecegraph
+from piecegraph.bench.measure import measure, relative_error
+from piecegraph.bench.results import Contender, hardware, table
+from piecegraph.structure import flatten
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.zoo import ZOO, ZooModel
+
+MAX_ERROR = 5e-3  # float32 with TF32 convolutions, against eager
+
+
+def run(model: ZooModel, device: torch.device, *, tiny: bool) -> list[Contender]:
+    torch.manual_seed(0)
+    module = model.make(tiny).eval().requires_grad_(False).to(device)
+    inputs = {name: tensor.to(device) for name, tensor in model.inputs(1, tiny).items()}
+    expected = flatten(module(**inputs))[0][0]
+    fast = piecegraph.compile(module, **model.arguments)
+    contenders = []
+    for name, way in (("eager", module), ("torch.compile", torch.compile(module)), ("piecegraph", fast)):
+        error = relative_error(flatten(way(**inputs))[0][0], expected)
+        if not error <= MAX_ERROR:
+            raise SystemExit(f"{model.name}, {name}: outputs differ from eager by {error:.3g}")
+        contenders.append(Contender(name, {model.name: measure(lambda way=way: way(**inputs))}))
+    stats = fast.stats()
+    contenders[-1].notes.update({f"{model.name} coverage": f"{stats['coverage']:.0%}", f"{model.name} losses": sum(stats["events"].values())})
+    return contenders
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="small shapes")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    merged: dict[str, Contender] = {}
+    with torch.inference_mode():
+        for model in ZOO:
+            for contender in run(model, device, tiny=options.tiny):
+                into = merged.setdefault(contender.name, Contender(contender.name, {}))
+                into.timings.update(contender.timings)
+                into.notes.update(contender.notes)
+    print(f"batch 1, {hardware()}; medians of 60 runs after 0.3 s of warm-up\n{table(list(merged.values()))}")
+
+
+if __name__ == "__main__":
+    main()

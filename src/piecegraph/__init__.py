@@ -1,0 +1,40 @@
+"""Piecewise CUDA graphs for any PyTorch model.
+
+``import piecegraph`` is cheap: torch is imported when the first name is used, so the command line can print its help at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "compile": "piecegraph.api",
+    "install": "piecegraph.api",
+    "eager": "piecegraph.api",
+    "eager_op": "piecegraph.breakable",
+    "register_cut_op": "piecegraph.cut_rules",
+    "errors": "piecegraph.errors",
+}
+
+__all__ = ["__version__", "compile", "eager", "eager_op", "errors", "install", "register_cut_op"]
+
+if TYPE_CHECKING:
+    from piecegraph import errors
+    from piecegraph.api import compile, eager, install
+    from piecegraph.breakable import eager_op
+    from piecegraph.cut_rules import register_cut_op
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'piecegraph' has no attribute {name!r}")
+    import importlib
+
+    home = importlib.import_module(_HOMES[name])
+    return home if name == "errors" else getattr(home, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

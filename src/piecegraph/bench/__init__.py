@@ -1,0 +1,1 @@
+"""Measuring: how the demo and the benchmarks time things and show them."""

@@ -1,0 +1,119 @@
+"""Every error piecegraph raises, and the code of every event it counts.
+
+    PiecegraphError
+    ├── ConfigError (also ValueError)     PG1xx  the call to piecegraph is wrong
+    ├── TraceError                        PG2xx  the model cannot be written down as one graph
+    ├── LowerError                        PG3xx  a graph or a piece cannot be cut or compiled
+    ├── RecordError                       PG4xx  a size cannot be recorded
+    └── CallError                         PG5xx  a call cannot be served from the plan
+        ├── FallbackError                        ... and ``on_fallback="raise"`` was asked for
+        └── AddressError                         ... because memory a graph reads has moved
+
+The text of an error always says, in this order: what happened, where, why, what to do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+CODES: dict[str, str] = {
+    "PG101": "unknown option or value",
+    "PG102": "capture sizes are not positive integers",
+    "PG103": "dynamic dimensions do not fit the inputs",
+    "PG104": "no such operator",
+    "PG105": "not something that can be compiled",
+    "PG106": "called after close()",
+    "PG107": "an eager op was traced",
+    "PG201": "the model cannot be traced as one graph",
+    "PG202": "forward changes Python state",
+    "PG203": "an argument is of a type the plan cannot watch",
+    "PG204": "a result is of a type the plan cannot rebuild",
+    "PG205": "a dimension asked to be dynamic is fixed by the model",
+    "PG206": "overlapping inputs, one of them written to",
+    "PG301": "a full graph was asked for, but the model must be cut",
+    "PG302": "a piece could not be compiled and runs as it was traced",
+    "PG303": "a piece writes to one of two overlapping inputs and runs as it was traced",
+    "PG401": "a piece cannot be captured and runs eagerly",
+    "PG402": "a size was dropped: out of memory",
+    "PG403": "a size could not be recorded",
+    "PG404": "padding is refused: it would change real rows",
+    "PG501": "gradients are needed",
+    "PG502": "the call does not match the plan",
+    "PG503": "the size is above the largest recorded one",
+    "PG504": "the size was not recorded and may not be padded",
+    "PG505": "the model takes another branch at this size",
+    "PG506": "autocast is on",
+    "PG507": "an input is empty",
+    "PG508": "a size of one behaves differently from larger sizes",
+    "PG509": "too many different inputs or sizes to record them all",
+    "PG510": "the bucket is more than twice the size of the input",
+    "PG520": "memory that a recorded graph reads has moved",
+    "PG521": "an eager op returned something else than when it was recorded",
+}
+
+
+class PiecegraphError(Exception):
+    """Base of all errors; ``code`` is stable across versions.
+
+    Args:
+        code: one of :data:`CODES`.
+        what: what happened, with its subject.
+        where: the source line, module path or op it happened at.
+        why: the reason.
+        hint: what to do about it.
+    """
+
+    def __init__(self, code: str, what: str, *, where: str = "", why: str = "", hint: str = "") -> None:
+        assert code in CODES, code
+        self.code, self.what, self.where, self.why, self.hint = code, what, where, why, hint
+        super().__init__(describe(code, what, where, why, hint))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors cross process boundaries (a failing rank): keep the keyword fields.
+        return (_rebuild, (type(self), self.code, self.what, self.where, self.why, self.hint))
+
+
+class ConfigError(PiecegraphError, ValueError):
+    """The arguments given to piecegraph cannot be right."""
+
+
+class TraceError(PiecegraphError):
+    """The model could not be written down as one graph."""
+
+
+class LowerError(PiecegraphError):
+    """The graph could not be cut as asked, or a piece could not be compiled."""
+
+
+class RecordError(PiecegraphError):
+    """A size could not be recorded."""
+
+
+class CallError(PiecegraphError):
+    """A call cannot be served from the plan."""
+
+
+class FallbackError(CallError):
+    """A call would have fallen back and ``on_fallback="raise"`` forbids it."""
+
+
+class AddressError(CallError):
+    """A recorded graph would have read memory that has moved."""
+
+
+class PiecegraphWarning(UserWarning):
+    """A fallback or another loss, told once for each cause."""
+
+
+def describe(code: str, what: str, where: str = "", why: str = "", hint: str = "") -> str:
+    """Put the parts of a message into the order every piecegraph message has."""
+    text = f"{code} {what}"
+    if where:
+        text += f" at {where}"
+    if why:
+        text += f": {why}"
+    return f"{text}. hint: {hint}" if hint else text
+
+
+def _rebuild(cls: type[PiecegraphError], code: str, what: str, where: str, why: str, hint: str) -> PiecegraphError:
+    return cls(code, what, where=where, why=why, hint=hint)

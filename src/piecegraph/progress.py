@@ -1,0 +1,56 @@
+"""Progress bars for the slow stages, on standard error, where a person is watching."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+
+class Bar(Protocol):
+    """A bar being shown."""
+
+    def advance(self, what: str) -> None:
+        """One more is done; ``what`` says what it was."""
+
+
+class Progress:
+    """Shows a bar for each stage, or nothing."""
+
+    def __init__(self, wanted: bool | Literal["auto"]) -> None:
+        self._is_shown = sys.stderr.isatty() if wanted == "auto" else wanted
+
+    @contextlib.contextmanager
+    def bar(self, stage: str, total: int) -> Iterator[Bar]:
+        """A bar for ``total`` steps of a stage; it disappears when the stage is done."""
+        if not self._is_shown or total == 0:
+            yield _Silent()
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as RichProgress
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[what]}"),
+        )
+        with RichProgress(*columns, console=Console(stderr=True), transient=True) as shown:
+            task = shown.add_task(stage, total=total, what="")
+            yield _Rich(shown, task)
+
+
+class _Silent:
+    def advance(self, what: str) -> None:
+        pass
+
+
+class _Rich:
+    def __init__(self, shown: object, task: object) -> None:
+        self._shown, self._task = shown, task
+
+    def advance(self, what: str) -> None:
+        self._shown.update(self._task, advance=1, what=what)  # type: ignore[attr-defined]

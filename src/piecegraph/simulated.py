@@ -1,0 +1,188 @@
+"""A graph device for a CPU: captures are call lists, replays re-execute them on the memory they were recorded with.
+
+It keeps what makes CUDA graphs hard. A replay runs no Python of the user's and reads the addresses of the recording; memory that nobody held
+when a capture began may have been recycled for it, so it is filled with NaN before that capture is replayed; between sizes the whole pool is.
+What passes here keeps the rules of Note [Pool lifetime].
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from piecegraph import torch_compat
+from piecegraph.structure import flatten
+
+_POISON = 0xFF  # NaN in every floating point type, -1 in every signed integer
+
+
+@dataclass
+class _Block:
+    """Memory of the pool, and whether anybody still holds the tensors that were handed out over it."""
+
+    memory: torch.Tensor
+    is_held: Callable[[], bool] = field(default=lambda: True)
+
+    def poison(self) -> None:
+        self.memory.fill_(_POISON)
+
+
+@dataclass
+class _Call:
+    """One recorded call, and where its fresh results go."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[tuple[int, _Block]]
+    """(position among the result's tensors, block)."""
+
+    def replay(self) -> None:
+        tensors = _tensors(self.function(*self.args, **self.kwargs))
+        for position, block in self.results:
+            block.memory.copy_(_bytes_of(tensors[position]))
+
+
+class SimulatedGraphs:
+    """A :class:`~piecegraph.graph_device.GraphDevice` without a GPU."""
+
+    def __init__(self) -> None:
+        self._blocks: list[_Block] = []
+        """Of the size being recorded."""
+        self._older: list[_Block] = []
+        """Of sizes recorded before, which share the memory."""
+        self._addresses: set[int] = set()
+        self._calls: list[_Call] | None = None
+        self._recycled: list[_Block] = []
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        with _Watch(self):
+            yield
+
+    @property
+    def is_capturing(self) -> bool:
+        return self._calls is not None
+
+    def begin(self) -> None:
+        assert not self.is_capturing, "begin() inside a capture"
+        self._calls = []
+        older = self._older if not self._blocks else []  # recycled once, by the first capture of a size
+        self._recycled = [block for block in (*older, *self._blocks) if not block.is_held()]
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Recorded as a whole: the kernels of a compiled piece are not seen one by one."""
+        return self.record(function, args, kwargs)
+
+    def end(self) -> Callable[[], None] | None:
+        calls, recycled = self._calls, self._recycled
+        assert calls is not None, "end() without begin()"
+        self.abandon()
+
+        def replay() -> None:
+            for block in recycled:
+                block.poison()
+            with torch.no_grad():
+                for call in calls:
+                    call.replay()
+
+        return replay if calls else None
+
+    def abandon(self) -> None:
+        self._calls, self._recycled = None, []
+
+    def end_size(self) -> None:
+        self._older += self._blocks
+        self._blocks = []
+        for block in self._older:
+            block.poison()
+
+    def record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call now, move fresh results into the pool, and remember the call."""
+        calls, self._calls = self._calls, None  # what happens inside is part of this call, and not recorded again
+        assert calls is not None, "not capturing"
+        try:
+            leaves, _, structure = flatten(function(*args, **kwargs))
+            results = self._move_fresh(leaves, {torch_compat.storage_id(t) for t in _tensors((args, kwargs))})
+            calls.append(_Call(function, _borrow(args, self), _borrow(kwargs, self), results))
+        finally:
+            self._calls = calls
+        return structure.build(iter(leaves))
+
+    def _move_fresh(self, leaves: list[Any], held: set[int]) -> list[tuple[int, _Block]]:
+        """Replace the tensors among the leaves that are not views of held memory by tensors in the pool."""
+        moved: dict[int, torch.Tensor] = {}
+        results: list[tuple[int, _Block]] = []
+        tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        for position, (i, leaf) in enumerate(tensors):
+            storage = torch_compat.storage_id(leaf)
+            if storage in held:
+                continue
+            if storage not in moved:
+                moved[storage], block = self._move(leaf)
+                results.append((position, block))
+            owner = moved[storage].untyped_storage()
+            leaves[i] = torch.empty(0, dtype=leaf.dtype).set_(owner, leaf.storage_offset(), leaf.size(), leaf.stride())
+        return results
+
+    def _move(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Block]:
+        """A tensor over a new block of the pool that holds the tensor's whole storage."""
+        block = _Block(_bytes_of(tensor).clone())
+        self._blocks.append(block)
+        self._addresses.add(block.memory.data_ptr())
+        handed_out = torch_compat.non_owning(block.memory)
+        block.is_held = torch_compat.storage_is_alive(handed_out)
+        return handed_out, block
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._addresses
+
+    def allocate_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        fresh = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+        owner, _ = self._move(fresh)
+        return torch.empty(0, dtype=tensor.dtype).set_(owner.untyped_storage(), 0, tensor.size(), tensor.stride())
+
+    def reserved_bytes(self) -> int:
+        return sum(block.memory.numel() for block in (*self._older, *self._blocks))
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def use_caller_stream(self) -> None:
+        pass
+
+
+class _Watch(TorchDispatchMode):
+    """Records the ops that run between breaks, for code that is captured as it runs."""
+
+    def __init__(self, device: SimulatedGraphs) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if not self._device.is_capturing:
+            return func(*args, **(kwargs or {}))
+        if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func} reads data on the host")
+        return self._device.record(func, args, kwargs or {})
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's whole storage, as bytes."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _borrow(value: Any, device: SimulatedGraphs) -> Any:
+    """Arguments as a graph keeps them: addresses in the pool, without owning them."""
+    leaves, _, structure = flatten(value)
+    return structure.build(iter([torch_compat.non_owning(v) if isinstance(v, torch.Tensor) and device.owns(v) else v for v in leaves]))

@@ -1,0 +1,197 @@
+"""Stage 2: one graph in, a list of segments out.
+
+A segment is a run of nodes that either becomes a piece (compiled, captured) or a cut (run eagerly between two graphs). The order of the
+original graph is kept. Only tensors cross from one segment to another, plus values read from data between cuts.
+
+Note [Sizes do not cross]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+Dynamo computes ``top_k * s0`` once, in the first layer that needs it, and passes it on. Then equal layers look different, and a piece returns
+an integer, which a graph cannot. So no segment holds a node that only computes a size: each use is written as an expression of the symbols,
+which every segment that needs them takes as inputs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+import torch.fx
+
+from piecegraph import torch_compat
+from piecegraph.cut_rules import CutRules, Verdict
+from piecegraph.errors import LowerError
+from piecegraph.fx_nodes import has_effect, is_size, op_name, size_parts, source_line
+from piecegraph.plan import SourceLine
+from piecegraph.sources import FromSize
+from piecegraph.streams import is_stream_object
+from piecegraph.trace import Traced
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece or a cut, as a graph of its own."""
+
+    nodes: tuple[torch.fx.Node, ...]
+    """The nodes of the traced graph it covers."""
+    verdict: Verdict | None
+    """Why it is a cut; None for a piece."""
+    module: torch.fx.GraphModule
+    """Takes the inputs, returns a tuple of the outputs."""
+    inputs: tuple[torch.fx.Node | FromSize, ...]
+    outputs: tuple[torch.fx.Node, ...]
+
+    @property
+    def op_name(self) -> str:
+        """The op a cut is named after."""
+        names = [op_name(node) for node in self.nodes if node.target is not operator.getitem] or ["getitem"]
+        return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+    @property
+    def first_line(self) -> SourceLine | None:
+        return next((line for node in self.nodes if (line := source_line(node)) is not None), None)
+
+
+def split(traced: Traced, rules: CutRules, *, full: bool) -> tuple[Segment, ...]:
+    """Cut a traced graph. With ``full``, only cuts that cannot be avoided are made, and they are an error."""
+    verdicts = rules.verdicts(traced.graph, traced.streams)
+    if full:
+        verdicts = {node: verdict for node, verdict in verdicts.items() if verdict.is_forced}
+        for node, verdict in verdicts.items():
+            raise LowerError(
+                "PG301",
+                f"{op_name(node)} cannot be inside one full graph",
+                where=str(source_line(node) or ""),
+                why=verdict.reason,
+                hint='use cudagraph_mode="piecewise"',
+            )
+    groups = _group(traced.graph, verdicts)
+    home = {node: group for group, (nodes, _) in enumerate(groups) for node in nodes}
+    returned = set(traced.output_nodes)
+    symbol_values = _symbol_values(traced)
+    segments = []
+    for group, (nodes, verdict) in enumerate(groups):
+        outputs = tuple(n for n in nodes if n in returned or any(home.get(user) != group for user in _readers(n)))
+        if outputs or any(has_effect(node) for node in nodes):
+            segments.append(_build(traced, nodes, verdict, outputs, symbol_values))
+    return tuple(segments)
+
+
+def _group(graph: torch.fx.Graph, verdicts: dict[torch.fx.Node, Verdict]) -> list[tuple[list[torch.fx.Node], Verdict | None]]:
+    """Runs of neighbouring nodes that belong together."""
+    groups: list[tuple[list[torch.fx.Node], Verdict | None]] = []
+    home: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr") or is_size(node) or is_stream_object(node):
+            continue
+        source = node.args[0] if node.target is operator.getitem else None
+        if isinstance(source, torch.fx.Node) and source in home and not isinstance(torch_compat.meta_value(source), torch.Tensor):
+            home[source].append(node)  # one of several results: stays with its op
+            home[node] = home[source]
+            continue
+        verdict = verdicts.get(node)
+        is_joined = bool(groups) and (
+            (verdict is None and groups[-1][1] is None)
+            or (verdict is not None and verdict.is_region and groups[-1][1] is not None and groups[-1][1].is_region)
+        )
+        if not is_joined:
+            groups.append(([], verdict))
+        groups[-1][0].append(node)
+        home[node] = groups[-1][0]
+    return groups
+
+
+def _readers(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
+    """Who needs a node's tensor. A size taken of it does not: sizes come from the call."""
+    return (user for user in node.users if not is_size(user) and user.op != "output")
+
+
+def _symbol_values(traced: Traced) -> dict[sympy.Symbol, torch.SymInt]:
+    """A SymInt for every symbol, for the placeholders of the segments."""
+    values: dict[sympy.Symbol, torch.SymInt] = {}
+    for node in traced.inputs:
+        value = torch_compat.meta_value(node)
+        for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+            if isinstance(size, torch.SymInt) and isinstance(torch_compat.size_expr(size), sympy.Symbol):
+                values.setdefault(torch_compat.size_expr(size), size)
+    return values
+
+
+def _build(
+    traced: Traced,
+    nodes: Sequence[torch.fx.Node],
+    verdict: Verdict | None,
+    outputs: tuple[torch.fx.Node, ...],
+    symbol_values: dict[sympy.Symbol, torch.SymInt],
+) -> Segment:
+    """Copy a run of nodes into a graph of its own, with canonical names, so that equal layers are equal graphs."""
+    external, symbols = _inputs_of(nodes)
+    graph = torch.fx.Graph()
+    root = torch.nn.Module()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    symbol_nodes: dict[sympy.Symbol, torch.fx.Node] = {}
+    for index, symbol in enumerate(symbols):
+        symbol_nodes[symbol] = graph.placeholder(f"size{index}")
+        symbol_nodes[symbol].meta["example_value"] = symbol_values[symbol]
+    for index, node in enumerate(external):
+        copies[node] = graph.placeholder(f"input{index}")
+        copies[node].meta = _portable_meta(node)
+
+    def translate(arg: torch.fx.Node) -> Any:
+        if arg in copies:
+            return copies[arg]
+        if arg.op == "get_attr":
+            copies[arg] = graph.get_attr(_copy_attribute(traced.owner, root, str(arg.target)))
+            return copies[arg]
+        if is_stream_object(arg):
+            copies[arg] = graph.call_function(arg.target, arg.args)  # type: ignore[arg-type]
+            return copies[arg]
+        value = torch_compat.meta_value(arg)
+        sizes = tuple(torch_compat.emit_expr(graph, torch_compat.size_expr(v), symbol_nodes) for v in size_parts(value))
+        return sizes if isinstance(value, torch.Size) else sizes[0]
+
+    for node in nodes:
+        args = torch.fx.map_arg(node.args, translate)
+        kwargs = torch.fx.map_arg(node.kwargs, translate)
+        copies[node] = graph.create_node(node.op, node.target, args, kwargs)
+        copies[node].meta = _portable_meta(node)
+    graph.output(tuple(copies[node] for node in outputs))
+    inputs = (*(FromSize(symbol) for symbol in symbols), *external)
+    return Segment(tuple(nodes), verdict, torch.fx.GraphModule(root, graph), inputs, outputs)
+
+
+def _inputs_of(nodes: Sequence[torch.fx.Node]) -> tuple[list[torch.fx.Node], list[sympy.Symbol]]:
+    """The values a run of nodes takes from outside, and the symbols in them and in the sizes it uses."""
+    inside = set(nodes)
+    external: dict[torch.fx.Node, None] = {}
+    symbols: dict[sympy.Symbol, None] = {}
+    for node in nodes:
+        for arg in node.all_input_nodes:
+            if arg in inside or arg.op == "get_attr" or is_stream_object(arg):
+                continue
+            if not is_size(arg):
+                external[arg] = None
+            for part in size_parts(torch_compat.meta_value(arg)):
+                symbols |= dict.fromkeys(s for s in torch_compat.free_symbols(part) if s not in torch_compat.unbacked_symbols(part))
+    return list(external), sorted(symbols, key=str)
+
+
+def _portable_meta(node: torch.fx.Node) -> dict[str, Any]:
+    meta = dict(node.meta)
+    meta.pop("grapharg", None)  # holds the example tensor
+    return meta
+
+
+def _copy_attribute(owner: torch.nn.Module, root: torch.nn.Module, target: str) -> str:
+    value: Any = owner
+    for part in target.split("."):
+        value = getattr(value, part)
+    name = f"attr{len(root._modules) + len(root._buffers) + len(root.__dict__)}"
+    if isinstance(value, torch.Tensor):
+        root.register_buffer(name, value)
+    else:
+        setattr(root, name, value)
+    return name

@@ -1,0 +1,1 @@
+"""Functions and modules that the CPU tests and the GPU tests both run."""

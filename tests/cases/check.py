@@ -1,0 +1,88 @@
+"""How the results of compiled code are compared with those of the original."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import piecegraph
+from piecegraph.errors import PiecegraphError
+from piecegraph.structure import flatten
+from tests.cases.modules import CAPTURE_SIZES, SIZES, ModuleCase
+from tests.cases.ops import OpCase
+
+SEED = 1234
+
+
+def clone_all(value: Any) -> Any:
+    leaves, _, structure = flatten(value)
+    return structure.build(iter([leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]))
+
+
+def assert_same(found: Any, expected: Any, *, rtol: float = 1e-5, atol: float = 1e-5) -> None:
+    """Equal structure and types, equal numbers, tensors equal within the tolerance and of the same dtype and shape."""
+    found_leaves, paths, found_structure = flatten(found)
+    expected_leaves, _, expected_structure = flatten(expected)
+    assert found_structure == expected_structure
+    for path, a, b in zip(paths, found_leaves, expected_leaves, strict=True):
+        if isinstance(b, torch.Tensor):
+            torch.testing.assert_close(a, b, rtol=rtol, atol=atol, equal_nan=True, msg=lambda text, path=path: f"{path}: {text}")
+        else:
+            assert a == b, path
+
+
+def check_op(case: OpCase, device: torch.device, **compile_arguments: Any) -> None:
+    """Compile an op, call it three times with new data, and compare results and inputs with the op itself.
+
+    On a CPU nothing may be lost. On a GPU a piece may turn out not to be capturable, or be beyond the compiler: right, and counted.
+    """
+    fast = piecegraph.compile(case.function, on_fallback="raise" if device.type == "cpu" else "ignore", **compile_arguments)
+    draws_alike = not (case.inductor_draws_differently and compile_arguments.get("backend") == "inductor")
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        if case.refused is not None:
+            with pytest.raises(PiecegraphError) as raised:
+                fast(*case.make(generator, device))
+            assert raised.value.code.startswith(case.refused)
+            return
+        for round_number in range(3):
+            inputs = case.make(generator, device)
+            expected_inputs = clone_all(inputs)
+            torch.manual_seed(round_number)
+            expected = case.function(*expected_inputs)
+            if round_number == 0:
+                fast.capture(*clone_all(inputs))
+            torch.manual_seed(round_number)
+            found = fast(*inputs)
+            if draws_alike:
+                assert_same(found, expected, rtol=1e-4, atol=1e-4)
+            assert_same(inputs, expected_inputs, rtol=1e-4, atol=1e-4)
+    stats = fast.stats()
+    assert stats["coverage"] == 1.0
+    assert set(stats["events"]) <= {"PG401", "PG302", "PG404"}
+
+
+def _make(case: ModuleCase, device: torch.device) -> torch.nn.Module:
+    torch.manual_seed(SEED)
+    return case.make().eval().to(device)
+
+
+def check_module(case: ModuleCase, device: torch.device, *, rtol: float = 1e-4, atol: float = 1e-4, **compile_arguments: Any) -> Any:
+    """Compile a module, call it at sizes on and between buckets, and compare with the module itself. Returns the compiled module."""
+    module, reference = (_make(case, device) for _ in range(2))
+    arguments = {"capture_sizes": CAPTURE_SIZES, "on_fallback": "ignore", **case.arguments, **compile_arguments}
+    fast = piecegraph.compile(module, **arguments)
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for size in (16, *SIZES, *SIZES):
+            inputs = case.inputs(size, generator, device)
+            expected_inputs = clone_all(inputs)
+            expected = reference(*expected_inputs)
+            found = fast(*inputs)
+            assert_same(found, expected, rtol=rtol, atol=atol)
+            assert_same(inputs, expected_inputs, rtol=rtol, atol=atol)
+    for name, buffer in reference.named_buffers():
+        assert_same(fast.get_buffer(name), buffer)
+    return fast
