@@ -1,7 +1,7 @@
 """Models beyond LLMs at batch 1: eager, torch.compile and piecegraph. Outputs are compared before anything is timed.
 
-    python benchmarks/models.py
-    python benchmarks/models.py --tiny
+python benchmarks/models.py
+python benchmarks/models.py --tiny
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def run(model: ZooModel, device: torch.device, *, tiny: bool) -> list[Contender]
             raise SystemExit(f"{model.name}, {name}: outputs differ from eager by {error:.3g}")
         contenders.append(Contender(name, {model.name: measure(lambda way=way: way(**inputs))}))
     stats = fast.stats()
-    contenders[-1].notes.update({f"{model.name} coverage": f"{stats['coverage']:.0%}", f"{model.name} losses": sum(stats["events"].values())})
+    contenders[-1].notes.update(
+        {f"{model.name} coverage": f"{stats['coverage']:.0%}", f"{model.name} losses": sum(stats["events"].values())}
+    )
     return contenders
 
 

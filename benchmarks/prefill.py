@@ -1,7 +1,7 @@
 """Prefill of a Llama body: eager, torch.compile, breakable graphs and piecegraph side by side.
 
-Attention is one causal SDPA for each request, an op between the graphs that reads the requests' lengths from the host, as serving engines do.
-Outputs are compared before anything is timed. Run it on a GPU:
+Attention is one causal SDPA for each request, an op between the graphs that reads the requests' lengths from the
+host, as serving engines do. Outputs are compared before anything is timed. Run it on a GPU:
 
     python benchmarks/prefill.py                    # the Llama-1B shape of the README
     python benchmarks/prefill.py --tiny             # a few seconds, also on a CPU
@@ -48,7 +48,9 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scal
     return None
 
 
-def attend(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scaling: float = 1.0, **_: Any) -> tuple[torch.Tensor, None]:
+def attend(
+    module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scaling: float = 1.0, **_: Any
+) -> tuple[torch.Tensor, None]:
     out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
     run_attention(q, k, v, out, scaling)
     return out, None
@@ -60,11 +62,25 @@ AttentionInterface.register("pgbench", attend)
 
 def build_model(device: torch.device, *, tiny: bool) -> LlamaModel:
     shape = (
-        {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+        {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+        }
         if tiny
-        else {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+        else {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+        }
     )
-    config = LlamaConfig(**shape, num_key_value_heads=2 if tiny else 8, max_position_embeddings=8192, attn_implementation="pgbench")
+    config = LlamaConfig(
+        **shape, num_key_value_heads=2 if tiny else 8, max_position_embeddings=8192, attn_implementation="pgbench"
+    )
     torch.manual_seed(0)
     with torch.device(device):
         return LlamaModel(config).to(torch.bfloat16).eval().requires_grad_(False)
@@ -146,7 +162,10 @@ def run_breakable_peer(bench: Bench, ladder: list[int]) -> Contender:
         graphs[n] = (graph, out)
     gc.unfreeze()
     torch.cuda.synchronize()
-    notes = {"build s": f"{time.perf_counter() - start:.1f}", "graph MiB": f"{(free - torch.cuda.mem_get_info()[0]) / 2**20:.0f}"}
+    notes = {
+        "build s": f"{time.perf_counter() - start:.1f}",
+        "graph MiB": f"{(free - torch.cuda.mem_get_info()[0]) / 2**20:.0f}",
+    }
 
     def run(n: int) -> torch.Tensor:
         given_ids, given_positions = bench.inputs(n)
@@ -166,7 +185,9 @@ def run_piecegraph(bench: Bench, ladder: list[int], **arguments: Any) -> Contend
     free: list[int] = []
 
     def prepare(sizes: dict[str, int]) -> None:
-        """Called before every run made for recording: the batch that the attention op finds, and the memory before the first."""
+        """Called before every run made for recording: the batch that the attention op finds, and the memory before
+        the first.
+        """
         requests[:] = [sizes["s0"]]
         if not free and torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -192,11 +213,18 @@ def run_piecegraph(bench: Bench, ladder: list[int], **arguments: Any) -> Contend
     recorded = sum(size["seconds"] for size in plan["sizes"].values())
     memory = (free[0] - torch.cuda.mem_get_info()[0]) / 2**20 if free else 0
     notes = {"build s": f"{built:.1f}", "record s": f"{recorded:.2f}", "graph MiB": f"{memory:.0f}"}
-    contender = bench.contend(f"piecegraph {arguments.get('frontend') or arguments.get('backend', 'inductor')}", lambda n: fast(*bench.inputs(n)), notes=notes)
+    contender = bench.contend(
+        f"piecegraph {arguments.get('frontend') or arguments.get('backend', 'inductor')}",
+        lambda n: fast(*bench.inputs(n)),
+        notes=notes,
+    )
     stats = fast.stats()
     contender.notes["coverage"] = f"{stats['coverage']:.0%}"
     contender.notes["fallbacks"] = sum(stats["events"].values())
-    print({stage: round(seconds, 2) for stage, seconds in plan["seconds"].items()}, {"compiles": stats["compiles"], "pieces": plan["pieces"]})
+    print(
+        {stage: round(seconds, 2) for stage, seconds in plan["seconds"].items()},
+        {"compiles": stats["compiles"], "pieces": plan["pieces"]},
+    )
     fast.close()
     return contender
 
@@ -204,7 +232,11 @@ def run_piecegraph(bench: Bench, ladder: list[int], **arguments: Any) -> Contend
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a small shape and few sizes")
-    parser.add_argument("--only", default="", help="comma list of: eager, compile, reduce-overhead, peer, inductor, eager-pieces, breakable")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="comma list of: eager, compile, reduce-overhead, peer, inductor, eager-pieces, breakable",
+    )
     parser.add_argument("-o", "--output", help="write the results as JSON")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -229,7 +261,9 @@ def main() -> None:
                 gc.collect()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-    print(f"\nprefill, {hardware()}; columns are tokens; medians of 60 runs after 0.3 s of warm-up\n{table(contenders)}")
+    print(
+        f"\nprefill, {hardware()}; columns are tokens; medians of 60 runs after 0.3 s of warm-up\n{table(contenders)}"
+    )
     if options.output:
         save(options.output, contenders)
 

@@ -36,13 +36,19 @@ class ConvNet(nn.Module):
 
 
 class UNetBlock(nn.Module):
-    """One level of a diffusion U-Net: residual convolutions with a time embedding, attention over pixels, down and up again."""
+    """One level of a diffusion U-Net: residual convolutions with a time embedding, attention over pixels, down and up
+    again.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList([nn.GroupNorm(4, width) for _ in range(5)])
         self.convs = nn.ModuleList([nn.Conv2d(width, width, 3, padding=1) for _ in range(4)])
-        self.time, self.qkv, self.out = nn.Linear(width, width), nn.Conv2d(width, 3 * width, 1), nn.Conv2d(width, width, 1)
+        self.time, self.qkv, self.out = (
+            nn.Linear(width, width),
+            nn.Conv2d(width, 3 * width, 1),
+            nn.Conv2d(width, width, 1),
+        )
         self.down, self.merge = nn.Conv2d(width, width, 3, stride=2, padding=1), nn.Conv2d(2 * width, width, 1)
 
     def _residual(self, x: Tensor, time: Tensor, first: int) -> Tensor:
@@ -73,12 +79,29 @@ class ZooModel:
 
 
 def _bert(tiny: bool) -> nn.Module:
-    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100} if tiny else {}
+    size = (
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "vocab_size": 100,
+        }
+        if tiny
+        else {}
+    )
     return BertModel(BertConfig(**size), add_pooling_layer=False)
 
 
 def _vit(tiny: bool) -> nn.Module:
-    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
+    small = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "image_size": 32,
+        "patch_size": 8,
+    }
     return ViTModel(ViTConfig(**(small if tiny else {})), add_pooling_layer=False)
 
 
@@ -93,12 +116,25 @@ ZOO = [
         lambda batch, tiny: {"input_ids": torch.randint(0, 100, (batch, 12 if tiny else 128))},
         {"dynamic_dims": {"input_ids": {0: "batch", 1: "length"}}},
     ),
-    ZooModel("ViT", _vit, lambda batch, tiny: {"pixel_values": _image(batch, 32 if tiny else 224)}, {"dynamic_dims": {"pixel_values": 0}}),
-    ZooModel("conv net", lambda tiny: ConvNet(8 if tiny else 64), lambda batch, tiny: {"image": _image(batch, 16 if tiny else 64)}, {}),
+    ZooModel(
+        "ViT",
+        _vit,
+        lambda batch, tiny: {"pixel_values": _image(batch, 32 if tiny else 224)},
+        {"dynamic_dims": {"pixel_values": 0}},
+    ),
+    ZooModel(
+        "conv net",
+        lambda tiny: ConvNet(8 if tiny else 64),
+        lambda batch, tiny: {"image": _image(batch, 16 if tiny else 64)},
+        {},
+    ),
     ZooModel(
         "U-Net block",
         lambda tiny: UNetBlock(8 if tiny else 128),
-        lambda batch, tiny: {"x": _image(batch, 8 if tiny else 32, 8 if tiny else 128), "time": torch.randn(batch, 8 if tiny else 128)},
+        lambda batch, tiny: {
+            "x": _image(batch, 8 if tiny else 32, 8 if tiny else 128),
+            "time": torch.randn(batch, 8 if tiny else 128),
+        },
         {},
     ),
 ]

@@ -1,13 +1,16 @@
 """Piecewise CUDA graphs for any PyTorch model.
 
-``import piecegraph`` is cheap: torch is imported when the first name is used, so the command line can print its help at once.
+``import piecegraph`` is cheap: torch is imported when the first name is used, so the command line can print its help
+at once.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from piecegraph.version import VERSION
+
+__version__ = VERSION
 
 _HOMES = {
     "compile": "piecegraph.api",

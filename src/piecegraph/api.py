@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 import torch
 
-from piecegraph.config import CudagraphMode, Frontend, Padding, make_config
-from piecegraph.engine import Engine, Subject, run_eagerly
+from piecegraph.config import CompileConfig, CudagraphMode, Frontend, Padding, make_config
+from piecegraph.engine import Engine, run_eagerly
 from piecegraph.errors import ConfigError
 from piecegraph.events import OnFallback
 from piecegraph.plan import Plan
+from piecegraph.planner import Subject
 from piecegraph.report import explain_engine, stats_of
 
 
@@ -26,13 +27,14 @@ class _Compiled:
     def capture(self, *example: Any, **kwargs: Any) -> Any:
         """Plan for a call like this one and record its sizes now, not at the first call.
 
-        With listed ``capture_sizes`` all of them are recorded, otherwise the ladder up to the example's size. Returns the compiled object.
+        With listed ``capture_sizes`` all of them are recorded, otherwise the ladder up to the example's size. Returns
+        the compiled object.
         """
         self._engine.capture(example, kwargs)
         return self
 
     def explain(self) -> str:
-        """Pieces, cuts with reasons, compiles, sizes with seconds and bytes, every decision and every fallback, as text."""
+        """How calls are run, as text: pieces, cuts with reasons, sizes, every decision and every fallback."""
         return explain_engine(self._engine)
 
     def stats(self) -> dict[str, Any]:
@@ -71,13 +73,16 @@ class CompiledFunction(_Compiled):
 
 
 class CompiledModule(_Compiled, torch.nn.Module):
-    """A module run through its plan. It is a view of the original: parameters, buffers, submodules, hooks and attributes are the original's."""
+    """A module run through its plan.
+
+    It is a view of the original: parameters, buffers, submodules, hooks and attributes are the original's.
+    """
 
     def __init__(self, original: torch.nn.Module, engine: Engine) -> None:
         super().__init__()
         state = self.__dict__
         for name in list(state):
-            # Containers are the original's own, so that every method of nn.Module works on it; all else is looked up there.
+            # Containers are the original's own, so every method of nn.Module works on it; all else is looked up there.
             if isinstance(state[name], (dict, set)):
                 state[name] = original.__dict__[name]
             else:
@@ -105,7 +110,7 @@ class CompiledModule(_Compiled, torch.nn.Module):
         delattr(self.__dict__["_original"], name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.__dict__["_original"])})
+        return sorted({*object.__dir__(self), *dir(self.__dict__["_original"])})
 
     def __repr__(self) -> str:
         return f"piecegraph.compile({self.__dict__['_original']!r})"
@@ -148,18 +153,24 @@ def compile(
 
     Args:
         model: an ``nn.Module`` or a function. Left out, ``compile`` is a decorator.
-        splitting_ops: ops that stay outside the graphs: op objects, overloads or ``"ns::op"``. ``"auto"`` cuts at registered cut ops. Ops tagged
-            ``cudagraph_unsafe``, host syncs, data-dependent shapes and stream forks are cut in any case.
-        capture_sizes: sizes to record; tuples for several dynamic dimensions. ``"auto"`` is a ladder, recorded as sizes occur.
+        splitting_ops: ops that stay outside the graphs: op objects, overloads or ``"ns::op"``. ``"auto"`` cuts at
+            registered cut ops. Ops tagged ``cudagraph_unsafe``, host syncs, data-dependent shapes and stream forks are
+            cut in any case.
+        capture_sizes: sizes to record; tuples for several dynamic dimensions. ``"auto"`` is a ladder, recorded as
+            sizes occur.
         cudagraph_mode: ``"piecewise"``, ``"full"`` (one graph, an error if the model must be cut) or ``"none"``.
-        padding: whether a call may run as the next larger recorded size. ``"auto"`` tries, with NaN in the padding, that it changes nothing.
-        dynamic_dims: ``{"input_ids": 0}``, ``{"x": (0, 1)}`` or ``{"x": {0: "batch"}}``. ``"auto"``: dimensions marked with ``mark_dynamic``, else
-            dimension 0 of every argument annotated as a tensor.
-        backend: what compiles the pieces: ``"inductor"``, ``"eager"`` (nothing), or a callable as ``torch.compile`` takes.
-        frontend: ``"trace"``, or ``"breakable"``: no compiler, the code runs as it is and only marked ops break the capture.
+        padding: whether a call may run as the next larger recorded size: ``"always"``, ``"never"``, or ``"auto"``,
+            which tries, with NaN in the padding, that it changes nothing.
+        dynamic_dims: ``{"input_ids": 0}``, ``{"x": (0, 1)}`` or ``{"x": {0: "batch"}}``. ``"auto"``: dimensions marked
+            with ``mark_dynamic``, else dimension 0 of every argument annotated as a tensor.
+        backend: what compiles the pieces: ``"inductor"``, ``"eager"`` (nothing), or a callable as ``torch.compile``
+            takes.
+        frontend: ``"trace"``, or ``"breakable"``: no compiler, the code runs as it is and only marked ops break the
+            capture.
         options: rarely needed settings, see :class:`piecegraph.config.Options`.
         passes: FX passes, run on every piece before it is compiled.
-        on_fallback: what to do when a call cannot be served from its plan: ``"warn"`` once, ``"raise"`` or ``"ignore"``. It is always counted.
+        on_fallback: what to do when a call cannot be served from its plan: ``"warn"`` once, ``"raise"`` or
+            ``"ignore"``. It is always counted.
         disable: return the model as it is.
 
     Returns:
@@ -174,21 +185,34 @@ def compile(
         >>> fast.stats()["coverage"]
         1.0
     """
-    arguments = dict(
-        splitting_ops=splitting_ops, capture_sizes=capture_sizes, cudagraph_mode=cudagraph_mode, padding=padding, dynamic_dims=dynamic_dims,
-        backend=backend, frontend=frontend, options=options, passes=passes, on_fallback=on_fallback,
-    )  # fmt: skip
-    config = make_config(**arguments)
+    config = make_config(
+        splitting_ops=splitting_ops,
+        capture_sizes=capture_sizes,
+        cudagraph_mode=cudagraph_mode,
+        padding=padding,
+        dynamic_dims=dynamic_dims,
+        backend=backend,
+        frontend=frontend,
+        options=options,
+        passes=passes,
+        on_fallback=on_fallback,
+    )
     if model is None:
-        return lambda function: compile(function, disable=disable, **arguments)
-    if disable:
-        return model
+        return lambda function: function if disable else _compile(function, config)
+    return model if disable else _compile(model, config)
+
+
+def _compile(model: Any, config: CompileConfig) -> CompiledModule | CompiledFunction:
     if isinstance(model, CompiledModule | CompiledFunction):
         raise ConfigError("PG105", "the model is compiled already", hint="compile the original with other arguments")
     if isinstance(model, torch.nn.Module):
         return _compile_module(model, config)
     if not callable(model) or isinstance(model, type):
-        raise ConfigError("PG105", f"cannot compile a {type(model).__name__}", why="only modules and functions can be called with tensors")
+        raise ConfigError(
+            "PG105",
+            f"cannot compile a {type(model).__name__}",
+            why="only modules and functions can be called with tensors",
+        )
     name = getattr(model, "__qualname__", type(model).__name__)
     return CompiledFunction(model, Engine(Subject(model, name, None), config))
 
@@ -204,9 +228,15 @@ def install(module: torch.nn.Module, **arguments: Any) -> Installed:
         An object with ``capture``, ``explain``, ``stats``, ``plan`` and ``close``, which undoes the installation.
     """
     if not isinstance(module, torch.nn.Module) or isinstance(module, CompiledModule):
-        raise ConfigError("PG105", f"cannot install into a {type(module).__name__}", why="it must be an nn.Module that is not compiled yet")
+        raise ConfigError(
+            "PG105",
+            f"cannot install into a {type(module).__name__}",
+            why="it must be an nn.Module that is not compiled yet",
+        )
     if isinstance(module.__dict__.get("forward"), Engine):
-        raise ConfigError("PG105", f"{type(module).__name__} has been installed already", hint="close() the first installation")
+        raise ConfigError(
+            "PG105", f"{type(module).__name__} has been installed already", hint="close() the first installation"
+        )
     engine = Engine(Subject(module.forward, type(module).__name__, module), make_config(**arguments))
     module.forward = engine  # type: ignore[method-assign]
     return Installed(module, engine)
@@ -222,5 +252,5 @@ def eager() -> Iterator[None]:
         run_eagerly.reset(token)
 
 
-def _compile_module(module: torch.nn.Module, config: Any) -> CompiledModule:
+def _compile_module(module: torch.nn.Module, config: CompileConfig) -> CompiledModule:
     return CompiledModule(module, Engine(Subject(module.forward, type(module).__name__, module), config))

@@ -1,7 +1,7 @@
 """What a plan runs: the common face of the two front ends.
 
-A body takes the call's tensors and sizes and gives a flat list of outputs; it can be run plainly or under a recorder. Where each part of the
-function's result comes from, an output or something else, is written in ``leaves``.
+A body takes the call's tensors and sizes and gives a flat list of outputs; it can be run plainly or under a recorder.
+Where each part of the function's result comes from, an output or something else, is written in ``leaves``.
 """
 
 from __future__ import annotations
@@ -85,13 +85,16 @@ class Body(Protocol):
 class TracedBody:
     """A traced, split and lowered function."""
 
-    def __init__(self, traced: Traced, program: Program, current_weight: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, traced: Traced, program: Program, current_weight: Callable[[str, torch.Tensor], torch.Tensor]
+    ) -> None:
         self._traced = traced
         self._program = program
         self._current_weight = current_weight
         self._output_nodes = traced.output_nodes
         self.leaves: tuple[ResultLeaf, ...] = tuple(
-            FromOutput(self._output_nodes.index(leaf.node)) if isinstance(leaf, FromGraph) else leaf for leaf in traced.results
+            FromOutput(self._output_nodes.index(leaf.node)) if isinstance(leaf, FromGraph) else leaf
+            for leaf in traced.results
         )
         self.structure = traced.structure
         self.written_calls = traced.written_calls

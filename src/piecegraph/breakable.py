@@ -1,7 +1,7 @@
 """The front end without a compiler: the function runs as it is, and only marked ops break the capture.
 
-Nothing is known about the function beforehand. What the trace front end reads off a graph is learned here by watching runs: the structure of the
-result, which memory is written, and how the shapes of the results follow from the sizes.
+Nothing is known about the function beforehand. What the trace front end reads off a graph is learned here by watching
+runs: the structure of the result, which memory is written, and how the shapes of the results follow from the sizes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from piecegraph import torch_compat
 from piecegraph.body import FromOutput, Observed, ResultLeaf, Sizes, watch_weight
 from piecegraph.cut_rules import resolve_op
 from piecegraph.errors import CallError, RecordError, TraceError
+from piecegraph.example import Example
 from piecegraph.plan import Cut
 from piecegraph.record import Recorder
 from piecegraph.signature import is_constant
 from piecegraph.sources import FromCall, FromSize, Weight
 from piecegraph.structure import LEAF, flatten
 from piecegraph.tape import WatchedWeight
+from piecegraph.trace import EAGER_OP_REASON
 from piecegraph.user_code import user_line
 from piecegraph.views import InputView
 
@@ -33,10 +35,12 @@ _recording: ContextVar[_Breaker | None] = ContextVar("piecegraph_breaker", defau
 
 
 def eager_op(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function that must not be inside a CUDA graph: with ``frontend="breakable"`` it runs eagerly between two graphs.
+    """Mark a function that must not be inside a CUDA graph: with ``frontend="breakable"`` it runs eagerly between two
+    graphs.
 
-    Its arguments may be anything; its result a tensor, or tuples, lists, dicts and dataclasses of tensors. At replay the function itself is
-    called again, with the tensors of the recording and with the other arguments it had then. Outside a recording it is just called.
+    Its arguments may be anything; its result a tensor, or tuples, lists, dicts and dataclasses of tensors. At replay
+    the function itself is called again, with the tensors of the recording and with the other arguments it had then.
+    Outside a recording it is just called.
 
     Example:
         >>> @eager_op
@@ -45,14 +49,18 @@ def eager_op(function: Callable[..., Any]) -> Callable[..., Any]:
         >>> attention(2, 3, 4)
         24
     """
-    untraceable = torch.compiler.disable(function, reason="PG107 an eager_op cannot be traced; declare it with torch.library.custom_op")
+    untraceable = torch.compiler.disable(function, reason=EAGER_OP_REASON)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return untraceable(*args, **kwargs)
         breaker = _recording.get()
-        return function(*args, **kwargs) if breaker is None else breaker.run(function, args, kwargs, "marked as an eager op")
+        return (
+            function(*args, **kwargs)
+            if breaker is None
+            else breaker.run(function, args, kwargs, "marked as an eager op")
+        )
 
     return call
 
@@ -80,7 +88,9 @@ class _Breaker:
 
 
 class _FlatResult:
-    """Calls a function and returns the leaves of its result; what is not a tensor may not change from one call to the next."""
+    """Calls a function and returns the leaves of its result; what is not a tensor may not change from one call to the
+    next.
+    """
 
     def __init__(self, function: Callable[..., Any], cut: Cut) -> None:
         self._function = function
@@ -93,7 +103,9 @@ class _FlatResult:
         if self._leaves is None:
             self.structure = structure
             self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        elif structure != self.structure or any(k is not None and k != v for k, v in zip(self._leaves, leaves, strict=True)):
+        elif structure != self.structure or any(
+            k is not None and k != v for k, v in zip(self._leaves, leaves, strict=True)
+        ):
             raise CallError(
                 "PG521",
                 f"{self._cut} returned something else",
@@ -108,7 +120,7 @@ class _OpBreaks(TorchDispatchMode):
     """Breaks the capture at ops that the function calls."""
 
     def __init__(self, ops: Sequence[tuple[Any, Any]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._ops = ops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -116,7 +128,9 @@ class _OpBreaks(TorchDispatchMode):
 
 
 class _FunctionBreaks(TorchFunctionMode):
-    """Breaks at functions such as ``F.scaled_dot_product_attention``, which are taken apart before they reach the dispatcher."""
+    """Breaks at functions such as ``F.scaled_dot_product_attention``, which are taken apart before they reach the
+    dispatcher.
+    """
 
     def __init__(self, ops: Sequence[tuple[Any, Any]]) -> None:
         super().__init__()
@@ -139,7 +153,7 @@ class _WriteWatch(TorchDispatchMode):
     """Notices which of some tensors are written to, and saves each one just before."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._by_storage = {torch_compat.storage_id(tensor): tensor for tensor in tensors}
         self.saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -162,21 +176,21 @@ class BreakableBody:
 
     def __init__(
         self,
-        call: Callable[[Sequence[torch.Tensor]], Any],
+        function: Callable[..., Any],
+        example: Example,
         weights: Mapping[str, torch.Tensor],
         current_weight: Callable[[str, torch.Tensor], torch.Tensor],
         splitting_ops: Iterable[Any] | str,
-        example: Sequence[torch.Tensor],
-        sizes: Sizes,
     ) -> None:
-        self._call = call
+        self._function = function
+        self._example = example
         self._weights = weights
         self._current_weight = current_weight
         self._ops = [] if splitting_ops == "auto" else [torch_compat.op_of(resolve_op(op)) for op in splitting_ops]
         self._seen: dict[Sizes, list[Any]] = {}
         """What came out at each size: the shape of every tensor, and every other leaf itself."""
         self.cuts: tuple[Cut, ...] = ()
-        returned, inputs, watch = self._watched_run(example)
+        returned, inputs, watch = self._watched_run(example.tensors)
         input_index = {torch_compat.storage_id(tensor): i for i, tensor in enumerate(inputs)}
         self.written_calls = tuple(sorted(input_index[s] for s in watch.saved if s in input_index))
         self.written_state = tuple(tensor for s, (tensor, _) in watch.saved.items() if s not in input_index)
@@ -184,7 +198,10 @@ class BreakableBody:
         self.leaves: tuple[ResultLeaf, ...] = tuple(
             _leaf(i, leaf, path, inputs) for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True))
         )
-        self._remember(leaves, sizes)
+
+    def _call(self, tensors: Sequence[torch.Tensor]) -> Any:
+        args, kwargs = self._example.with_tensors(tensors)
+        return self._function(*args, **kwargs)
 
     def _watched_run(self, example: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor], _WriteWatch]:
         """Run once on copies, to see what comes out and what is written."""
@@ -199,8 +216,7 @@ class BreakableBody:
     def learn(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
         """Run once more if this size was never seen: shapes of results are looked up, not guessed."""
         if sizes not in self._seen:
-            returned, _, watch = self._watched_run(tensors)
-            self._remember(flatten(returned)[0], sizes)
+            self._remember(flatten(self._watched_run(tensors)[0])[0], sizes)
 
     def _remember(self, leaves: Sequence[Any], sizes: Sizes) -> None:
         self._seen[sizes] = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -208,7 +224,9 @@ class BreakableBody:
     def run(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
         leaves, _, structure = flatten(self._call(tensors))
         if structure != self.structure:
-            raise RecordError("PG403", f"the function returned another structure at size {sizes}", hint='use frontend="trace"')
+            raise RecordError(
+                "PG403", f"the function returned another structure at size {sizes}", hint='use frontend="trace"'
+            )
         self._remember(leaves, sizes)
         return leaves
 
@@ -246,7 +264,10 @@ class BreakableBody:
 
     def weights(self) -> list[WatchedWeight]:
         """Which graph reads a weight is not known here: all of the module's are watched."""
-        return [watch_weight(Weight(name, tensor), "the recorded graphs", self._current_weight) for name, tensor in self._weights.items()]
+        return [
+            watch_weight(Weight(name, tensor), "the recorded graphs", self._current_weight)
+            for name, tensor in self._weights.items()
+        ]
 
 
 def _leaf(index: int, leaf: Any, path: str, inputs: Sequence[torch.Tensor]) -> ResultLeaf:
@@ -258,5 +279,7 @@ def _leaf(index: int, leaf: Any, path: str, inputs: Sequence[torch.Tensor]) -> R
     if is_constant(leaf):
         return Observed(index)
     raise TraceError(
-        "PG204", f"the result holds a {type(leaf).__name__}" + (f" in {path}" if path else ""), hint="return its tensors instead"
+        "PG204",
+        f"the result holds a {type(leaf).__name__}" + (f" in {path}" if path else ""),
+        hint="return its tensors instead",
     )

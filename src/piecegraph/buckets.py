@@ -41,6 +41,7 @@ def best_fit(wanted: SizeKey, recorded: Iterable[SizeKey], can_pad: Sequence[boo
     fitting = [
         key
         for key in recorded
-        if key.covers(wanted) and all(may or mine == theirs for may, mine, theirs in zip(can_pad, key.values, wanted.values, strict=True))
+        if key.covers(wanted)
+        and all(may or mine == theirs for may, mine, theirs in zip(can_pad, key.values, wanted.values, strict=True))
     ]
     return min(fitting, key=lambda key: (key.volume, key.values), default=None)

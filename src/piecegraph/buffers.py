@@ -1,7 +1,7 @@
 """The static memory a tape reads its inputs from.
 
-One storage for each tensor argument, large enough for the largest size; every size is a view of its beginning, laid out densely as the graph
-was traced. Only one size runs at a time, so all sizes share it.
+One storage for each tensor argument, large enough for the largest size; every size is a view of its beginning, laid
+out densely as the graph was traced. Only one size runs at a time, so all sizes share it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from piecegraph.signature import TensorLeaf
 class StaticInputs:
     """Hands out the input views of each size."""
 
-    def __init__(self, leaves: Sequence[TensorLeaf], pad_values: Mapping[str, float], example: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, leaves: Sequence[TensorLeaf], pad_values: Mapping[str, float], example: Sequence[torch.Tensor]
+    ) -> None:
         self.leaves = tuple(leaves)
         self.pad_values = tuple(pad_values.get(leaf.name, 0) for leaf in leaves)
         self._static = {i: example[i] for i, leaf in enumerate(leaves) if leaf.address is not None}
         self._storages: list[torch.Tensor | None] = [None] * len(leaves)
         self.filled_by: object = None
-        """Whose padding the buffers hold. Padding is written again only when somebody else has used the buffers since."""
+        """Whose padding the buffers hold. Padding is written again only when somebody else has used the buffers
+        since.
+        """
 
     def views(self, sizes: tuple[int, ...]) -> list[torch.Tensor]:
         """Each input's buffer, at a size."""

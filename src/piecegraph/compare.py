@@ -8,13 +8,19 @@ from typing import Any
 import torch
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Relative to the norm. Wide enough for the same arithmetic at another size (other kernels, TF32), far below a changed row."""
+"""Relative to the norm. Wide enough for the same arithmetic at another size (other kernels, TF32), far below a
+changed row.
+"""
 
 
 def difference(found: Any, expected: Any) -> str | None:
     """What differs between two values, or None if they agree."""
     if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
-        return None if type(found) is type(expected) and found == expected else f"{found!r:.40} instead of {expected!r:.40}"
+        return (
+            None
+            if type(found) is type(expected) and found == expected
+            else f"{found!r:.40} instead of {expected!r:.40}"
+        )
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return f"{found.dtype} {tuple(found.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
     if not (expected.is_floating_point() or expected.is_complex()):

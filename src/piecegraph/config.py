@@ -26,7 +26,9 @@ class Options:
     """The rarely needed settings, given as ``options={...}``."""
 
     clone_outputs: bool = True
-    """Give the caller its own copy of every result. ``False`` saves the copy; results are then valid until the next call."""
+    """Give the caller its own copy of every result. ``False`` saves the copy; results are then valid until the next
+    call.
+    """
     lazy: bool | Literal["auto"] = "auto"
     """Record a size when it is first used. ``"auto"``: lazily for a ladder, all at once for sizes that were listed."""
     max_capture_size: int = 2048
@@ -36,18 +38,21 @@ class Options:
     max_signatures: int = 8
     """How many plans a function without a size dimension may have; further inputs run eagerly, counted."""
     prepare: Callable[[dict[str, int]], None] | None = None
-    """Called before every run made for recording, with the real size of each dynamic dimension, so that cut ops that read
-    host state (attention metadata) find a batch that fits."""
+    """Called before every run made for recording, with the real size of each dynamic dimension, so that cut ops that
+    read host state (attention metadata) find a batch that fits.
+    """
     pad_values: Mapping[str, float] = field(default_factory=dict)
     """What an input's padded rows hold, by input name. Zero unless given; a slot mapping wants -1."""
     static_inputs: Sequence[str] = ()
     """Inputs that are always the same memory (a KV cache): read in place, not copied."""
     check_addresses: AddressChecks = "first"
-    """When to compare the addresses a tape reads with those it was recorded with: at its first replay, or at every one."""
+    """When to compare the addresses a tape reads with those it was recorded with: at its first replay, or at every
+    one.
+    """
     inductor: Mapping[str, Any] = field(default_factory=dict)
     """Inductor settings for the pieces, as ``torch.compile(options=...)`` takes them."""
     graph_device: GraphDeviceName = "auto"
-    """``"simulated"``: on a CPU, record and replay like CUDA graphs do, fixed addresses and recycled memory included."""
+    """``"simulated"``: on a CPU, record and replay as CUDA graphs do, with fixed addresses and recycled memory."""
     progress: bool | Literal["auto"] = "auto"
     """Show progress bars on standard error. ``"auto"``: when it is a terminal."""
 
@@ -61,7 +66,9 @@ class Options:
         _check_choice("options['check_addresses']", self.check_addresses, get_args(AddressChecks))
         _check_choice("options['graph_device']", self.graph_device, get_args(GraphDeviceName))
         if self.prepare is not None and not callable(self.prepare):
-            raise ConfigError("PG101", "options['prepare'] is not callable", why="it is called with the sizes before each run")
+            raise ConfigError(
+                "PG101", "options['prepare'] is not callable", why="it is called with the sizes before each run"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +95,14 @@ class CompileConfig:
         if isinstance(self.backend, str):
             _check_choice("backend", self.backend, ("inductor", "eager"))
         elif not callable(self.backend):
-            raise ConfigError("PG101", f"backend is {self.backend!r}", why='it must be "inductor", "eager" or a callable')
+            raise ConfigError(
+                "PG101", f"backend is {self.backend!r}", why='it must be "inductor", "eager" or a callable'
+            )
         for fx_pass in self.passes:
             if not callable(fx_pass):
-                raise ConfigError("PG101", f"passes holds {fx_pass!r}", why="an FX pass is a callable that takes a GraphModule")
+                raise ConfigError(
+                    "PG101", f"passes holds {fx_pass!r}", why="an FX pass is a callable that takes a GraphModule"
+                )
 
     @property
     def is_lazy(self) -> bool:
@@ -115,7 +126,9 @@ def make_config(**arguments: Any) -> CompileConfig:
     ops = arguments.get("splitting_ops", "auto")
     if ops != "auto":
         if isinstance(ops, str) or not isinstance(ops, Iterable):
-            raise ConfigError("PG104", f"splitting_ops is {ops!r}", why='it must be "auto" or a list of ops', hint='write ["ns::op"]')
+            raise ConfigError(
+                "PG104", f"splitting_ops is {ops!r}", why='it must be "auto" or a list of ops', hint='write ["ns::op"]'
+            )
         arguments["splitting_ops"] = tuple(ops)
     return CompileConfig(**arguments)
 
@@ -134,13 +147,17 @@ def _normalise_sizes(sizes: Any) -> Literal["auto"] | tuple[tuple[int, ...], ...
     if isinstance(sizes, str) and sizes == "auto":
         return "auto"
     if isinstance(sizes, str) or not isinstance(sizes, Iterable):
-        raise ConfigError("PG102", f"capture_sizes is {sizes!r}", why='it must be "auto" or a list of positive integers')
+        raise ConfigError(
+            "PG102", f"capture_sizes is {sizes!r}", why='it must be "auto" or a list of positive integers'
+        )
     keys = [tuple(size) if isinstance(size, (tuple, list)) else (size,) for size in sizes]
     if not keys:
         raise ConfigError("PG102", "capture_sizes is empty", hint='give at least one size, or cudagraph_mode="none"')
     for key in keys:
         if not key or not all(_is_positive_int(n) for n in key):
-            raise ConfigError("PG102", f"capture_sizes holds {key[0] if len(key) == 1 else key!r}", why="sizes are positive integers")
+            raise ConfigError(
+                "PG102", f"capture_sizes holds {key[0] if len(key) == 1 else key!r}", why="sizes are positive integers"
+            )
     if len({len(key) for key in keys}) > 1:
         raise ConfigError("PG102", "capture_sizes mixes sizes of one and of several dimensions")
     return tuple(sorted(set(keys), reverse=True))

@@ -1,6 +1,7 @@
 """Which ops must not be inside a CUDA graph, and why.
 
-A traced graph comes in; a reason for each node that has to run eagerly comes out. The reasons are kept to the end: ``explain()`` prints them.
+A traced graph comes in; a reason for each node that has to run eagerly comes out. The reasons are kept to the end:
+``explain()`` prints them.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ _registered: dict[Any, str] = {}
 _CHECKED_ON_HOST = frozenset(
     getattr(torch.ops.aten, name)
     for name in (
-        "cholesky cholesky_inverse inverse linalg_cholesky linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_ldl_factor "
-        "linalg_lstsq linalg_lu_factor linalg_matrix_rank linalg_pinv linalg_solve linalg_solve_ex linalg_svd linalg_svdvals svd"
+        "cholesky cholesky_inverse inverse linalg_cholesky linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh "
+        "linalg_inv linalg_ldl_factor linalg_lstsq linalg_lu_factor linalg_matrix_rank linalg_pinv linalg_solve "
+        "linalg_solve_ex linalg_svd linalg_svdvals svd"
     ).split()
     if hasattr(torch.ops.aten, name)
 )
-"""Factorisations that read on the host whether they succeeded. Trying to capture some of them breaks their library handle for good."""
+"""Factorisations that read on the host whether they succeeded. Capturing some breaks their library handle for good."""
 
 
 def register_cut_op(op: Any, reason: str) -> None:
@@ -48,7 +50,11 @@ def resolve_op(op: Any) -> Any:
     found = torch_compat.find_op(op) if "::" in op else None
     if found is None:
         close = torch_compat.similar_op(op if "::" in op else f"aten::{op}")
-        raise ConfigError("PG104", f"no operator is called {op!r}", hint=f"did you mean {close!r}?" if close else 'write "namespace::name"')
+        raise ConfigError(
+            "PG104",
+            f"no operator is called {op!r}",
+            hint=f"did you mean {close!r}?" if close else 'write "namespace::name"',
+        )
     return found
 
 
@@ -67,7 +73,11 @@ class CutRules:
     """Finds the cuts of a graph."""
 
     def __init__(self, splitting_ops: Iterable[Any] | str) -> None:
-        wishes = dict(_registered) if splitting_ops == "auto" else {resolve_op(op): "listed in splitting_ops" for op in splitting_ops}
+        wishes = (
+            dict(_registered)
+            if splitting_ops == "auto"
+            else {resolve_op(op): "listed in splitting_ops" for op in splitting_ops}
+        )
         self._wishes = [(*torch_compat.op_of(op), reason) for op, reason in wishes.items()]
 
     def verdicts(self, graph: torch.fx.Graph, streams: Mapping[int, Any]) -> dict[torch.fx.Node, Verdict]:
@@ -96,7 +106,9 @@ class CutRules:
 
 def _data_dependence(node: torch.fx.Node) -> Verdict | None:
     made = torch_compat.unbacked_symbols(torch_compat.meta_value(node))
-    used = frozenset().union(*(torch_compat.unbacked_symbols(torch_compat.meta_value(arg)) for arg in node.all_input_nodes))
+    used = frozenset().union(
+        *(torch_compat.unbacked_symbols(torch_compat.meta_value(arg)) for arg in node.all_input_nodes)
+    )
     if made - used:
         return Verdict("its result's value or shape is read from data on the device", is_region=True, is_forced=True)
     if made or used:
@@ -107,7 +119,9 @@ def _data_dependence(node: torch.fx.Node) -> Verdict | None:
 def _host_work(node: torch.fx.Node) -> Verdict | None:
     """Work on the CPU in a model on a GPU: a graph would do it once, while it is captured, and never again."""
     results = _devices(torch_compat.meta_value(node))
-    arguments = set().union(*(_devices(torch_compat.meta_value(arg)) for arg in node.all_input_nodes if not _is_host_constant(arg)))
+    arguments = set().union(
+        *(_devices(torch_compat.meta_value(arg)) for arg in node.all_input_nodes if not _is_host_constant(arg))
+    )
     if len(results | arguments) > 1:
         return Verdict(f"copies between {' and '.join(sorted(results | arguments))}", is_region=True, is_forced=True)
     if "cpu" in results and not _is_host_constant(node):

@@ -1,7 +1,8 @@
 """Which dimensions of the inputs are sizes.
 
-The leaves of an example call and the user's wish come in; :class:`DimRequest` values come out, with a reason. Sources, in order:
-``dynamic_dims={...}``, marks left by ``mark_dynamic``, the annotations of the function (dimension 0 of every tensor).
+The leaves of an example call and the user's wish come in; :class:`DimRequest` values come out, with a reason.
+Sources, in order: ``dynamic_dims={...}``, marks left by ``mark_dynamic``, the annotations of the function (dimension
+0 of every tensor).
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def find_dynamic_dims(
     marks = {i: torch_compat.dynamic_marks(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
     wanted = [(i, dim, None) for i, dims in marks.items() for dim in dims]
     if wanted:
-        return _group(wanted, leaves, paths, is_explicit=True), Decision("dynamic dims", _names(wanted, paths), "marked with mark_dynamic")
+        return _group(wanted, leaves, paths, is_explicit=True), Decision(
+            "dynamic dims", _names(wanted, paths), "marked with mark_dynamic"
+        )
     annotated = _annotated_parameters(function)
     wanted = [
         (i, 0, None)
@@ -55,8 +58,12 @@ def find_dynamic_dims(
         if path in annotated and isinstance(leaf, torch.Tensor) and leaf.dim() > 0
     ]
     if wanted:
-        return _group(wanted, leaves, paths, is_explicit=False), Decision("dynamic dims", _names(wanted, paths), "annotated as Tensor")
-    return (), Decision("dynamic dims", "none", "nothing given, marked or annotated: recorded once for each input signature")
+        return _group(wanted, leaves, paths, is_explicit=False), Decision(
+            "dynamic dims", _names(wanted, paths), "annotated as Tensor"
+        )
+    return (), Decision(
+        "dynamic dims", "none", "nothing given, marked or annotated: recorded once for each input signature"
+    )
 
 
 def _from_mapping(leaves: Sequence[Any], paths: Sequence[str], wish: Mapping[str, Any]) -> tuple[DimRequest, ...]:
@@ -64,13 +71,20 @@ def _from_mapping(leaves: Sequence[Any], paths: Sequence[str], wish: Mapping[str
     wanted: list[tuple[int, int, str | None]] = []
     for name, dims in wish.items():
         if name not in paths:
-            raise ConfigError("PG103", f"dynamic_dims names {name!r}", why="there is no such input", hint=f"inputs: {', '.join(tensors)}")
+            raise ConfigError(
+                "PG103",
+                f"dynamic_dims names {name!r}",
+                why="there is no such input",
+                hint=f"inputs: {', '.join(tensors)}",
+            )
         leaf = leaves[paths.index(name)]
         if not isinstance(leaf, torch.Tensor):
             continue  # an optional input that this call leaves out
         for dim, group in _named_dims(name, dims):
             if not -leaf.dim() <= dim < leaf.dim():
-                raise ConfigError("PG103", f"dynamic_dims asks for dimension {dim} of {name!r}", why=f"it has {leaf.dim()}")
+                raise ConfigError(
+                    "PG103", f"dynamic_dims asks for dimension {dim} of {name!r}", why=f"it has {leaf.dim()}"
+                )
             wanted.append((paths.index(name), dim % leaf.dim(), group))
     return _group(wanted, leaves, paths, is_explicit=True)
 
@@ -82,7 +96,9 @@ def _named_dims(name: str, dims: Any) -> list[tuple[int, str | None]]:
         pairs = [(dim, None) for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))]
     for dim, group in pairs:
         if not isinstance(dim, int) or not isinstance(group, (str, type(None))):
-            raise ConfigError("PG103", f"dynamic_dims[{name!r}] is {dims!r}", why='write 0, (0, 1) or {0: "batch", 1: "length"}')
+            raise ConfigError(
+                "PG103", f"dynamic_dims[{name!r}] is {dims!r}", why='write 0, (0, 1) or {0: "batch", 1: "length"}'
+            )
     return pairs
 
 
@@ -100,7 +116,11 @@ def _group(
         if given is None and group not in unnamed:
             unnamed.append(group)
         if sizes.setdefault(group, size) != size:
-            raise ConfigError("PG103", f"{paths[leaf]}.shape[{dim}] is {size}", why=f"other dimensions named {group!r} are {sizes[group]}")
+            raise ConfigError(
+                "PG103",
+                f"{paths[leaf]}.shape[{dim}] is {size}",
+                why=f"other dimensions named {group!r} are {sizes[group]}",
+            )
         members.setdefault(group, set()).add(leaf)
         requests.append(DimRequest(leaf, dim, group, is_explicit))
     return tuple(requests)

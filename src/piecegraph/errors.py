@@ -52,6 +52,10 @@ CODES: dict[str, str] = {
 }
 
 
+NOTES = frozenset({"PG404", "PG510"})
+"""Events that are shown and counted, but are no fallback: the call is served from its plan all the same."""
+
+
 class PiecegraphError(Exception):
     """Base of all errors; ``code`` is stable across versions.
 
@@ -111,7 +115,7 @@ def describe(code: str, what: str, where: str = "", why: str = "", hint: str = "
     if where:
         text += f" at {where}"
     if why:
-        text += f": {why}"
+        text += f": {why.rstrip('.')}"
     return f"{text}. hint: {hint}" if hint else text
 
 

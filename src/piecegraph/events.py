@@ -1,7 +1,7 @@
 """What was lost, counted: fallbacks, refusals and other events.
 
-An event goes in; counts, and the first reason of each distinct event, come out. The invariant: nothing that makes a call
-slower or different from what was asked happens without passing through here.
+An event goes in; counts, and the first reason of each distinct event, come out. The invariant: nothing that makes a
+call slower or different from what was asked happens without passing through here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from piecegraph.errors import FallbackError, PiecegraphWarning, describe
+from piecegraph.errors import NOTES, FallbackError, PiecegraphWarning, describe
 from piecegraph.user_code import user_stack_level
 
 OnFallback = Literal["warn", "raise", "ignore"]
@@ -34,11 +34,11 @@ class Event:
 class EventLog:
     """Counts events and applies the ``on_fallback`` policy.
 
-    Events with the same code and subject are one event: its first reason is kept, so a server that sees thousands of sizes
-    keeps (and warns of) one line for each kind of loss.
+    Events with the same code and subject are one event: its first reason is kept, so a server that sees thousands of
+    sizes keeps (and warns of) one line for each kind of loss.
 
     >>> log = EventLog("ignore")
-    >>> log.fallback(Event("PG501", "call", "an input requires gradients"))
+    >>> log.emit(Event("PG501", "call", "an input requires gradients"))
     >>> log.counts
     {'PG501': 1}
     """
@@ -49,18 +49,16 @@ class EventLog:
         self._first: dict[tuple[str, str], Event] = {}
         self._times: dict[tuple[str, str], int] = {}
 
-    def note(self, event: Event) -> None:
-        """Count an event that loses nothing the caller asked for."""
+    def emit(self, event: Event) -> None:
+        """Count an event. If it is a fallback: warn once for each distinct one, or raise, as the policy says."""
         key = (event.code, event.subject)
+        is_new = key not in self._first
         self._first.setdefault(key, event)
         self._times[key] = self._times.get(key, 0) + 1
         if self.sink is not None:
             self.sink(event)
-
-    def fallback(self, event: Event) -> None:
-        """Count a fallback; warn once for each distinct one, or raise, as the policy says."""
-        is_new = (event.code, event.subject) not in self._first
-        self.note(event)
+        if event.code in NOTES:
+            return
         if self.policy == "raise":
             raise FallbackError(event.code, event.subject, why=event.reason, hint=event.hint)
         if self.policy == "warn" and is_new:

@@ -15,13 +15,29 @@ from piecegraph.user_code import is_user_file
 
 _INPLACE_OPERATORS = frozenset(
     getattr(operator, name)
-    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift", "irshift")
+    for name in (
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "ifloordiv",
+        "imod",
+        "ipow",
+        "imatmul",
+        "iand",
+        "ior",
+        "ixor",
+        "ilshift",
+        "irshift",
+    )
 )
 
 
 def source_line(node: torch.fx.Node) -> SourceLine | None:
     """The line of the user's Python that a node was traced from: the innermost frame outside torch."""
-    frames = [text.strip() for text in (node.meta.get("stack_trace") or "").splitlines() if text.strip().startswith("File ")]
+    frames = [
+        text.strip() for text in (node.meta.get("stack_trace") or "").splitlines() if text.strip().startswith("File ")
+    ]
     for frame in reversed(frames):
         file, _, rest = frame.removeprefix('File "').partition('", line ')
         if is_user_file(file):

@@ -1,14 +1,16 @@
 """What can capture work and replay it: CUDA graphs, or nothing at all.
 
-The recorder drives a :class:`GraphDevice`; it never touches torch.cuda itself, so all its rules can be tested without a GPU (see
-``simulated.py``). One device object belongs to one compiled module and owns its memory pool and capture stream.
+The recorder drives a :class:`GraphDevice`; it never touches torch.cuda itself, so all its rules can be tested without
+a GPU (see ``simulated.py``). One device object belongs to one compiled module and owns its memory pool and capture
+stream.
 
 Note [Pool lifetime]
 ~~~~~~~~~~~~~~~~~~~~
-All graphs of all sizes allocate from one pool, which is held as long as the compiled module. Memory that is freed while a size is recorded is
-reused by what is recorded after it: by later pieces of the same tape, and by other tapes. Both are sound for one reason: a tape is replayed
-whole and in the order it was recorded, and only one tape runs at a time, so a value is written before it is read and nobody reads it after its
-last reader. Hence nothing that lives in the pool may be kept by anything but the tape, and the tape's references do not own.
+All graphs of all sizes allocate from one pool, which is held as long as the compiled module. Memory that is freed
+while a size is recorded is reused by what is recorded after it: by later pieces of the same tape, and by other tapes.
+Both are sound for one reason: a tape is replayed whole and in the order it was recorded, and only one tape runs at a
+time, so a value is written before it is read and nobody reads it after its last reader. Hence nothing that lives in
+the pool may be kept by anything but the tape, and the tape's references do not own.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ class CudaGraphs:
     def begin(self) -> None:
         self._capturing = torch.cuda.CUDAGraph()
         # thread_local: other threads (a NCCL watchdog, a data loader) may make calls that a capture forbids.
-        self._capturing.capture_begin(pool=self.pool.id, capture_error_mode="thread_local")
+        self._capturing.capture_begin(pool=self.pool.id, capture_error_mode="thread_local")  # type: ignore[arg-type]
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)

@@ -1,7 +1,8 @@
 """Stage 3: segments in, a program of compiled pieces out.
 
-Each structurally distinct piece is compiled once. Its key is its canonical graph, the layout of its inputs, the backend and the passes, so N
-equal decoder layers are one compile. Weights are inputs of a piece, never part of it, which is what makes sharing sound.
+Each structurally distinct piece is compiled once. Its key is its canonical graph, the layout of its inputs, the
+backend and the passes, so N equal decoder layers are one compile. Weights are inputs of a piece, never part of it,
+which is what makes sharing sound.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Lowering:
         return self.backend if isinstance(self.backend, str) else _describe_callable(self.backend)
 
 
-def lower(traced: Traced, segments: Sequence[Segment], lowering: Lowering, events: EventLog, progress: Progress) -> tuple[Program, int]:
+def lower(
+    traced: Traced, segments: Sequence[Segment], lowering: Lowering, events: EventLog, progress: Progress
+) -> tuple[Program, int]:
     """Compile every distinct piece and stitch the segments together. Also returns the number of compiles."""
     slots = _Slots(traced, segments)
     compiled: dict[str, tuple[Callable[..., Any], str]] = {}
@@ -135,16 +138,18 @@ def _compile(
     if lowering.backend == "eager":
         return module.forward, "eager"
     if _writes_overlapping_input(module):
-        events.fallback(Event("PG303", name, "compilers assume that inputs written to do not overlap others"))
+        events.emit(Event("PG303", name, "compilers assume that inputs written to do not overlap others"))
         return module.forward, "eager"
     fakes = [torch_compat.meta_value(node) for node in module.graph.find_nodes(op="placeholder")]
     try:
         if callable(lowering.backend):
             return lowering.backend(module, fakes), lowering.name
-        return torch_compat.inductor_compile(module, fakes, fake_mode, {**INDUCTOR_DEFAULTS, **lowering.inductor}), "inductor"
-    except Exception as error:  # noqa: BLE001 - a compiler may raise anything; the piece still runs, and the loss is counted
+        settings = {**INDUCTOR_DEFAULTS, **lowering.inductor}
+        return torch_compat.inductor_compile(module, fakes, fake_mode, settings), "inductor"
+    except Exception as error:  # noqa: BLE001 - a compiler may raise anything; the piece still runs, and it is counted
         line = next((str(source) for node in module.graph.nodes if (source := source_line(node))), "unknown line")
-        events.fallback(Event("PG302", name, f"{lowering.name} failed on it (from {line}): {type(error).__name__}: {error}"))
+        reason = f"{lowering.name} failed on it (from {line}): {type(error).__name__}: {error}"
+        events.emit(Event("PG302", name, reason))
         return module.forward, "eager"
 
 
@@ -170,8 +175,10 @@ def _cut_step(index: int, segment: Segment, slots: _Slots, traced: Traced) -> St
     assert segment.verdict is not None
     nodes = [node for node in segment.nodes if node in segment.outputs or node.target is not operator.getitem]
     heads = [node for node in segment.nodes if node.target is not operator.getitem]
-    label = Cut(index, segment.op_name, segment.verdict.reason, segment.first_line)
-    fresh = frozenset(slots.of(node) for node in segment.outputs if torch_compat.unbacked_symbols(torch_compat.meta_value(node)))
+    label = Cut(index, segment.title, segment.verdict.reason, segment.first_line)
+    fresh = frozenset(
+        slots.of(node) for node in segment.outputs if torch_compat.unbacked_symbols(torch_compat.meta_value(node))
+    )
     common: dict[str, Any] = {"label": label, "frees": slots.freed_after(index), "fresh_shapes": fresh}
     if any(uses_streams(node) for node in segment.nodes):
         runner: Callable[..., Any] = StreamInterpreter(segment.module, traced.streams)
@@ -198,7 +205,9 @@ def _single_op_step(head: torch.fx.Node, segment: Segment, slots: _Slots, common
             return sizes if isinstance(value, torch.Size) else sizes[0]
         return Slot(slots.of(arg))
 
-    devices = {v.device.type for arg in head.all_input_nodes if isinstance(v := torch_compat.meta_value(arg), torch.Tensor)}
+    devices = {
+        v.device.type for arg in head.all_input_nodes if isinstance(v := torch_compat.meta_value(arg), torch.Tensor)
+    }
     args, kwargs = (torch.fx.map_arg(part, translate) for part in (head.args, head.kwargs))
     return Step(
         function=torch_compat.direct_kernel(head.target, devices.pop() if len(devices) == 1 else ""),
@@ -235,7 +244,7 @@ def structural_key(module: torch.fx.GraphModule, lowering: Lowering) -> str:
     lines = [lowering.name, repr(sorted(lowering.inductor.items())), *map(_describe_callable, lowering.passes)]
     for node in module.graph.nodes:
         numbers[node] = f"%{len(numbers)}"
-        args = torch.fx.map_arg((node.args, node.kwargs), lambda arg: _Ref(numbers[arg]))
+        args = torch.fx.map_arg((node.args, node.kwargs), lambda arg: _Ref(numbers[arg]))  # type: ignore[arg-type,return-value]
         if node.op == "placeholder":
             lines.append(f"input {_describe_value(torch_compat.meta_value(node))}")
         elif node.op == "get_attr":

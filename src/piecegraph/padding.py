@@ -2,9 +2,10 @@
 
 Note [Padding]
 ~~~~~~~~~~~~~~
-Padding is sound when the real rows of every result, and everything the function writes to, are the same as without it. Nobody can tell from the
-graph (a cut op may do anything), so it is tried: the recorded size is replayed with the padded rows holding their pad value and again holding
-NaN, and both are compared with a run of the same rows without padding. What differs in any real row refuses padding for that size dimension.
+Padding is sound when the real rows of every result, and everything the function writes to, are the same as without
+it. Nobody can tell from the graph (a cut op may do anything), so it is tried: the recorded size is replayed with the
+padded rows holding their pad value and again holding NaN, and both are compared with a run of the same rows without
+padding. What differs in any real row refuses padding for that size dimension.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def padding_changes(
             _load(buffers, key, sizes, rows, poisoned=poisoned)
             outputs = _real_outputs(run_tape(), body, sizes)
             views = buffers.views(key.values)
-            reason = first_difference([*outputs, *(real_part(views[i], leaves[i], sizes) for i in written), *state], expected)
+            reason = first_difference(
+                [*outputs, *(real_part(views[i], leaves[i], sizes) for i in written), *state], expected
+            )
         if reason is not None:
             what = "NaN in padded rows" if poisoned else "padding"
             return f"{what} gives {reason} (tried {SizeKey(sizes)} rows padded to {key})"
@@ -69,7 +72,9 @@ def preserved(state: Sequence[torch.Tensor]) -> Iterator[None]:
                 tensor.copy_(value)
 
 
-def _load(buffers: StaticInputs, key: SizeKey, sizes: tuple[int, ...], rows: Sequence[torch.Tensor], *, poisoned: bool) -> None:
+def _load(
+    buffers: StaticInputs, key: SizeKey, sizes: tuple[int, ...], rows: Sequence[torch.Tensor], *, poisoned: bool
+) -> None:
     for view, row, leaf, pad in zip(buffers.views(key.values), rows, buffers.leaves, buffers.pad_values, strict=True):
         if leaf.address is None:
             real_part(view, leaf, sizes).copy_(row)

@@ -1,7 +1,7 @@
 """The stitched program: pieces and cuts as callables, and which values each one reads and writes.
 
-It runs in two ways with the same code: plainly (compiled pieces without graphs), or under a recorder, which is handed every step with its
-arguments and decides what to do with it.
+It runs in two ways with the same code: plainly (compiled pieces without graphs), or under a recorder, which is handed
+every step with its arguments and decides what to do with it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Step:
 
 
 RunStep = Callable[[Step, tuple[Any, ...], dict[str, Any], list[Any]], Sequence[Any]]
-"""Runs a step, given its arguments (slots not filled in) and the slots' values, and returns the value of each of its result slots."""
+"""Runs a step, given its arguments (slots not filled in) and the slots' values, and returns the value of each of its
+result slots.
+"""
 
 
 def take(arguments: Any, values: Any) -> Any:

@@ -1,8 +1,9 @@
 """Stage 4: a program (or any Python) and a size in, a tape out.
 
-The recorder runs the body once. Captured work goes into graphs; at a cut the graph under way ends, the op runs eagerly, and the next graph
-begins. What an op returns afresh is copied into memory of the pool, because the next graph will look for it there at every replay. Each graph
-is replayed as soon as it is captured: capturing executes nothing, and the next eager op needs data.
+The recorder runs the body once. Captured work goes into graphs; at a cut the graph under way ends, the op runs
+eagerly, and the next graph begins. What an op returns afresh is copied into memory of the pool, because the next
+graph will look for it there at every replay. Each graph is replayed as soon as it is captured: capturing executes
+nothing, and the next eager op needs data.
 """
 
 from __future__ import annotations
@@ -55,14 +56,15 @@ class Recorder:
             self._device.abandon()
             reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             self._uncapturable[piece.index] = reason
-            where = f" from {piece.first}" if piece.first else ""
-            self._events.fallback(
-                Event("PG401", f"{piece}{where}", reason, "name the op in splitting_ops to keep the rest of the piece captured")
-            )
+            name = f"{piece} from {piece.first}" if piece.first else str(piece)
+            hint = "name the op in splitting_ops to keep the rest of the piece captured"
+            self._events.emit(Event("PG401", name, reason, hint))
             return None
         return [returned[position] for _, position in step.results]
 
-    def _run_eagerly(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Sequence[Any]:
+    def _run_eagerly(
+        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]
+    ) -> Sequence[Any]:
         self._fresh |= step.fresh_shapes
         returned = step.function(*take(args, values), **take(kwargs, values))
         results = [(position, returned if position is None else returned[position]) for _, position in step.results]
@@ -72,7 +74,9 @@ class Recorder:
         cells = tuple((results[i][0], step.results[i][0]) for i in sorted(fresh))
         for i in fresh:
             self.cells[step.results[i][0]] = results[i][1]
-        self.steps.append(EagerStep(step.label, step.function, bound_args, bound_kwargs, copies, aliases, cells, self.cells))
+        self.steps.append(
+            EagerStep(step.label, step.function, bound_args, bound_kwargs, copies, aliases, cells, self.cells)
+        )
         return kept
 
     def _bind(self, arguments: Any, values: list[Any]) -> Any:
@@ -98,7 +102,9 @@ class Recorder:
             replay()
             self.steps.append(GraphStep(label, replay))
 
-    def run_break(self, label: Cut, function: Callable[..., Sequence[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def run_break(
+        self, label: Cut, function: Callable[..., Sequence[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any]:
         """Run an op between two graphs: end one, run, begin the next. The function returns a flat list of results."""
         self.end(f"graph before {label}")
         returned = function(*args, **kwargs)
@@ -123,13 +129,17 @@ class Recorder:
     def outputs(self, values: Sequence[Any], slots: Sequence[int] | None = None) -> list[Any]:
         """The body's outputs as the tape keeps them."""
         places: Sequence[int | None] = [None] * len(values) if slots is None else slots
-        return [Slot(slot) if slot in self._fresh and slot is not None else self.hold(v) for v, slot in zip(values, places, strict=True)]
+        return [
+            Slot(slot) if slot in self._fresh and slot is not None else self.hold(v)
+            for v, slot in zip(values, places, strict=True)
+        ]
 
     def _keep(
         self, results: Sequence[tuple[Position, Any]], fresh: set[int], args: Any, kwargs: Any
     ) -> tuple[list[Any], tuple[tuple[Position, torch.Tensor], ...], tuple[tuple[Position, int], ...]]:
-        """Give every result of an eager op a fixed address: views of arguments have one, others are copied into the pool."""
-        addresses = {atom.untyped_storage().data_ptr() for atom in atoms((args, kwargs)) if isinstance(atom, torch.Tensor)}
+        """Give every result of an eager op a fixed address: views of arguments have one, others move into the pool."""
+        tensors = [atom for atom in atoms((args, kwargs)) if isinstance(atom, torch.Tensor)]
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         kept: list[Any] = []
         copies: list[tuple[Position, torch.Tensor]] = []
         aliases: list[tuple[Position, int]] = []

@@ -21,7 +21,11 @@ def explain_engine(engine: Engine) -> str:
         lines.append("no plan yet: it is made at the first call, or by capture()")
     for number, (plan, runner) in enumerate(engine.plans):
         lines += ["", *_explain_plan(f"plan {number}" if len(engine.plans) > 1 else "plan", plan, runner)]
-    lines += ["", "calls", f"  {engine.num_calls} calls, {engine.num_replays} replayed, coverage {_coverage(engine):.1%}"]
+    lines += [
+        "",
+        "calls",
+        f"  {engine.num_calls} calls, {engine.num_replays} replayed, coverage {_coverage(engine):.1%}",
+    ]
     lines += ["", "fallbacks and other losses"]
     lines += [f"  {times} x {event}" for event, times in engine.events.distinct] or ["  none"]
     return "\n".join(lines)
@@ -33,7 +37,7 @@ def stats_of(engine: Engine) -> dict[str, Any]:
         "calls": engine.num_calls,
         "replayed": engine.num_replays,
         "coverage": _coverage(engine),
-        "compiles": engine.num_compiles,
+        "compiles": engine.planner.num_compiles,
         "events": engine.events.counts,
         "plans": [_plan_stats(plan, runner) for plan, runner in engine.plans],
     }
@@ -59,7 +63,7 @@ def _plan_stats(plan: Plan, runner: PlanRunner) -> dict[str, Any]:
                 "seconds": size.seconds,
                 "bytes": size.num_bytes,
             }
-            for size in runner.recorded
+            for size in runner.library.recorded
         },
     }
 
@@ -75,7 +79,9 @@ def _explain_plan(title: str, plan: Plan, runner: PlanRunner) -> list[str]:
     lines += _table(("#", "what", "ops", "key or reason", "line"), _step_rows(plan, runner))
     lines += ["", "  recorded sizes"]
     lines += (
-        _table(("size", "graphs", "eager steps", "seconds", "MiB"), map(_size_row, runner.recorded)) if runner.recorded else ["    none"]
+        _table(("size", "graphs", "eager steps", "seconds", "MiB"), map(_size_row, runner.library.recorded))
+        if runner.library.recorded
+        else ["    none"]
     )
     lines += ["", "  decisions", *(f"    {decision}" for decision in (*plan.decisions, *runner.decisions))]
     return lines
@@ -94,24 +100,35 @@ def _count_steps(plan: Plan, runner: PlanRunner) -> str:
 
 
 def _step_rows(plan: Plan, runner: PlanRunner) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for step in plan.steps or _cuts(plan, runner):
         if isinstance(step, Cut):
             rows.append((str(step.index), f"cut {step.op}", "", step.reason, str(step.source or "")))
         else:
-            rows.append((str(step.index), f"piece ({step.backend})", str(step.num_ops), step.key[:8], str(step.first or "")))
+            rows.append(
+                (str(step.index), f"piece ({step.backend})", str(step.num_ops), step.key[:8], str(step.first or ""))
+            )
     return rows
 
 
 def _size_row(size: RecordedSize) -> tuple[str, ...]:
-    return (str(size.key), str(size.num_graphs), str(size.num_eager_steps), f"{size.seconds:.3f}", f"{size.num_bytes / 2**20:.1f}")
+    return (
+        str(size.key),
+        str(size.num_graphs),
+        str(size.num_eager_steps),
+        f"{size.seconds:.3f}",
+        f"{size.num_bytes / 2**20:.1f}",
+    )
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Aligned columns; the middle of a long table is left out, and said so."""
     shown = [tuple(row) for row in rows]
     widths = [max(len(row[i]) for row in (header, *shown)) for i in range(len(header))]
-    lines = ["    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (header, *shown)]
+    lines = [
+        "    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *shown)
+    ]
     if len(lines) <= _MAX_ROWS + 1:
         return lines
     half = _MAX_ROWS // 2

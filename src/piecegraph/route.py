@@ -1,7 +1,7 @@
 """Stage 5: how calls of one exact size are served.
 
-A route is made once for each size that occurs and holds everything a call needs: where to copy the inputs, what to run, where the results
-are. Serving a call touches no FX, no symbolic size and no guard.
+A route is made once for each size that occurs and holds everything a call needs: where to copy the inputs, what to
+run, where the results are. Serving a call touches no FX, no symbolic size and no guard.
 """
 
 from __future__ import annotations
@@ -38,7 +38,14 @@ class TapeRoute:
     replays = True
 
     def __init__(
-        self, body: Body, tape: Tape | DirectTape, key: SizeKey, sizes: tuple[int, ...], buffers: StaticInputs, *, clone: bool
+        self,
+        body: Body,
+        tape: Tape | DirectTape,
+        key: SizeKey,
+        sizes: tuple[int, ...],
+        buffers: StaticInputs,
+        *,
+        clone: bool,
     ) -> None:
         self._tape = tape
         self._buffers = buffers
@@ -46,7 +53,9 @@ class TapeRoute:
         copied = [i for i, leaf in enumerate(buffers.leaves) if leaf.address is None]
         self._copied = tuple(copied)
         self._targets = [real_part(views[i], buffers.leaves[i], sizes) for i in copied]
-        self._padding = [(part, buffers.pad_values[i]) for i in copied for part in padded_parts(views[i], buffers.leaves[i], sizes)]
+        self._padding = [
+            (part, buffers.pad_values[i]) for i in copied for part in padded_parts(views[i], buffers.leaves[i], sizes)
+        ]
         self._written = tuple((i, self._targets[copied.index(i)]) for i in body.written_calls if i in copied)
         self._leaves = [_leaf_maker(leaf, body, key.values, sizes, clone=clone) for leaf in body.leaves]
         self._structure = body.structure
@@ -89,7 +98,11 @@ def can_cut(body: Body, recorded: tuple[int, ...], sizes: tuple[int, ...]) -> bo
     for leaf in body.leaves:
         if isinstance(leaf, FromOutput):
             have, want = body.output_shape(leaf.index, recorded), body.output_shape(leaf.index, sizes)
-            if have is not None and want is not None and (len(have) != len(want) or any(h < w for h, w in zip(have, want, strict=True))):
+            if (
+                have is not None
+                and want is not None
+                and (len(have) != len(want) or any(h < w for h, w in zip(have, want, strict=True)))
+            ):
                 return False
     return True
 
@@ -103,10 +116,16 @@ def real_part(view: torch.Tensor, leaf: TensorLeaf, sizes: tuple[int, ...]) -> t
 
 def padded_parts(view: torch.Tensor, leaf: TensorLeaf, sizes: tuple[int, ...]) -> list[torch.Tensor]:
     """The parts of an input buffer that a call leaves to padding."""
-    return [view.narrow(dim, sizes[size], view.shape[dim] - sizes[size]) for dim, size in leaf.dynamic if view.shape[dim] > sizes[size]]
+    return [
+        view.narrow(dim, sizes[size], view.shape[dim] - sizes[size])
+        for dim, size in leaf.dynamic
+        if view.shape[dim] > sizes[size]
+    ]
 
 
-def _leaf_maker(leaf: ResultLeaf, body: Body, recorded: tuple[int, ...], sizes: tuple[int, ...], *, clone: bool) -> MakeLeaf:
+def _leaf_maker(
+    leaf: ResultLeaf, body: Body, recorded: tuple[int, ...], sizes: tuple[int, ...], *, clone: bool
+) -> MakeLeaf:
     if isinstance(leaf, FromOutput):
         return _output_maker(leaf.index, body, recorded, sizes, clone=clone)
     if isinstance(leaf, Fixed):
@@ -122,7 +141,9 @@ def _leaf_maker(leaf: ResultLeaf, body: Body, recorded: tuple[int, ...], sizes: 
     return lambda outputs, tensors: leaf.apply(source.tensor, *numbers)
 
 
-def _output_maker(index: int, body: Body, recorded: tuple[int, ...], sizes: tuple[int, ...], *, clone: bool) -> MakeLeaf:
+def _output_maker(
+    index: int, body: Body, recorded: tuple[int, ...], sizes: tuple[int, ...], *, clone: bool
+) -> MakeLeaf:
     shape = body.output_shape(index, sizes)
     if shape is None:  # a number, or a shape read from data: made afresh by an eager step
         return lambda outputs, tensors: outputs[index]

@@ -1,7 +1,8 @@
 """What a plan expects of a call, and the check that a call is of that kind.
 
-An example call comes in; a :class:`Signature` comes out. ``match`` then takes a call apart into its tensors and sizes, or says
-which argument does not fit. This check stands in for Dynamo's guards and is the only one made at replay.
+An example call comes in; a :class:`Signature` comes out. ``match`` then takes a call apart into its tensors and
+sizes, or says which argument does not fit. This check stands in for Dynamo's guards and is the only one made at
+replay.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from piecegraph.structure import Structure, flatten
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _CONSTANTS = (
-    type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, type, types.FunctionType, types.BuiltinFunctionType,
-    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.nn.Module,
+    type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, type, types.FunctionType,
+    types.BuiltinFunctionType, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.nn.Module,
 )  # fmt: skip
 
 
@@ -97,7 +98,9 @@ class Binder:
         given = [*args, *kwargs.values(), *defaults]
         return names, [given[i] for i in order]
 
-    def unbind(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def unbind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Other values in place of those :meth:`bind` found, passed the same way as in this call."""
         _, order, _ = self._orders[len(args), tuple(kwargs)]
         given: list[Any] = [*args, *kwargs.values()]
@@ -109,7 +112,9 @@ class Binder:
     def _order(self, num_args: int, keywords: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...], list[Any]]:
         signature = inspect.Signature(list(self._parameters.values()))
         positions = {name: num_args + i for i, name in enumerate(keywords)}
-        bound = signature.bind(*range(num_args), **positions)  # TypeError for a wrong call, as the function itself would
+        bound = signature.bind(
+            *range(num_args), **positions
+        )  # TypeError for a wrong call, as the function itself would
         names: list[str] = []
         order: list[int] = []
         defaults: list[Any] = []
@@ -151,9 +156,16 @@ class Signature:
         return tuple(leaf for leaf in flat if isinstance(leaf, TensorLeaf))
 
     def match(
-        self, names: tuple[str, ...], values: list[Any], training: bool | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        names: tuple[str, ...],
+        values: list[Any],
+        training: bool | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Call | str:
-        """Take a call apart, or say what does not fit. ``names`` and ``values`` are what a :class:`Binder` made of it."""
+        """Take a call apart, or say what does not fit. ``names`` and ``values`` are what a :class:`Binder` made of
+        it.
+        """
         if names != self.names:
             return f"called with ({', '.join(names)}), planned for ({', '.join(self.names)})"
         if training is not self.training:
@@ -232,10 +244,13 @@ def _leaf(name: str, value: Any, dynamic: dict[int, int], is_static: bool) -> Le
     if isinstance(value, torch.Tensor):
         if type(value) not in _PLAIN_TENSORS or value.layout is not torch.strided or value.is_quantized:
             raise TraceError(
-                "PG203", f"{name} is a {type(value).__name__} of layout {value.layout}", why="only plain dense tensors have fixed addresses"
+                "PG203",
+                f"{name} is a {type(value).__name__} of layout {value.layout}",
+                why="only plain dense tensors have fixed addresses",
             )
         shape = tuple(value.shape)
-        order = sorted(range(len(shape)), key=lambda d: (-value.stride(d), d)) if _is_dense(value) else range(len(shape))
+        strides = value.stride()
+        order = sorted(range(len(shape)), key=lambda d: (-strides[d], d)) if _is_dense(value) else range(len(shape))
         return TensorLeaf(
             name=name,
             dtype=value.dtype,

@@ -1,8 +1,8 @@
 """A graph device for a CPU: captures are call lists, replays re-execute them on the memory they were recorded with.
 
-It keeps what makes CUDA graphs hard. A replay runs no Python of the user's and reads the addresses of the recording; memory that nobody held
-when a capture began may have been recycled for it, so it is filled with NaN before that capture is replayed; between sizes the whole pool is.
-What passes here keeps the rules of Note [Pool lifetime].
+It keeps what makes CUDA graphs hard. A replay runs no Python of the user's and reads the addresses of the recording;
+memory that nobody held when a capture began may have been recycled for it, so it is filled with NaN before that
+capture is replayed; between sizes the whole pool is. What passes here keeps the rules of Note [Pool lifetime].
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class _Watch(TorchDispatchMode):
     """Records the ops that run between breaks, for code that is captured as it runs."""
 
     def __init__(self, device: SimulatedGraphs) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -185,4 +185,6 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _borrow(value: Any, device: SimulatedGraphs) -> Any:
     """Arguments as a graph keeps them: addresses in the pool, without owning them."""
     leaves, _, structure = flatten(value)
-    return structure.build(iter([torch_compat.non_owning(v) if isinstance(v, torch.Tensor) and device.owns(v) else v for v in leaves]))
+    return structure.build(
+        iter([torch_compat.non_owning(v) if isinstance(v, torch.Tensor) and device.owns(v) else v for v in leaves])
+    )

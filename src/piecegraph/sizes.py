@@ -2,9 +2,9 @@
 
 Note [Dropped guards]
 ~~~~~~~~~~~~~~~~~~~~~
-Tracing and compiling take decisions that hold for some sizes only (``if x.shape[0] > 16``). Dynamo would check them at every call. We check
-them once for each new size, at that size and not at the bucket it is padded to: a size that violates one runs eagerly, with the line that
-took the decision as the reason.
+Tracing and compiling take decisions that hold for some sizes only (``if x.shape[0] > 16``). Dynamo would check them
+at every call. We check them once for each new size, at that size and not at the bucket it is padded to: a size that
+violates one runs eagerly, with the line that took the decision as the reason.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class SizeRules:
                     symbols[symbol] = size
         for name, expr in found:  # equal sizes are written with one of their symbols, not always their own
             if expr.free_symbols - symbols.keys():
-                raise TraceError("PG205", f"{name} cannot vary freely", why=f"the model ties it to {expr}", hint="make it static")
+                raise TraceError(
+                    "PG205", f"{name} cannot vary freely", why=f"the model ties it to {expr}", hint="make it static"
+                )
         return SizeRules(symbols, fake_mode)
 
     def values(self, sizes: tuple[int, ...]) -> dict[sympy.Symbol, sympy.Integer]:

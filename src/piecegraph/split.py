@@ -1,13 +1,14 @@
 """Stage 2: one graph in, a list of segments out.
 
-A segment is a run of nodes that either becomes a piece (compiled, captured) or a cut (run eagerly between two graphs). The order of the
-original graph is kept. Only tensors cross from one segment to another, plus values read from data between cuts.
+A segment is a run of nodes that either becomes a piece (compiled, captured) or a cut (run eagerly between two
+graphs). The order of the original graph is kept. Only tensors cross from one segment to another, plus values read
+from data between cuts.
 
 Note [Sizes do not cross]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-Dynamo computes ``top_k * s0`` once, in the first layer that needs it, and passes it on. Then equal layers look different, and a piece returns
-an integer, which a graph cannot. So no segment holds a node that only computes a size: each use is written as an expression of the symbols,
-which every segment that needs them takes as inputs.
+Dynamo computes ``top_k * s0`` once, in the first layer that needs it, and passes it on. Then equal layers look
+different, and a piece returns an integer, which a graph cannot. So no segment holds a node that only computes a size:
+each use is written as an expression of the symbols, which every segment that needs them takes as inputs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Segment:
     outputs: tuple[torch.fx.Node, ...]
 
     @property
-    def op_name(self) -> str:
+    def title(self) -> str:
         """The op a cut is named after."""
         names = [op_name(node) for node in self.nodes if node.target is not operator.getitem] or ["getitem"]
         return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
@@ -56,11 +57,26 @@ class Segment:
 
 
 def split(traced: Traced, rules: CutRules, *, full: bool) -> tuple[Segment, ...]:
-    """Cut a traced graph. With ``full``, only cuts that cannot be avoided are made, and they are an error."""
+    """Cut a traced graph. With ``full`` nothing is cut, and a cut that cannot be avoided is an error."""
     verdicts = rules.verdicts(traced.graph, traced.streams)
     if full:
-        verdicts = {node: verdict for node, verdict in verdicts.items() if verdict.is_forced}
-        for node, verdict in verdicts.items():
+        verdicts = _without_wishes(verdicts)
+    groups = _group(traced.graph, verdicts)
+    home = {node: group for group, (nodes, _) in enumerate(groups) for node in nodes}
+    returned = set(traced.output_nodes)
+    symbol_values = _symbol_values(traced)
+    segments = []
+    for group, (nodes, reason) in enumerate(groups):
+        outputs = tuple(n for n in nodes if n in returned or any(home.get(user) != group for user in _readers(n)))
+        if outputs or any(has_effect(node) for node in nodes):
+            segments.append(_build(traced, nodes, reason, outputs, symbol_values))
+    return tuple(segments)
+
+
+def _without_wishes(verdicts: dict[torch.fx.Node, Verdict]) -> dict[torch.fx.Node, Verdict]:
+    """The cuts of a full graph: none, or an error that names the first one that cannot be left out."""
+    for node, verdict in verdicts.items():
+        if verdict.is_forced:
             raise LowerError(
                 "PG301",
                 f"{op_name(node)} cannot be inside one full graph",
@@ -68,40 +84,42 @@ def split(traced: Traced, rules: CutRules, *, full: bool) -> tuple[Segment, ...]
                 why=verdict.reason,
                 hint='use cudagraph_mode="piecewise"',
             )
-    groups = _group(traced.graph, verdicts)
-    home = {node: group for group, (nodes, _) in enumerate(groups) for node in nodes}
-    returned = set(traced.output_nodes)
-    symbol_values = _symbol_values(traced)
-    segments = []
-    for group, (nodes, verdict) in enumerate(groups):
-        outputs = tuple(n for n in nodes if n in returned or any(home.get(user) != group for user in _readers(n)))
-        if outputs or any(has_effect(node) for node in nodes):
-            segments.append(_build(traced, nodes, verdict, outputs, symbol_values))
-    return tuple(segments)
+    return {}
 
 
-def _group(graph: torch.fx.Graph, verdicts: dict[torch.fx.Node, Verdict]) -> list[tuple[list[torch.fx.Node], Verdict | None]]:
+def _group(
+    graph: torch.fx.Graph, verdicts: dict[torch.fx.Node, Verdict]
+) -> list[tuple[list[torch.fx.Node], Verdict | None]]:
     """Runs of neighbouring nodes that belong together."""
     groups: list[tuple[list[torch.fx.Node], Verdict | None]] = []
     home: dict[torch.fx.Node, list[torch.fx.Node]] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "output", "get_attr") or is_size(node) or is_stream_object(node):
             continue
-        source = node.args[0] if node.target is operator.getitem else None
-        if isinstance(source, torch.fx.Node) and source in home and not isinstance(torch_compat.meta_value(source), torch.Tensor):
-            home[source].append(node)  # one of several results: stays with its op
-            home[node] = home[source]
+        if _is_one_of_several(node):
+            producer = home[node.args[0]]  # type: ignore[index]
+            producer.append(node)
+            home[node] = producer
             continue
         verdict = verdicts.get(node)
-        is_joined = bool(groups) and (
-            (verdict is None and groups[-1][1] is None)
-            or (verdict is not None and verdict.is_region and groups[-1][1] is not None and groups[-1][1].is_region)
-        )
-        if not is_joined:
+        if not groups or not _belong_together(groups[-1][1], verdict):
             groups.append(([], verdict))
         groups[-1][0].append(node)
         home[node] = groups[-1][0]
     return groups
+
+
+def _is_one_of_several(node: torch.fx.Node) -> bool:
+    """Whether a node picks one result of an op that returns a tuple: it stays with the op."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], torch.fx.Node):
+        return False
+    return isinstance(torch_compat.meta_value(node.args[0]), (tuple, list)) and not is_size(node.args[0])
+
+
+def _belong_together(first: Verdict | None, second: Verdict | None) -> bool:
+    if first is None or second is None:
+        return first is second  # both are parts of a piece
+    return first.is_region and second.is_region
 
 
 def _readers(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
@@ -144,7 +162,9 @@ def _build(
         if arg in copies:
             return copies[arg]
         if arg.op == "get_attr":
-            copies[arg] = graph.get_attr(_copy_attribute(traced.owner, root, str(arg.target)))
+            name = f"attr{len(copies)}"
+            _set_attribute(root, name, _get_attribute(traced.owner, str(arg.target)))
+            copies[arg] = graph.get_attr(name)
             return copies[arg]
         if is_stream_object(arg):
             copies[arg] = graph.call_function(arg.target, arg.args)  # type: ignore[arg-type]
@@ -159,7 +179,7 @@ def _build(
         copies[node] = graph.create_node(node.op, node.target, args, kwargs)
         copies[node].meta = _portable_meta(node)
     graph.output(tuple(copies[node] for node in outputs))
-    inputs = (*(FromSize(symbol) for symbol in symbols), *external)
+    inputs: tuple[torch.fx.Node | FromSize, ...] = (*map(FromSize, symbols), *external)
     return Segment(tuple(nodes), verdict, torch.fx.GraphModule(root, graph), inputs, outputs)
 
 
@@ -175,7 +195,9 @@ def _inputs_of(nodes: Sequence[torch.fx.Node]) -> tuple[list[torch.fx.Node], lis
             if not is_size(arg):
                 external[arg] = None
             for part in size_parts(torch_compat.meta_value(arg)):
-                symbols |= dict.fromkeys(s for s in torch_compat.free_symbols(part) if s not in torch_compat.unbacked_symbols(part))
+                symbols |= dict.fromkeys(
+                    s for s in torch_compat.free_symbols(part) if s not in torch_compat.unbacked_symbols(part)
+                )
     return list(external), sorted(symbols, key=str)
 
 
@@ -185,13 +207,14 @@ def _portable_meta(node: torch.fx.Node) -> dict[str, Any]:
     return meta
 
 
-def _copy_attribute(owner: torch.nn.Module, root: torch.nn.Module, target: str) -> str:
-    value: Any = owner
+def _get_attribute(owner: Any, target: str) -> Any:
     for part in target.split("."):
-        value = getattr(value, part)
-    name = f"attr{len(root._modules) + len(root._buffers) + len(root.__dict__)}"
+        owner = getattr(owner, part)
+    return owner
+
+
+def _set_attribute(root: torch.nn.Module, name: str, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         root.register_buffer(name, value)
     else:
         setattr(root, name, value)
-    return name

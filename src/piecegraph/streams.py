@@ -2,9 +2,10 @@
 
 Note [Streams]
 ~~~~~~~~~~~~~~
-A capture may not end while a forked stream is not joined, and no Stream may be handed from one piece to the next. So everything from a
-fork to the join that closes it runs eagerly, as one cut, on the streams the user named. A wait for a stream that was not forked here (work
-started outside the model) is a cut of its own. Stream objects are not values: every region fetches them from the trace, which holds them.
+A capture may not end while a forked stream is not joined, and no Stream may be handed from one piece to the next. So
+everything from a fork to the join that closes it runs eagerly, as one cut, on the streams the user named. A wait for
+a stream that was not forked here (work started outside the model) is a cut of its own. Stream objects are not values:
+every region fetches them from the trace, which holds them.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ def side_stream(node: torch.fx.Node) -> int | None:
 
 
 def stream_call(node: torch.fx.Node) -> tuple[str | None, list[int]]:
-    """The stream op a node is, with the indices of its streams and events; waits as (waiting, waited for), events first."""
+    """The stream op a node is, with the indices of its streams and events: (waiting, waited for) or (event, stream)."""
     if node.op == "call_function":
-        name = torch_compat.stream_op(node.target)
-        return (None, []) if name in (None, "get_object") else (name, [arg for arg in node.args if isinstance(arg, int)])
+        op = torch_compat.stream_op(node.target)
+        return (None, []) if op in (None, "get_object") else (op, [arg for arg in node.args if isinstance(arg, int)])
     objects = [arg for arg in node.args if isinstance(arg, torch.fx.Node) and is_stream_object(arg)]
     if node.op != "call_method" or not objects or objects[0] is not node.args[0]:
         return None, []
@@ -57,7 +58,9 @@ class StreamRegions:
         self._ambient = {index for index, stream in streams.items() if _is_current(stream)}
         self._event_stream: dict[int, int] = {}
         self._open: set[int] = set()
-        self.nodes = [node for node in graph.nodes if node.op in ("call_function", "call_method") and self._is_inside(node)]
+        self.nodes = [
+            node for node in graph.nodes if node.op in ("call_function", "call_method") and self._is_inside(node)
+        ]
 
     def _is_inside(self, node: torch.fx.Node) -> bool:
         was_open = bool(self._open)
@@ -82,7 +85,7 @@ class StreamInterpreter(torch.fx.Interpreter):
     """Runs a region node by node, each on its stream."""
 
     def __init__(self, module: torch.fx.GraphModule, streams: Mapping[int, Any]) -> None:
-        super().__init__(module, garbage_collect_values=False)
+        super().__init__(module)
         self._streams = {index: None if _is_current(stream) else stream for index, stream in streams.items()}
 
     def __call__(self, *args: Any) -> Any:
@@ -117,10 +120,11 @@ class StreamInterpreter(torch.fx.Interpreter):
         elif name.startswith("synchronize") and objects:
             objects[0].synchronize()
         elif name == "record_stream":
-            self.env[node.args[0]].record_stream(objects[0])
+            self.env[node.args[0]].record_stream(objects[0])  # type: ignore[index]
         else:
             super().run_node(node)
 
 
 def _is_current(stream: Any) -> bool:
-    return torch.cuda.is_available() and isinstance(stream, torch.Stream) and stream == torch.cuda.current_stream(stream.device)
+    is_stream = torch.cuda.is_available() and isinstance(stream, torch.Stream)
+    return is_stream and stream == torch.cuda.current_stream(stream.device)

@@ -1,7 +1,8 @@
 """Nested arguments and results, taken apart into leaves and put together again.
 
-Tuples, named tuples, lists, dictionaries, dataclasses, transformers' ``ModelOutput`` and whatever is registered with torch's
-pytree are containers; everything else is a leaf. The invariant: ``build(flatten(x)) == x``, of the same types.
+Tuples, named tuples, lists, dictionaries, dataclasses, transformers' ``ModelOutput`` and whatever is registered with
+torch's pytree are containers; everything else is a leaf. The invariant: ``build(flatten(x)) == x``, of the same
+types.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def _build_sequence(cls: type, _: Any, values: list[Any]) -> Any:
 
 def _build_dataclass(cls: type, names: Any, values: list[Any]) -> Any:
     # Not through __init__: fields may be frozen, init=False or derived in __post_init__.
-    made = object.__new__(cls)
+    made: Any = object.__new__(cls)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)
     return made

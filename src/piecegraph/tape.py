@@ -2,10 +2,11 @@
 
 Note [Fixed addresses]
 ~~~~~~~~~~~~~~~~~~~~~~
-Every tensor a captured graph reads is a weight, a static input buffer, a tensor of the pool, or a copy the tape owns of what an eager step
-returned. None of them moves by itself, but the user can move a weight (``model.to(...)``) and an eager op can return something else than it
-did. So the first replay of every tape goes through the checked path: it compares the address of every weight, and the address and layout of
-everything an eager step reads or returns, with those of the recording.
+Every tensor a captured graph reads is a weight, a static input buffer, a tensor of the pool, or a copy the tape owns
+of what an eager step returned. None of them moves by itself, but the user can move a weight (``model.to(...)``) and
+an eager op can return something else than it did. So the first replay of every tape goes through the checked path: it
+compares the address of every weight, and the address and layout of everything an eager step reads or returns, with
+those of the recording.
 """
 
 from __future__ import annotations
@@ -89,13 +90,16 @@ class EagerStep:
                     "PG520",
                     f"result {position or 0} of {self.label}",
                     where=str(getattr(self.label, "source", None) or ""),
-                    why=f"it was a view of an argument at {address:#x} and is now at {result.data_ptr():#x}; the graphs behind it read the old place",
+                    why=f"it was a view of an argument, and has moved from {address:#x} to {result.data_ptr():#x}; "
+                    "the graphs behind it read the old place",
                     hint="return a fresh tensor, or write to an output argument",
                 )
         for position, cell in self.cells:
             self.store[cell] = _pick(returned, position)
         if addresses != [t.data_ptr() for t in _tensors((self.args, self.kwargs))]:
-            raise AddressError("PG520", f"{self.label} moved one of its arguments", why="the graphs around it read the old place")
+            raise AddressError(
+                "PG520", f"{self.label} moved one of its arguments", why="the graphs around it read the old place"
+            )
 
     def _check_layout(self, result: Any, target: torch.Tensor) -> None:
         if not isinstance(result, torch.Tensor) or result.shape != target.shape or result.dtype != target.dtype:

@@ -1,7 +1,7 @@
 """Every use of a torch name that torch does not promise to keep.
 
-One function for each need, with the versions it was checked on. All of it holds for torch 2.11 and 2.13 unless a function says
-otherwise; a torch upgrade is then a diff of this file. Nothing here knows what a piece or a tape is.
+One function for each need, with the versions it was checked on. All of it holds for torch 2.11 and 2.13 unless a
+function says otherwise; a torch upgrade is then a diff of this file. Nothing here knows what a piece or a tape is.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from typing import Any
 import sympy
 import torch
 import torch.fx
+from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 
-# --- tracing ---------------------------------------------------------------------------------------------------------------
+# --- tracing
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,13 @@ def dynamo_capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         automatic_dynamic_shapes=False,
         side_effect_replay_policy="warn",
     )
-    with torch.no_grad(), settings, get_metrics_context(), dynamo_timed("piecegraph.trace"), warnings.catch_warnings(record=True) as told:
+    with (
+        torch.no_grad(),
+        settings,
+        get_metrics_context(),
+        dynamo_timed("piecegraph.trace"),
+        warnings.catch_warnings(record=True) as told,
+    ):
         warnings.simplefilter("always")
         captured = convert_frame.fullgraph_capture(function, args, kwargs)
     objects = {i: ref() for i, ref in graph_bytecode_inputs.index_to_external_object_weakref.items()}
@@ -75,7 +83,11 @@ def dynamo_capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
     if backend_input is None:
         return DynamoCapture(None, (), None, objects, run_bytecode, touched)
-    graph_module, inputs, fake_mode = backend_input.graph_module, tuple(backend_input.example_inputs), backend_input.fake_mode
+    graph_module, inputs, fake_mode = (
+        backend_input.graph_module,
+        tuple(backend_input.example_inputs),
+        backend_input.fake_mode,
+    )
     return DynamoCapture(graph_module, inputs, fake_mode, objects, run_bytecode, touched)
 
 
@@ -83,7 +95,9 @@ _SIDE_EFFECTS = re.compile(r"found certain side effects .* you can double check:
 
 
 def _touched_objects(told: Sequence[warnings.WarningMessage], scopes: Mapping[str, Any]) -> dict[str, Any]:
-    """The objects behind the source names (``L['self']``, ``G['module'].state``) that Dynamo warned of; other warnings go on."""
+    """The objects behind the source names (``L['self']``, ``G['module'].state``) that Dynamo warned of; other
+    warnings go on.
+    """
     touched: dict[str, Any] = {}
     for warning in told:
         found = _SIDE_EFFECTS.search(str(warning.message))
@@ -93,7 +107,13 @@ def _touched_objects(told: Sequence[warnings.WarningMessage], scopes: Mapping[st
         for name in ast.literal_eval(found.group(1)):
             try:
                 touched[name] = eval(name, dict(scopes))
-            except (SyntaxError, NameError, KeyError, AttributeError, TypeError):  # not a path from the arguments or globals
+            except (
+                SyntaxError,
+                NameError,
+                KeyError,
+                AttributeError,
+                TypeError,
+            ):  # not a path from the arguments or globals
                 touched[name] = None
     return touched
 
@@ -120,7 +140,8 @@ def dynamic_marks(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted({*strict, *weak}))
 
 
-# --- symbolic sizes --------------------------------------------------------------------------------------------------------
+# --- symbolic sizes
+# --------------------------------------------------------------------------------------------------------
 
 
 def meta_value(node: torch.fx.Node) -> Any:
@@ -159,7 +180,9 @@ def free_symbols(value: Any) -> tuple[sympy.Symbol, ...]:
     return tuple(sorted(torch_free_symbols(value), key=str))
 
 
-def emit_expr(graph: torch.fx.Graph, expr: sympy.Expr, symbols: Mapping[sympy.Symbol, torch.fx.Node]) -> torch.fx.Node | int:
+def emit_expr(
+    graph: torch.fx.Graph, expr: sympy.Expr, symbols: Mapping[sympy.Symbol, torch.fx.Node]
+) -> torch.fx.Node | int:
     """Add nodes to a graph that compute a size expression from the nodes of its symbols."""
     from torch.fx.proxy import GraphAppendingTracer, Proxy
     from torch.utils._sympy.interp import sympy_interp
@@ -177,7 +200,8 @@ def size_guards(fake_mode: Any) -> tuple[tuple[sympy.Basic, str], ...]:
         return ()
     guards = [(guard.expr, str(getattr(guard.sloc, "maybe_user_loc", None) or "")) for guard in env.guards]
     for symbol, bounds in env.var_to_range.items():
-        # A lower bound of 2 is Dynamo's default, not something the model asked for: sizes below are checked against the model.
+        # A lower bound of 2 is Dynamo's default, not something the model asked for: sizes below are checked against the
+        # model.
         if bounds.lower > 2:
             guards.append((sympy.Ge(symbol, bounds.lower), "torch._check"))
         if bounds.upper.is_finite and bounds.upper < torch.iinfo(torch.int32).max:
@@ -185,22 +209,30 @@ def size_guards(fake_mode: Any) -> tuple[tuple[sympy.Basic, str], ...]:
     return tuple(guards)
 
 
-# --- ops -------------------------------------------------------------------------------------------------------------------
+# --- ops
+# -------------------------------------------------------------------------------------------------------------------
 
-_BUILTIN_OPS = {operator.matmul: "matmul", operator.add: "add", operator.mul: "mul", operator.sub: "sub", operator.truediv: "div"}
+_BUILTIN_OPS = {
+    operator.matmul: "matmul",
+    operator.add: "add",
+    operator.mul: "mul",
+    operator.sub: "sub",
+    operator.truediv: "div",
+}
 
 
 def op_of(target: Any) -> tuple[Any, Any]:
-    """An op as (packet, overload): overload is None where the target leaves it open, packet is the target if it is no op.
+    """An op as (packet, overload): overload is None where the target leaves it open, packet is the target if it is no
+    op.
 
-    Dynamo records ``torch.ops.ns.op`` as a packet, ``custom_op`` functions as an overload and ``F.linear`` as a builtin: all three
-    must match what the user names, so all are mapped to the op object they call.
+    Dynamo records ``torch.ops.ns.op`` as a packet, ``custom_op`` functions as an overload and ``F.linear`` as a
+    builtin: all three must match what the user names, so all are mapped to the op object they call.
     """
     if isinstance(target, OpOverload):
         return target.overloadpacket, target
     if isinstance(target, OpOverloadPacket):
         return target, None
-    if isinstance(target, torch.library.CustomOpDef):
+    if isinstance(target, CustomOpDef):
         return target._opoverload.overloadpacket, None
     name = target if isinstance(target, str) else _BUILTIN_OPS.get(target) or _torch_function_name(target)
     packet = getattr(torch.ops.aten, name, None) if name else None
@@ -273,10 +305,9 @@ def written_args(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def direct_kernel(target: Any, device_type: str) -> Any:
     """The Python function behind a ``torch.library.custom_op``, or the target itself.
 
-    The dispatcher and the autograd wrapper cost 15 to 40 us a call around such an op; a tape has no gradients and fixed devices.
+    The dispatcher and the autograd wrapper cost 15 to 40 us a call around such an op; a tape has no gradients and
+    fixed devices.
     """
-    from torch._library.custom_ops import OPDEFS
-
     _, overload = op_of(target)
     if isinstance(target, OpOverloadPacket):
         overload = getattr(target, "default", None)
@@ -288,7 +319,8 @@ def direct_kernel(target: Any, device_type: str) -> Any:
     return definition._init_fn
 
 
-# --- compiling -------------------------------------------------------------------------------------------------------------
+# --- compiling
+# -------------------------------------------------------------------------------------------------------------
 
 
 def inductor_compile(
@@ -307,7 +339,8 @@ def inductor_compile(
         )
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------------
+# --- memory
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def non_owning(tensor: torch.Tensor) -> torch.Tensor:
@@ -337,7 +370,14 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
-# --- CUDA ------------------------------------------------------------------------------------------------------------------
+# --- CUDA
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def driver_cuda_version() -> str:
+    """The newest CUDA version the installed driver supports."""
+    version = int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined] # only in CUDA builds
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def raw_stream(device_index: int) -> int:
@@ -346,15 +386,17 @@ def raw_stream(device_index: int) -> int:
 
 
 _abandoned: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture failed. torch's allocator for pinned memory keeps calling into them, so they may never be destroyed."""
+"""Graphs whose capture failed. torch's allocator for pinned memory keeps calling into them, so they may never be
+destroyed.
+"""
 
 
 def abandon_capture(graph: torch.cuda.CUDAGraph, pool_id: tuple[int, int], device_index: int) -> None:
     """Leave a capture that failed, on the capture stream. The pool cannot be captured into again.
 
-    ``capture_end`` raises before it has tidied up (torch 2.11): the allocator still serves the capture, and so does the allocator for pinned
-    memory, which has no way out; and the random number generator still counts for the capture. An empty capture that succeeds puts the
-    generator right.
+    ``capture_end`` raises before it has tidied up (torch 2.11): the allocator still serves the capture, and so does
+    the allocator for pinned memory, which has no way out; and the random number generator still counts for the
+    capture. An empty capture that succeeds puts the generator right.
     """
     _abandoned.append(graph)
     with contextlib.suppress(RuntimeError):
@@ -380,7 +422,8 @@ def num_captured_nodes(device_index: int) -> int | None:
     return int(count) if int(error) == 0 else None
 
 
-# --- streams in graphs -----------------------------------------------------------------------------------------------------
+# --- streams in graphs
+# -----------------------------------------------------------------------------------------------------
 
 
 def stream_op(target: Any) -> str | None:
@@ -396,7 +439,8 @@ def stream_op(target: Any) -> str | None:
     return name.removeprefix("streams::") if name.startswith("streams::") else None
 
 
-# --- containers ------------------------------------------------------------------------------------------------------------
+# --- containers
+# ------------------------------------------------------------------------------------------------------------
 
 
 def pytree_node(cls: type) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Any, Any], Any]] | None:

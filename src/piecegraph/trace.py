@@ -1,8 +1,8 @@
 """Stage 1: a function and an example call in, one graph out.
 
-Dynamo traces once, with no gradients and no graph breaks; afterwards nothing of Dynamo runs again. So everything its generated code
-would do around the graph is written down here: where each graph input comes from (an argument, a weight, a size) and where each part of
-the result comes from (the graph, an argument, a size, a view of an argument).
+Dynamo traces once, with no gradients and no graph breaks; afterwards nothing of Dynamo runs again. So everything its
+generated code would do around the graph is written down here: where each graph input comes from (an argument, a
+weight, a size) and where each part of the result comes from (the graph, an argument, a size, a view of an argument).
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ import torch
 import torch.fx
 
 from piecegraph import torch_compat
-from piecegraph.dims import DimRequest, find_dynamic_dims
+from piecegraph.buffers import dense_strides
 from piecegraph.errors import TraceError
-from piecegraph.plan import Decision, SourceLine
-from piecegraph.signature import Binder, Signature, is_constant, make_signature, with_fixed
+from piecegraph.example import Example
+from piecegraph.plan import SourceLine
+from piecegraph.signature import Signature, is_constant, with_fixed
 from piecegraph.sizes import SizeRules
 from piecegraph.sources import Fixed, FromCall, FromGraph, FromSize, GraphInput, Weight
 from piecegraph.structure import Structure, flatten
 from piecegraph.user_code import is_user_file
 from piecegraph.views import InputView, find_view
+
+EAGER_OP_REASON = "a function marked with piecegraph.eager_op cannot be traced"
+"""What such a function says when it is; see breakable.py."""
 
 ResultLeaf = FromGraph | FromCall | FromSize | InputView | Fixed
 
@@ -50,7 +54,7 @@ class Traced:
     """Arguments the function writes to, as indices into ``signature.tensors``."""
     written_weights: tuple[Weight, ...]
     streams: Mapping[int, Any]
-    decisions: tuple[Decision, ...]
+    """The streams and events the graph refers to by number."""
 
     @property
     def output_nodes(self) -> tuple[torch.fx.Node, ...]:
@@ -58,34 +62,17 @@ class Traced:
         return tuple(dict.fromkeys(leaf.node for leaf in self.results if isinstance(leaf, FromGraph)))
 
 
-def trace(
-    function: Callable[..., Any],
-    binder: Binder,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    weights: Mapping[str, torch.Tensor],
-    dynamic_dims: Any,
-    static_inputs: Sequence[str],
-    training: bool | None,
-) -> Traced:
+def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, torch.Tensor]) -> Traced:
     """Trace a function on an example call. Nothing is executed and nothing of the caller's is changed."""
-    names, values = binder.bind(args, kwargs)
-    leaves, paths, structure = flatten(tuple(values))
-    paths = _root_names(names, values)
-    requests, decision = find_dynamic_dims(function, leaves, paths, dynamic_dims)
-    signature = make_signature(names, values, requests, static_inputs, training)
-    stand_ins = _stand_ins(leaves, requests)
-    trace_args, trace_kwargs = binder.unbind(args, kwargs, list(structure.build(iter(stand_ins))))
-    capture = _capture(_traceable(function), trace_args, trace_kwargs)
-
-    tensors = [leaf for leaf in stand_ins if isinstance(leaf, torch.Tensor)]
+    tensors = _stand_ins(example)
+    args, kwargs = example.with_tensors(tensors)
+    capture = _capture(_traceable(function), args, kwargs)
     graph, owner = _graph_of(capture)
     inputs = _identify_inputs(graph, capture.example_inputs, tensors, weights)
     by_leaf = {source.index: node for node, source in inputs.items() if isinstance(source, FromCall)}
-    signature = with_fixed(signature, _fixed_dims(signature, by_leaf, requests))
-    sizes = SizeRules.learn(signature, by_leaf, capture.fake_mode)
-    results, result_structure = _identify_results(capture, graph, inputs, tensors, weights, trace_args, trace_kwargs)
+    signature = with_fixed(example.signature, _fixed_dims(example, by_leaf))
+    returned, marks = _dry_run(capture, graph, args, kwargs)
+    results, structure = _identify_results(returned, marks, inputs, tensors)
     written = _written_placeholders(graph)
     return Traced(
         signature=signature,
@@ -94,12 +81,11 @@ def trace(
         fake_mode=capture.fake_mode,
         inputs=inputs,
         results=results,
-        structure=result_structure,
-        sizes=sizes,
+        structure=structure,
+        sizes=SizeRules.learn(signature, by_leaf, capture.fake_mode),
         written_calls=tuple(s.index for n, s in inputs.items() if n in written and isinstance(s, FromCall)),
         written_weights=tuple(s for n, s in inputs.items() if n in written and isinstance(s, Weight)),
         streams=capture.external_objects,
-        decisions=(decision,),
     )
 
 
@@ -113,6 +99,9 @@ def _capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _trace_error(function: Callable[..., Any], error: Exception) -> TraceError:
+    if EAGER_OP_REASON in str(error):
+        hint = 'declare it with torch.library.custom_op, or use frontend="breakable"'
+        return TraceError("PG107", f"{_name(function)} calls an eager op", why=EAGER_OP_REASON, hint=hint)
     lines, reason, hint = torch_compat.explain_dynamo_error(error)
     where = next((SourceLine(*line) for line in reversed(lines) if is_user_file(line[0])), None)
     return TraceError(
@@ -125,7 +114,7 @@ def _trace_error(function: Callable[..., Any], error: Exception) -> TraceError:
 
 
 def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo starts from a Python function of the user's: builtins, partials and torch's own functions are called from one."""
+    """Dynamo starts from a Python function of the user's: builtins, partials and torch's own are called from one."""
     if isinstance(function, (types.FunctionType, types.MethodType)) and is_user_file(function.__code__.co_filename):
         return function
     return lambda *args, **kwargs: function(*args, **kwargs)
@@ -135,35 +124,23 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
-def _root_names(names: Sequence[str], values: Sequence[Any]) -> list[str]:
-    return [path for name, value in zip(names, values, strict=True) for path in flatten(value, name)[1]]
+def _stand_ins(example: Example) -> list[torch.Tensor]:
+    """Tensors to trace with: never the caller's own, so that no mark is left on them, and laid out as the buffers are.
 
-
-def _stand_ins(leaves: Sequence[Any], requests: Sequence[DimRequest]) -> list[Any]:
-    """Tensors to trace with: never the caller's own, so that no mark is left on them, and no dynamic size below two.
-
-    Dynamo treats sizes 0 and 1 as constants. A size that was 0 or 1 in the example is traced as 2.
+    Dynamo treats sizes 0 and 1 as constants, so a dynamic size that was 0 or 1 in the example is traced as 2.
     """
-    grown: dict[int, list[int]] = {}
-    for request in requests:
-        shape = grown.setdefault(request.leaf, list(leaves[request.leaf].shape))
-        shape[request.dim] = max(2, shape[request.dim])
-    stand_ins = list(leaves)
+    stand_ins = []
     with torch_compat.outside_inference():
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                is_same = grown.get(i, list(leaf.shape)) == list(leaf.shape)
-                reusable = is_same and not leaf.is_inference() and leaf.is_contiguous()
-                stand_ins[i] = leaf.detach() if reusable else _blank_like(leaf, grown.get(i, list(leaf.shape)))
-        for request in requests:
-            torch_compat.mark_dynamic(stand_ins[request.leaf], request.dim)
+        for leaf, tensor in zip(example.signature.tensors, example.tensors, strict=True):
+            moving = {dim for dim, _ in leaf.dynamic}
+            shape = [max(2, size) if dim in moving else size for dim, size in enumerate(leaf.shape)]
+            strides = dense_strides(shape, leaf.dim_order)
+            if tensor.is_inference() or tuple(shape) != leaf.shape or tensor.stride() != strides:
+                tensor = torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device).zero_()
+            stand_ins.append(tensor.detach())
+            for dim in moving:
+                torch_compat.mark_dynamic(stand_ins[-1], dim)
     return stand_ins
-
-
-def _blank_like(leaf: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    if shape == list(leaf.shape):
-        return torch.zeros_like(leaf)  # keeps a dense layout such as channels_last
-    return torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
 
 
 def _graph_of(capture: torch_compat.DynamoCapture) -> tuple[torch.fx.Graph, torch.nn.Module]:
@@ -195,14 +172,12 @@ def _identify_inputs(
     return inputs
 
 
-def _fixed_dims(signature: Signature, by_leaf: Mapping[int, torch.fx.Node], requests: Sequence[DimRequest]) -> list[tuple[str, int]]:
-    """The requested dimensions that the model turned out to fix to one value. An error if they were asked for by name."""
-    is_explicit = any(request.is_explicit for request in requests)
+def _fixed_dims(example: Example, by_leaf: Mapping[int, torch.fx.Node]) -> list[tuple[str, int]]:
+    """The dynamic dimensions that the model fixes to one value after all. An error if they were asked for by name."""
+    is_explicit = any(request.is_explicit for request in example.requests)
     fixed = []
-    for index, leaf in enumerate(signature.tensors):
-        for dim, _ in leaf.dynamic:
-            if index not in by_leaf:
-                continue
+    for index, leaf in enumerate(example.signature.tensors):
+        for dim, _ in leaf.dynamic if index in by_leaf else ():
             expr = torch_compat.size_expr(torch_compat.meta_value(by_leaf[index]).shape[dim])
             if not expr.is_number:
                 continue
@@ -211,7 +186,7 @@ def _fixed_dims(signature: Signature, by_leaf: Mapping[int, torch.fx.Node], requ
                     "PG205",
                     f"{leaf.name}.shape[{dim}] cannot vary",
                     why=f"the model only works for {expr}",
-                    hint="leave it out of dynamic_dims, or remove what fixes it (a reshape to a number, a weight of that size)",
+                    hint="leave it out of dynamic_dims, or remove what fixes it (a reshape to a number, a weight)",
                 )
             fixed.append((leaf.name, dim))
     return fixed
@@ -221,27 +196,31 @@ class _SizeMark(int):
     """Stands for a size in the dry run that shows the structure of the result."""
 
 
+def _dry_run(
+    capture: torch_compat.DynamoCapture, graph: torch.fx.Graph, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[int, Any]]:
+    """Run Dynamo's generated code around dummies for the graph's outputs: what it returns, and the dummies' nodes."""
+    outputs = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    dummies = [_dummy(node) for node in outputs]
+    with torch_compat.outside_inference(), _unchanged(capture.touched):
+        returned = capture.run_bytecode(lambda *_: tuple(dummies))(*args, **kwargs)
+    # The dummies are kept with their nodes: an id means nothing once its object is gone.
+    return returned, {id(dummy): (dummy, node) for dummy, node in zip(dummies, outputs, strict=True)}
+
+
 def _identify_results(
-    capture: torch_compat.DynamoCapture,
-    graph: torch.fx.Graph,
+    returned: Any,
+    marks: Mapping[int, tuple[Any, Any]],
     inputs: Mapping[torch.fx.Node, GraphInput],
     tensors: Sequence[torch.Tensor],
-    weights: Mapping[str, torch.Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
 ) -> tuple[tuple[ResultLeaf, ...], Structure]:
-    """Run Dynamo's generated code once around dummies for the graph's outputs, and see where each one ends up."""
-    outputs = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    marks: list[Any] = [_mark(node) for node in outputs]
-    with torch_compat.outside_inference(), _unchanged(capture.touched):
-        returned = capture.run_bytecode(lambda *_: tuple(marks))(*args, **kwargs)
+    """See where each part of the result comes from."""
     leaves, paths, structure = flatten(returned)
-    output_of = {id(mark): node for mark, node in zip(marks, outputs, strict=True)}
     call_index = {id(tensor): i for i, tensor in enumerate(tensors)}
     results: list[ResultLeaf] = []
     for leaf, path in zip(leaves, paths, strict=True):
-        if id(leaf) in output_of:
-            results.append(_graph_result(output_of[id(leaf)], inputs))
+        if id(leaf) in marks:
+            results.append(_graph_result(marks[id(leaf)][1], inputs))
         elif id(leaf) in call_index:
             results.append(FromCall(call_index[id(leaf)]))
         elif isinstance(leaf, torch.Tensor) or is_constant(leaf):
@@ -250,7 +229,7 @@ def _identify_results(
             raise TraceError(
                 "PG204",
                 f"the result holds a {type(leaf).__name__}" + (f" in {path}" if path else ""),
-                why="only tensors, numbers, strings, None and containers of them can be rebuilt without running the function",
+                why="only tensors, numbers, strings, None and containers of them can be rebuilt without the function",
                 hint="return its tensors instead; for a transformers model pass use_cache=False",
             )
     return tuple(results), structure
@@ -258,22 +237,32 @@ def _identify_results(
 
 @contextlib.contextmanager
 def _unchanged(touched: Mapping[str, Any]) -> Iterator[None]:
-    """Refuse a function that leaves Python objects changed, and undo the changes. Setting something and setting it back is fine."""
+    """Undo what is done to Python objects inside, and refuse it. Setting something and setting it back is fine."""
     before = {name: _state(value) for name, value in touched.items()}
-    yield
-    for name, value in touched.items():
-        old, new = before[name], _state(value)
-        changed = [key for key in {**old, **new} if key not in old or key not in new or old[key] is not new[key]]
-        if changed or value is None:
-            for other in touched:
-                _restore(touched[other], before[other])
+    try:
+        yield
+        changes = {name: _changes(before[name], _state(value)) for name, value in touched.items()}
+    finally:
+        for name, value in touched.items():
+            _restore(value, before[name])
+    for name, keys in changes.items():
+        if keys or touched[name] is None:
             shown = name.replace("L['", "").replace("G['", "").replace("']", "")
             raise TraceError(
                 "PG202",
-                f"the function changes Python state: {shown}" + (f" ({', '.join(map(str, changed))})" if changed else ""),
+                f"the function changes Python state: {shown}" + (f" ({', '.join(map(str, keys))})" if keys else ""),
                 why="a replay runs no Python, so the change would happen only once",
                 hint="keep the state in a tensor (register_buffer) and change it in place",
             )
+
+
+def _changes(old: dict[Any, Any], new: dict[Any, Any]) -> list[Any]:
+    def is_same(key: Any) -> bool:
+        if key not in old or key not in new:
+            return False
+        return old[key] is new[key] or (is_constant(old[key]) and bool(old[key] == new[key]))
+
+    return [key for key in {**old, **new} if not is_same(key)]
 
 
 def _state(value: Any) -> dict[Any, Any]:
@@ -295,13 +284,15 @@ def _restore(value: Any, state: dict[Any, Any]) -> None:
         value.__dict__.update(state)
 
 
-def _mark(node: Any) -> Any:
+def _dummy(node: Any) -> Any:
     value = torch_compat.meta_value(node) if isinstance(node, torch.fx.Node) else node
     if isinstance(value, torch.Tensor):
         return torch.empty(0)
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
         return _SizeMark(0)
-    raise TraceError("PG204", f"the result holds a {type(value).__name__} computed from data", hint="return a tensor instead")
+    raise TraceError(
+        "PG204", f"the result holds a {type(value).__name__} computed from data", hint="return a tensor instead"
+    )
 
 
 def _graph_result(node: Any, inputs: Mapping[torch.fx.Node, GraphInput]) -> ResultLeaf:
@@ -314,8 +305,10 @@ def _graph_result(node: Any, inputs: Mapping[torch.fx.Node, GraphInput]) -> Resu
 
 
 def _written_placeholders(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Placeholders whose memory the graph writes: seen in the version counters of the fakes, or declared by an op's schema."""
-    placeholders = [n for n in graph.find_nodes(op="placeholder") if isinstance(torch_compat.meta_value(n), torch.Tensor)]
+    """Placeholders whose memory the graph writes: the fakes' version counters tell, or an op's schema."""
+    placeholders = [
+        n for n in graph.find_nodes(op="placeholder") if isinstance(torch_compat.meta_value(n), torch.Tensor)
+    ]
     written = {n for n in placeholders if torch_compat.meta_value(n)._version > 0}
     by_storage = {torch_compat.storage_id(torch_compat.meta_value(n)): n for n in placeholders}
     for node in graph.nodes:

@@ -1,7 +1,8 @@
 """Results that are views of an argument or a weight.
 
-A replay works on copies of the arguments, so a view it returned would be a view of the copy. Instead the chain of view ops that leads from
-the argument to the result is cut out of the graph and run on the caller's own tensor after the replay.
+A replay works on copies of the arguments, so a view it returned would be a view of the copy. Instead the chain of
+view ops that leads from the argument to the result is cut out of the graph and run on the caller's own tensor after
+the replay.
 """
 
 from __future__ import annotations

@@ -28,7 +28,9 @@ def assert_same(found: Any, expected: Any, *, rtol: float = 1e-5, atol: float = 
     assert found_structure == expected_structure
     for path, a, b in zip(paths, found_leaves, expected_leaves, strict=True):
         if isinstance(b, torch.Tensor):
-            torch.testing.assert_close(a, b, rtol=rtol, atol=atol, equal_nan=True, msg=lambda text, path=path: f"{path}: {text}")
+            torch.testing.assert_close(
+                a, b, rtol=rtol, atol=atol, equal_nan=True, msg=lambda text, path=path: f"{path}: {text}"
+            )
         else:
             assert a == b, path
 
@@ -36,9 +38,12 @@ def assert_same(found: Any, expected: Any, *, rtol: float = 1e-5, atol: float = 
 def check_op(case: OpCase, device: torch.device, **compile_arguments: Any) -> None:
     """Compile an op, call it three times with new data, and compare results and inputs with the op itself.
 
-    On a CPU nothing may be lost. On a GPU a piece may turn out not to be capturable, or be beyond the compiler: right, and counted.
+    On a CPU nothing may be lost. On a GPU a piece may turn out not to be capturable, or be beyond the compiler:
+    right, and counted.
     """
-    fast = piecegraph.compile(case.function, on_fallback="raise" if device.type == "cpu" else "ignore", **compile_arguments)
+    fast = piecegraph.compile(
+        case.function, on_fallback="raise" if device.type == "cpu" else "ignore", **compile_arguments
+    )
     draws_alike = not (case.inductor_draws_differently and compile_arguments.get("backend") == "inductor")
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
@@ -69,8 +74,12 @@ def _make(case: ModuleCase, device: torch.device) -> torch.nn.Module:
     return case.make().eval().to(device)
 
 
-def check_module(case: ModuleCase, device: torch.device, *, rtol: float = 1e-4, atol: float = 1e-4, **compile_arguments: Any) -> Any:
-    """Compile a module, call it at sizes on and between buckets, and compare with the module itself. Returns the compiled module."""
+def check_module(
+    case: ModuleCase, device: torch.device, *, rtol: float = 1e-4, atol: float = 1e-4, **compile_arguments: Any
+) -> Any:
+    """Compile a module, call it at sizes on and between buckets, and compare with the module itself. Returns the
+    compiled module.
+    """
     module, reference = (_make(case, device) for _ in range(2))
     arguments = {"capture_sizes": CAPTURE_SIZES, "on_fallback": "ignore", **case.arguments, **compile_arguments}
     fast = piecegraph.compile(module, **arguments)

@@ -18,7 +18,8 @@ SIZES = (5, 8, 3, 1, 13, 16, 2)
 CAPTURE_SIZES = (4, 8, 16)
 
 
-# --- ops between graphs ------------------------------------------------------------------------------------------------------
+# --- ops between graphs
+# ------------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("pgtest::attention", mutates_args=())
@@ -70,16 +71,21 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Row by row in exact arithmetic order: what comes later never touches what came before, not even as zero times NaN."""
+    """Row by row in exact arithmetic order: what comes later never touches what came before, not even as zero times
+    NaN.
+    """
     scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
     later = torch.ones(q.shape[0], q.shape[0], dtype=torch.bool, device=q.device).triu(1)
     weights = scores.masked_fill(later, float("-inf")).softmax(-1)
     seen = (~later)[None, :, :, None]
-    products = torch.where(seen, weights[..., None] * v.transpose(0, 1)[:, None], torch.zeros((), device=q.device, dtype=q.dtype))
+    products = torch.where(
+        seen, weights[..., None] * v.transpose(0, 1)[:, None], torch.zeros((), device=q.device, dtype=q.dtype)
+    )
     return products.sum(2).transpose(0, 1).contiguous()
 
 
-# --- modules -----------------------------------------------------------------------------------------------------------------
+# --- modules
+# -----------------------------------------------------------------------------------------------------------------
 
 
 class MLP(nn.Module):
@@ -136,7 +142,11 @@ class Structured(nn.Module):
 
     def forward(self, x: Tensor) -> Results:
         y = self.mlp(x)
-        return Results(y, x.shape[0], {"pair": (y + 1, x), "name": "ok", "nothing": None, "view": x.view(-1), "weight": self.mlp.up.weight})
+        return Results(
+            y,
+            x.shape[0],
+            {"pair": (y + 1, x), "name": "ok", "nothing": None, "view": x.view(-1), "weight": self.mlp.up.weight},
+        )
 
 
 class Counter(nn.Module):
@@ -189,7 +199,11 @@ class SizeArithmetic(nn.Module):
         doubled = x.shape[0] * 2
         for layer in self.layers:
             pairs = layer(x)[:, None].expand(-1, 2, -1).reshape(doubled, 12)
-            x = attention(pairs.view(doubled, 2, 6), pairs.view(doubled, 2, 6), pairs.view(doubled, 2, 6)).reshape(-1, 2, 12).sum(1)
+            x = (
+                attention(pairs.view(doubled, 2, 6), pairs.view(doubled, 2, 6), pairs.view(doubled, 2, 6))
+                .reshape(-1, 2, 12)
+                .sum(1)
+            )
         return x
 
 
@@ -257,7 +271,9 @@ class NonzeroInside(nn.Module):
 class ModuleCase:
     name: str
     make: Callable[[], nn.Module]
-    inputs: Callable[[int, torch.Generator, torch.device], tuple[Any, ...]] = lambda n, g, d: (torch.randn(n, 12, generator=g).to(d),)
+    inputs: Callable[[int, torch.Generator, torch.device], tuple[Any, ...]] = lambda n, g, d: (
+        torch.randn(n, 12, generator=g).to(d),
+    )
     arguments: dict[str, Any] = field(default_factory=dict)
     """For ``compile``."""
     refuses_padding: bool = False
@@ -278,7 +294,9 @@ MODULE_CASES = [
     ModuleCase("mlp", MLP),
     ModuleCase("fresh result", lambda: Stack(attention), arguments={"splitting_ops": [torch.ops.pgtest.attention]}),
     ModuleCase("out variant", lambda: Stack(attend_into), arguments={"splitting_ops": ["pgtest::attention_out"]}),
-    ModuleCase("overload as cut", lambda: Stack(attention), arguments={"splitting_ops": [torch.ops.pgtest.attention.default]}),
+    ModuleCase(
+        "overload as cut", lambda: Stack(attention), arguments={"splitting_ops": [torch.ops.pgtest.attention.default]}
+    ),
     ModuleCase("not cut", lambda: Stack(attention)),
     ModuleCase("structured", Structured),
     ModuleCase("counter", Counter),

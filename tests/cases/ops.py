@@ -1,7 +1,7 @@
 """Single aten ops as functions of fresh inputs.
 
-Each case makes new inputs on a device from a seed. ``refused`` names the code with which a case must be refused; without it the result must be
-equal to the op's.
+Each case makes new inputs on a device from a seed. ``refused`` names the code with which a case must be refused;
+without it the result must be equal to the op's.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ def _indexed(g: torch.Generator, d: torch.device) -> tuple[Any, ...]:
 
 
 def _gathered(g: torch.Generator, d: torch.device) -> tuple[Any, ...]:
-    return torch.randn(8, 6, generator=g).to(d), torch.randint(0, 8, (5, 6), generator=g).to(d), torch.randn(5, 6, generator=g).to(d)
+    return (
+        torch.randn(8, 6, generator=g).to(d),
+        torch.randint(0, 8, (5, 6), generator=g).to(d),
+        torch.randn(5, 6, generator=g).to(d),
+    )
 
 
 def _image(g: torch.Generator, d: torch.device) -> tuple[Any, ...]:
@@ -65,17 +69,22 @@ def _attention(g: torch.Generator, d: torch.device) -> tuple[Any, ...]:
 
 
 UNARY = (
-    "abs acos angle arctan asinh atan ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 floor frac i0 isfinite isinf isnan lgamma "
-    "log1p logical_not nan_to_num neg positive rad2deg reciprocal round sgn sigmoid sign signbit sin sinc sinh square tan tanh trunc"
+    "abs acos angle arctan asinh atan ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 floor frac i0 "
+    "isfinite isinf isnan lgamma log1p logical_not nan_to_num neg positive rad2deg reciprocal round sgn sigmoid sign "
+    "signbit sin sinc sinh square tan tanh trunc"
 ).split()
 POSITIVE = "log log10 log2 logit rsqrt sqrt".split()
 BINARY = (
-    "add atan2 copysign div eq fmax fmin ge gt hypot le logaddexp lt max maximum min minimum mul ne nextafter sub true_divide"
+    "add atan2 copysign div eq fmax fmin ge gt hypot le logaddexp lt max maximum min minimum mul ne nextafter sub "
+    "true_divide"
 ).split()
 INTEGER = "bitwise_and bitwise_or bitwise_xor floor_divide fmod gcd lcm remainder".split()
 REDUCTIONS = "all amax amin any argmax argmin count_nonzero logsumexp mean median nansum norm prod std sum var".split()
 WITH_DIM = {"amax": (1,), "amin": (1,), "logsumexp": (1,)}
-ACTIVATIONS = "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu silu softplus softshrink softsign".split()
+ACTIVATIONS = (
+    "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu silu softplus "
+    "softshrink softsign"
+).split()
 
 
 def _simple() -> list[OpCase]:
@@ -232,7 +241,11 @@ NETWORK = [
     OpCase("adaptive_avg_pool2d", lambda x, w: F.adaptive_avg_pool2d(x, 1), _image),
     OpCase("interpolate", lambda x, w: F.interpolate(x, scale_factor=2), _image),
     OpCase("pixel_shuffle", lambda x: F.pixel_shuffle(x, 2), _normal(1, 4, 3, 3)),
-    OpCase("scaled_dot_product_attention", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), _attention),
+    OpCase(
+        "scaled_dot_product_attention",
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        _attention,
+    ),
     OpCase("cross_entropy", lambda x, i: F.cross_entropy(x[:5], i.clamp(max=5)), _indexed),
     OpCase("mse_loss", F.mse_loss, _two(4, 5)),
     OpCase("cosine_similarity", F.cosine_similarity, _two(4, 5)),
@@ -251,7 +264,13 @@ CREATION = [
 RANDOM = [
     OpCase("rand_like", torch.rand_like, _normal(40, 5), is_random=True),
     OpCase("randn", lambda x: torch.randn(40, 5, device=x.device) + x, _normal(40, 5), is_random=True),
-    OpCase("bernoulli", lambda x: torch.bernoulli(x.sigmoid()), _normal(40, 5), is_random=True, inductor_draws_differently=True),
+    OpCase(
+        "bernoulli",
+        lambda x: torch.bernoulli(x.sigmoid()),
+        _normal(40, 5),
+        is_random=True,
+        inductor_draws_differently=True,
+    ),
     OpCase("dropout", _dropout, _normal(40, 5), is_random=True),
     OpCase("multinomial", lambda x: torch.multinomial(x, 3), _positive(40, 5), is_random=True),
     OpCase("uniform_", lambda x: x.uniform_(), _normal(40, 5), is_random=True),
@@ -273,11 +292,17 @@ def _branch(x: torch.Tensor) -> torch.Tensor:
 
 REFUSED = [
     OpCase("data-dependent branch", _branch, _normal(4, 5), refused="PG201"),
-    OpCase("tolist", lambda x: torch.tensor([int(v) for v in (x > 0).nonzero()[:, 0].tolist()]), _normal(4, 5), refused="PG201"),
+    OpCase(
+        "tolist",
+        lambda x: torch.tensor([int(v) for v in (x > 0).nonzero()[:, 0].tolist()]),
+        _normal(4, 5),
+        refused="PG201",
+    ),
     OpCase("resize_ of an input", lambda x: x.resize_(2, 2), _normal(4, 5), refused="PG201"),
     OpCase("numpy", lambda x: x.detach().cpu().numpy().sum(), _normal(4, 5), refused="PG2"),
 ]
 
 OP_CASES: list[OpCase] = [
-    *_simple(), *SHAPES, *INDEXING, *INPLACE, *SORTING, *LINEAR_ALGEBRA, *NETWORK, *CREATION, *RANDOM, *DATA_DEPENDENT, *REFUSED,
+    *_simple(), *SHAPES, *INDEXING, *INPLACE, *SORTING, *LINEAR_ALGEBRA, *NETWORK, *CREATION, *RANDOM,
+    *DATA_DEPENDENT, *REFUSED,
 ]  # fmt: skip

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from benchmarks.zoo import ZooModel
 
 import piecegraph
-from benchmarks.zoo import ZooModel
 from tests.cases.check import SEED, assert_same
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from benchmarks.zoo import ZOO, ZooModel
+
 from piecegraph.errors import RecordError
 from tests.cases.check import check_module, check_op
 from tests.cases.modules import MODULE_CASES, ModuleCase
@@ -30,7 +30,9 @@ def test_module(case: ModuleCase, backend: str) -> None:
 
 
 @pytest.mark.parametrize("model", ZOO, ids=lambda model: model.name)
-@pytest.mark.parametrize("arguments", [{"backend": "eager"}, {"backend": "inductor"}, {"frontend": "breakable"}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"backend": "eager"}, {"backend": "inductor"}, {"frontend": "breakable"}], ids=str
+)
 def test_zoo_model(model: ZooModel, arguments: dict[str, str]) -> None:
     check_zoo_model(model, CUDA, **arguments)
 

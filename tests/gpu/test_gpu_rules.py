@@ -19,20 +19,34 @@ CUDA = torch.device("cuda", 0)
 
 def poison_pool(fast: Any) -> None:
     """Fill all free memory of the graphs' pool with NaN."""
-    device = fast._engine._device
-    sizes = [block["size"] for segment in device.pool.snapshot() for block in segment["blocks"] if block["state"] == "inactive"]
+    device = fast._engine.planner.device
+    sizes = [
+        block["size"]
+        for segment in device.pool.snapshot()
+        for block in segment["blocks"]
+        if block["state"] == "inactive"
+    ]
     assert sizes, "the pool has no free memory to poison"
     with torch.cuda.stream(device.stream), torch.cuda.use_mem_pool(device.pool):
-        held = [torch.full((size // 4,), float("nan"), device=CUDA) for size in sorted(sizes, reverse=True) if size >= 4]
+        held = [
+            torch.full((size // 4,), float("nan"), device=CUDA) for size in sorted(sizes, reverse=True) if size >= 4
+        ]
     torch.cuda.synchronize()
     del held
 
 
 @pytest.mark.parametrize("attend", [attention, attend_into], ids=["fresh", "out"])
-@pytest.mark.parametrize("arguments", [{"backend": "eager"}, {"backend": "inductor"}, {"frontend": "breakable"}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"backend": "eager"}, {"backend": "inductor"}, {"frontend": "breakable"}], ids=str
+)
 def test_pool_poisoned_between_sizes(attend: Any, arguments: dict[str, Any]) -> None:
     model = Stack(attend).to(CUDA).eval()
-    fast = piecegraph.compile(model, splitting_ops=["pgtest::attention", "pgtest::attention_out"], capture_sizes=[32, 16, 8, 4, 2], **arguments)
+    fast = piecegraph.compile(
+        model,
+        splitting_ops=["pgtest::attention", "pgtest::attention_out"],
+        capture_sizes=[32, 16, 8, 4, 2],
+        **arguments,
+    )
     with torch.no_grad():
         fast.capture(torch.randn(32, 12, device=CUDA))
         for size in (32, 2, 16, 8, 4, 3, 29, 32, 2):
@@ -122,7 +136,9 @@ class HiddenSync(nn.Module):
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_piece_that_cannot_be_captured_runs_eagerly_and_the_rest_goes_on(backend: str) -> None:
     model = HiddenSync().to(CUDA).eval()
-    fast = piecegraph.compile(model, splitting_ops=[attention], capture_sizes=[8, 4], backend=backend, on_fallback="ignore")
+    fast = piecegraph.compile(
+        model, splitting_ops=[attention], capture_sizes=[8, 4], backend=backend, on_fallback="ignore"
+    )
     with torch.no_grad():
         for size in (8, 4, 8, 3):
             x = torch.randn(size, 12, device=CUDA)
@@ -148,7 +164,9 @@ def test_out_of_memory_at_one_size_drops_that_size() -> None:
 
     free = torch.cuda.mem_get_info()[0]
     too_large = int((free / 4 / 4096) ** 0.5 * 1.5)
-    fast = piecegraph.compile(Grows().to(CUDA), dynamic_dims={"x": 0}, capture_sizes=[too_large, 16], backend="eager", on_fallback="ignore")
+    fast = piecegraph.compile(
+        Grows().to(CUDA), dynamic_dims={"x": 0}, capture_sizes=[too_large, 16], backend="eager", on_fallback="ignore"
+    )
     with torch.no_grad():
         x = torch.randn(16, 3, device=CUDA)
         torch.testing.assert_close(fast(x), x + 1)
@@ -216,7 +234,7 @@ def test_weights_that_move_are_noticed() -> None:
     with torch.no_grad():
         fast(x)
         model.up.weight.data = model.up.weight.data.clone()
-        with pytest.raises(AddressError, match="PG520.*up.weight"):
+        with pytest.raises(AddressError, match=r"PG520.*up.weight"):
             fast(x)
 
 
@@ -225,7 +243,7 @@ def test_cpu_tensor_for_a_cuda_plan() -> None:
     fast = piecegraph.compile(model, capture_sizes=[8], backend="eager", on_fallback="ignore")
     with torch.no_grad():
         fast(torch.randn(8, 12, device=CUDA))
-        with pytest.raises(piecegraph.errors.CallError, match="PG502.*x is on cpu, planned for cuda:0"):
+        with pytest.raises(piecegraph.errors.CallError, match=r"PG502.*x is on cpu, planned for cuda:0"):
             fast(torch.randn(8, 12))
         x = torch.randn(8, 12, device=CUDA)
         torch.testing.assert_close(fast(x), model(x))
@@ -241,7 +259,7 @@ def test_two_models_side_by_side_share_nothing() -> None:
             a, b = fast_target(x), fast_draft(x)
             torch.testing.assert_close(a, target(x))
             torch.testing.assert_close(b, draft(x))
-    assert fast_target._engine._device.pool.id != fast_draft._engine._device.pool.id
+    assert fast_target._engine.planner.device.pool.id != fast_draft._engine.planner.device.pool.id
 
 
 def test_close_gives_the_memory_back() -> None:

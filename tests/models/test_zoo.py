@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from benchmarks.zoo import ZOO, ZooModel
+
 from tests.cases.zoo import check_zoo_model
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("model", ZOO, ids=lambda model: model.name)
-@pytest.mark.parametrize("arguments", [{"backend": "eager"}, {"backend": "inductor"}, {"frontend": "breakable"}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"backend": "eager"}, {"backend": "inductor"}, {"frontend": "breakable"}], ids=str
+)
 def test_zoo_model(model: ZooModel, arguments: dict[str, str]) -> None:
     check_zoo_model(model, CPU, **arguments, options={"graph_device": "simulated"})
 

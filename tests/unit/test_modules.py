@@ -35,4 +35,6 @@ def test_breakable(case: ModuleCase) -> None:
         with pytest.raises(RecordError, match=case.breakable_error):
             check_module(case, CPU, frontend="breakable", options={"graph_device": "simulated"})
         return
-    check_losses(case, check_module(case, CPU, frontend="breakable", options={"graph_device": "simulated"}), breakable=True)
+    check_losses(
+        case, check_module(case, CPU, frontend="breakable", options={"graph_device": "simulated"}), breakable=True
+    )

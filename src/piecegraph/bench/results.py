@@ -34,18 +34,29 @@ def table(contenders: Sequence[Contender], *, unit: str = "ms") -> str:
         cells = [_cell(contender.timings.get(size), baseline.get(size)) for size in columns]
         rows.append([contender.name, *cells, *(str(contender.notes.get(name, "-")) for name in note_names)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))) for row in rows)
+    return "\n".join(
+        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    )
 
 
 def _cell(timing: Timing | None, baseline: Timing | None) -> str:
     if timing is None:
         return "-"
-    return f"{timing.median_ms:.2f} ({baseline.median_ms / timing.median_ms:.2f}x)" if baseline else f"{timing.median_ms:.2f}"
+    return (
+        f"{timing.median_ms:.2f} ({baseline.median_ms / timing.median_ms:.2f}x)"
+        if baseline
+        else f"{timing.median_ms:.2f}"
+    )
 
 
 def hardware() -> str:
     """What the figures were measured on."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    )
     return f"{device}, torch {torch.__version__}, Python {platform.python_version()}"
 
 

@@ -1,0 +1,1 @@
+"""The ``piecegraph`` command: one file for each subcommand. Nothing here imports torch until a command needs it."""

@@ -1,0 +1,32 @@
+"""The entry point: the group, and how errors leave it."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from piecegraph.cli.env import env
+from piecegraph.errors import PiecegraphError
+from piecegraph.version import VERSION
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(VERSION, prog_name="piecegraph")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def group(debug: bool) -> None:
+    """Piecewise CUDA graphs for any PyTorch model."""
+
+
+group.add_command(env)
+
+
+def main() -> None:
+    """Run the command. Our own errors are one line on standard error and exit code 1."""
+    try:
+        group()
+    except PiecegraphError as error:
+        if "--debug" in sys.argv:
+            raise
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)

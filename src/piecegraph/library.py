@@ -1,0 +1,133 @@
+"""The tapes of one plan: recording a size, and finding out whether other sizes may be padded to it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from piecegraph import torch_compat
+from piecegraph.body import Body, Sizes
+from piecegraph.buffers import StaticInputs
+from piecegraph.config import Options
+from piecegraph.errors import PiecegraphError, RecordError
+from piecegraph.events import Event, EventLog
+from piecegraph.graph_device import GraphDevice
+from piecegraph.padding import padding_changes, preserved
+from piecegraph.plan import RecordedSize, SizeKey
+from piecegraph.progress import Progress
+from piecegraph.record import Recorder
+from piecegraph.signature import Call, Signature
+from piecegraph.tape import DirectTape, GraphStep, Tape
+from piecegraph.user_code import user_line
+
+
+class TapeLibrary:
+    """Records tapes and keeps them."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        body: Body,
+        device: GraphDevice | None,
+        options: Options,
+        events: EventLog,
+        example: Call,
+    ) -> None:
+        self._signature = signature
+        self._body = body
+        self._device = device
+        self._options = options
+        self._events = events
+        self._uncapturable: dict[int, str] = {}
+        self.buffers = StaticInputs(signature.tensors, options.pad_values, example.tensors)
+        static = [example.tensors[i] for i in body.written_calls if signature.tensors[i].address is not None]
+        self.state = (*body.written_state, *static)
+        """Memory outside the buffers that the body writes to. Recording leaves it as it was."""
+        self.tapes: dict[SizeKey, Tape | DirectTape] = {}
+        self.dropped: set[SizeKey] = set()
+        """Sizes that ran out of memory."""
+        self.recorded: list[RecordedSize] = []
+
+    def record(self, keys: Sequence[SizeKey], call: Call) -> None:
+        """Record sizes, largest first, so that smaller ones reuse the memory of larger ones.
+
+        Args:
+            keys: the sizes.
+            call: its rows, repeated, are what the recorded runs work on.
+        """
+        ordered = sorted(keys, key=lambda key: (key.volume, key.values), reverse=True)
+        with self._session(), Progress(self._options.progress).bar("record", len(ordered)) as bar:
+            for key in ordered:
+                try:
+                    self._record_one(key, call)
+                except torch.OutOfMemoryError as error:
+                    self.dropped.add(key)
+                    reason = str(error).partition(". ")[0]
+                    self._events.emit(Event("PG402", f"size {key}", reason, "free memory, or leave the size out"))
+                free = self._device.free_bytes() if self._device is not None else None
+                bar.advance(f"size {key}" + (f", {free / 2**30:.1f} GiB free" if free is not None else ""))
+
+    def why_not_pad(self, key: SizeKey, sizes: Sizes, call: Call) -> str | None:
+        """How padding calls of ``sizes`` to a recorded size would change them, or None. See Note [Padding]."""
+        with self._session():
+            self._prepare(sizes)
+            run = self.tapes[key].run
+            return padding_changes(self._body, run, self.buffers, key, sizes, call.tensors, self.state)
+
+    def _record_one(self, key: SizeKey, call: Call) -> None:
+        start, bytes_before = time.perf_counter(), self._reserved_bytes()
+        views = self.buffers.views(key.values)
+        self._prepare(key.values)
+        if self._device is None:
+            body = self._body
+            self.tapes[key] = DirectTape(lambda: body.run(views, key.values))
+        else:
+            self.tapes[key] = self._record_tape(self._device, key, views, call)
+        steps = self.tapes[key].steps
+        num_graphs = sum(isinstance(step, GraphStep) for step in steps)
+        seconds, num_bytes = time.perf_counter() - start, self._reserved_bytes() - bytes_before
+        self.recorded.append(RecordedSize(key, num_graphs, len(steps) - num_graphs, seconds, num_bytes))
+
+    def _record_tape(self, device: GraphDevice, key: SizeKey, views: list[torch.Tensor], call: Call) -> Tape:
+        recorder = Recorder(device, self._events, self._uncapturable)
+        try:
+            with preserved(self.state):
+                self.buffers.fill(views, call.tensors)
+                self._body.run(views, key.values)  # warm up: tune kernels, create workspaces, on the capture stream
+                self.buffers.fill(views, call.tensors)
+                outputs = self._body.record(recorder, views, key.values)
+        except (torch.OutOfMemoryError, PiecegraphError):
+            recorder.abandon()
+            raise
+        except RuntimeError as error:
+            recorder.abandon()
+            raise RecordError(
+                "PG403",
+                f"size {key} could not be recorded",
+                where=str(user_line(error) or ""),
+                why=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                hint="mark what cannot be captured with @piecegraph.eager_op or name it in splitting_ops",
+            ) from error
+        finally:
+            device.end_size()
+        check_always = self._options.check_addresses == "always"
+        return Tape(recorder.steps, outputs, self._body.weights(), recorder.cells, check_always=check_always)
+
+    @contextlib.contextmanager
+    def _session(self) -> Iterator[None]:
+        """Recording leaves no trace: not in the caller's modes, not in random numbers."""
+        devices = {leaf.device.index for leaf in self._signature.tensors if leaf.device.type == "cuda"}
+        graphs: Any = self._device.session() if self._device is not None else contextlib.nullcontext()
+        with torch_compat.outside_inference(), torch.random.fork_rng(sorted(devices)), graphs:
+            yield
+
+    def _prepare(self, sizes: Sizes) -> None:
+        if self._options.prepare is not None:
+            self._options.prepare(dict(zip(self._signature.size_names, sizes, strict=True)))
+
+    def _reserved_bytes(self) -> int:
+        return self._device.reserved_bytes() if self._device is not None else 0
