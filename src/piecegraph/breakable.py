@@ -205,7 +205,7 @@ class BreakableBody:
 
     def _watched_run(self, example: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor], _WriteWatch]:
         """Run once on copies, to see what comes out and what is written."""
-        with torch_compat.outside_inference():
+        with torch_compat.without_trace(tensor.device for tensor in example):
             inputs = [tensor.clone() for tensor in example]
             watch = _WriteWatch([*inputs, *self._weights.values()])
             with watch:

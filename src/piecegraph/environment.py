@@ -18,7 +18,7 @@ def describe_environment() -> dict[str, str]:
 
     found = {"piecegraph": VERSION, "python": platform.python_version(), "platform": platform.platform()}
     found |= {package: _version(package) for package in PACKAGES}
-    found["torch"] = torch.__version__
+    found["torch"] = str(torch.__version__)
     found["cuda (torch build)"] = torch.version.cuda or "none"
     if not torch.cuda.is_available():
         return found | {"cuda driver": "none", "gpu": "none: compiled pieces run without graphs"}

@@ -120,9 +120,8 @@ class TapeLibrary:
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
         """Recording leaves no trace: not in the caller's modes, not in random numbers."""
-        devices = {leaf.device.index for leaf in self._signature.tensors if leaf.device.type == "cuda"}
         graphs: Any = self._device.session() if self._device is not None else contextlib.nullcontext()
-        with torch_compat.outside_inference(), torch.random.fork_rng(sorted(devices)), graphs:
+        with torch_compat.without_trace(leaf.device for leaf in self._signature.tensors), graphs:
             yield
 
     def _prepare(self, sizes: Sizes) -> None:

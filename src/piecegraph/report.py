@@ -21,11 +21,8 @@ def explain_engine(engine: Engine) -> str:
         lines.append("no plan yet: it is made at the first call, or by capture()")
     for number, (plan, runner) in enumerate(engine.plans):
         lines += ["", *_explain_plan(f"plan {number}" if len(engine.plans) > 1 else "plan", plan, runner)]
-    lines += [
-        "",
-        "calls",
-        f"  {engine.num_calls} calls, {engine.num_replays} replayed, coverage {_coverage(engine):.1%}",
-    ]
+    counted = f"{_count(engine.num_calls, 'call')}, {engine.num_replays} replayed, coverage {_coverage(engine):.1%}"
+    lines += ["", "calls", f"  {counted}"]
     lines += ["", "fallbacks and other losses"]
     lines += [f"  {times} x {event}" for event, times in engine.events.distinct] or ["  none"]
     return "\n".join(lines)
@@ -92,11 +89,15 @@ def _cuts(plan: Plan, runner: PlanRunner) -> Sequence[Cut]:
     return plan.cuts or getattr(runner.body, "cuts", ())
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _count_steps(plan: Plan, runner: PlanRunner) -> str:
-    cuts = f"{len(_cuts(plan, runner))} cuts"
+    cuts = _count(len(_cuts(plan, runner)), "cut")
     if plan.frontend == "breakable":
         return f"the function as it is, {cuts}"
-    return f"{len(plan.pieces)} pieces, {plan.num_distinct} distinct (each compiled once); {cuts}"
+    return f"{_count(len(plan.pieces), 'piece')}, {plan.num_distinct} distinct (each compiled once), {cuts}"
 
 
 def _step_rows(plan: Plan, runner: PlanRunner) -> list[tuple[str, ...]]:

@@ -28,7 +28,7 @@ from piecegraph.errors import LowerError
 from piecegraph.fx_nodes import has_effect, is_size, op_name, size_parts, source_line
 from piecegraph.plan import SourceLine
 from piecegraph.sources import FromSize
-from piecegraph.streams import is_stream_object
+from piecegraph.streams import is_stream_object, uses_streams
 from piecegraph.trace import Traced
 
 
@@ -48,8 +48,8 @@ class Segment:
     @property
     def title(self) -> str:
         """The op a cut is named after."""
-        names = [op_name(node) for node in self.nodes if node.target is not operator.getitem] or ["getitem"]
-        return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        others = sum(not _is_one_of_several(node) for node in self.nodes) - 1
+        return op_name(self.nodes[0]) + (f" and {others} more" if others else "")
 
     @property
     def first_line(self) -> SourceLine | None:
@@ -68,7 +68,7 @@ def split(traced: Traced, rules: CutRules, *, full: bool) -> tuple[Segment, ...]
     segments = []
     for group, (nodes, reason) in enumerate(groups):
         outputs = tuple(n for n in nodes if n in returned or any(home.get(user) != group for user in _readers(n)))
-        if outputs or any(has_effect(node) for node in nodes):
+        if outputs or any(has_effect(node) or uses_streams(node) for node in nodes):
             segments.append(_build(traced, nodes, reason, outputs, symbol_values))
     return tuple(segments)
 

@@ -13,7 +13,7 @@ import inspect
 import operator
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -455,4 +455,12 @@ def pytree_node(cls: type) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[
 def outside_inference() -> Iterator[None]:
     """Grad off, inference mode off: what is traced, allocated or recorded inside serves calls in both modes."""
     with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def without_trace(devices: Iterable[torch.device]) -> Iterator[None]:
+    """As :func:`outside_inference`; and random numbers drawn inside, on the CPU and these devices, are drawn again."""
+    indices = sorted({device.index for device in devices if device.type == "cuda"})
+    with outside_inference(), torch.random.fork_rng(indices):
         yield

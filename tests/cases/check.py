@@ -38,13 +38,12 @@ def assert_same(found: Any, expected: Any, *, rtol: float = 1e-5, atol: float = 
 def check_op(case: OpCase, device: torch.device, **compile_arguments: Any) -> None:
     """Compile an op, call it three times with new data, and compare results and inputs with the op itself.
 
-    On a CPU nothing may be lost. On a GPU a piece may turn out not to be capturable, or be beyond the compiler:
-    right, and counted.
+    On a CPU nothing may be lost but what the case says. On a GPU a piece may also turn out not to be capturable, or be
+    beyond the compiler: right, and counted.
     """
-    fast = piecegraph.compile(
-        case.function, on_fallback="raise" if device.type == "cpu" else "ignore", **compile_arguments
-    )
-    draws_alike = not (case.inductor_draws_differently and compile_arguments.get("backend") == "inductor")
+    is_inductor = compile_arguments.get("backend") == "inductor"
+    expected_losses = {"PG302"} if case.beyond_inductor and is_inductor else set()
+    fast = piecegraph.compile(case.function, on_fallback="ignore", **compile_arguments)
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         if case.refused is not None:
@@ -61,12 +60,13 @@ def check_op(case: OpCase, device: torch.device, **compile_arguments: Any) -> No
                 fast.capture(*clone_all(inputs))
             torch.manual_seed(round_number)
             found = fast(*inputs)
-            if draws_alike:
+            if not (case.inductor_draws_differently and is_inductor):
                 assert_same(found, expected, rtol=1e-4, atol=1e-4)
             assert_same(inputs, expected_inputs, rtol=1e-4, atol=1e-4)
     stats = fast.stats()
     assert stats["coverage"] == 1.0
-    assert set(stats["events"]) <= {"PG401", "PG302", "PG404"}
+    losses = set(stats["events"]) - {"PG404"}
+    assert losses == expected_losses or (device.type == "cuda" and losses <= {"PG401", "PG302"})
 
 
 def _make(case: ModuleCase, device: torch.device) -> torch.nn.Module:

@@ -1,4 +1,4 @@
-"""A wide range of single ops on a CPU, through simulated graphs."""
+"""A wide range of single ops on a CPU, through simulated graphs, uncompiled and compiled."""
 
 from __future__ import annotations
 
@@ -12,5 +12,6 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("case", OP_CASES, ids=lambda case: case.name)
-def test_op_through_simulated_graphs(case: OpCase) -> None:
-    check_op(case, CPU, backend="eager", options={"graph_device": "simulated"})
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_op(case: OpCase, backend: str) -> None:
+    check_op(case, CPU, backend=backend, options={"graph_device": "simulated"})

@@ -1,0 +1,144 @@
+"""The front end without a compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import piecegraph
+from piecegraph.errors import CallError, RecordError, TraceError
+from tests.cases.modules import MLP, eager_attention
+
+
+def compile_breakable(model: Any, **arguments: Any) -> Any:
+    arguments = {"frontend": "breakable", "on_fallback": "raise", "capture_sizes": [8, 4], **arguments}
+    return piecegraph.compile(model, **arguments, options={"graph_device": "simulated"})
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([MLP(), MLP()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            q = layer(x).view(-1, 2, 6)
+            x = eager_attention(q, q, q)["out"].reshape(-1, 12)
+        return x
+
+
+def test_marked_functions_break_the_capture() -> None:
+    model = Attends()
+    fast = compile_breakable(model)
+    with torch.no_grad():
+        for size in (8, 3, 4, 1, 8):
+            x = torch.randn(size, 12)
+            torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+    assert fast.stats()["plans"][0]["cuts"] == 2
+    assert fast.stats()["plans"][0]["sizes"]["8"]["graphs"] == 3
+    text = fast.explain()
+    assert "cut eager_attention" in text
+    assert "marked as an eager op" in text
+    assert "test_breakable.py" in text
+
+
+class Both(NamedTuple):
+    first: Tensor
+    rest: dict[str, Tensor]
+
+
+@dataclass
+class Record:
+    value: Tensor
+    both: Both
+    label: str = "fixed"
+
+
+@piecegraph.eager_op
+def structured(x: Tensor, options: dict[str, Any]) -> Record:
+    return Record(x * options["scale"], Both(x + 1, {"half": x / 2}))
+
+
+def test_structured_results_and_arguments() -> None:
+    def function(x: Tensor) -> tuple[Tensor, str]:
+        record = structured(x * 2, {"scale": 3.0, "unused": [x]})
+        return record.value + record.both.first + record.both.rest["half"], record.label
+
+    fast = compile_breakable(function, dynamic_dims={"x": 0})
+    with torch.no_grad():
+        for size in (8, 5):
+            x = torch.randn(size)
+            found, expected = fast(x), function(x)
+            torch.testing.assert_close(found[0], expected[0])
+            assert found[1] == "fixed"
+
+
+def test_ops_break_at_any_level() -> None:
+    def function(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q * 2, q, q) + torch.cumsum(q, 0)
+
+    for op in (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention, "aten::cumsum"):
+        fast = compile_breakable(function, splitting_ops=[op], capture_sizes="auto")
+        with torch.no_grad():
+            for _ in range(3):
+                q = torch.randn(2, 4, 8)
+                torch.testing.assert_close(fast(q), function(q))
+        assert fast.stats()["plans"][0]["cuts"] == 1, op
+
+
+host_value = {"factor": 2.0, "label": "a"}
+
+
+@piecegraph.eager_op
+def reads_host(x: Tensor) -> tuple[Tensor, str]:
+    return x * host_value["factor"], host_value["label"]
+
+
+def test_a_marked_function_reads_the_host_at_every_replay() -> None:
+    fast = compile_breakable(lambda x: reads_host(x + 1)[0] * 10, capture_sizes="auto")
+    with torch.no_grad():
+        for factor in (2.0, 3.0, 5.0):
+            host_value["factor"] = factor
+            assert fast(torch.ones(2)).tolist() == [20 * factor] * 2
+
+
+def test_but_what_is_not_a_tensor_may_not_change() -> None:
+    fast = compile_breakable(lambda x: reads_host(x + 1)[0], capture_sizes="auto")
+    with torch.no_grad():
+        fast(torch.ones(2))
+        host_value["label"] = "b"
+        try:
+            with pytest.raises(CallError, match="PG521.*reads_host.*returned something else"):
+                fast(torch.ones(2))
+        finally:
+            host_value["label"] = "a"
+
+
+def test_a_host_read_that_is_not_marked_is_an_error_with_its_line() -> None:
+    def reads(x: Tensor) -> Tensor:
+        return x * (x > 0).nonzero().shape[0]
+
+    with torch.no_grad(), pytest.raises(RecordError, match=r"PG403.*test_breakable.py:\d+.*eager_op"):
+        compile_breakable(reads, capture_sizes="auto")(torch.ones(2))
+
+
+def test_results_that_cannot_be_rebuilt() -> None:
+    with torch.no_grad(), pytest.raises(TraceError, match="PG204.*object"):
+        compile_breakable(lambda x: (x, object()), capture_sizes="auto")(torch.ones(2))
+
+
+def test_python_control_flow_on_sizes_works_without_padding() -> None:
+    """The code runs as it is at every exact size, so branches on sizes are right; padding is tried and refused."""
+
+    def function(x: Tensor) -> Tensor:
+        return x * (2 if x.shape[0] > 4 else 3)
+
+    fast = compile_breakable(function, dynamic_dims={"x": 0}, on_fallback="ignore")
+    with torch.no_grad():
+        for size in (8, 4, 6, 3):
+            assert torch.equal(fast(torch.ones(size)), function(torch.ones(size))), size

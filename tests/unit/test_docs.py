@@ -1,0 +1,98 @@
+"""What the README and the docs say is true: every command and every example runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands() -> set[str]:
+    """Commands in indented or inline code: what starts like one."""
+    found = set()
+    for page in PAGES:
+        for code in re.findall(r"^    (\S.*)$|`([^`\n]+)`", page.read_text(), re.MULTILINE):
+            text = (code[0] or code[1]).partition("#")[0].strip()
+            if re.match(r"(make|python|piecegraph|scripts/\S+|\.ci/run)( [a-z/-]|$)", text):
+                found.add(text)
+    return found
+
+
+def run(*command: str, timeout: int = 300) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_every_command_is_one_that_a_test_runs() -> None:
+    assert commands() == {
+        "make demo",  # test_demo, and the recipe below
+        "make test",  # this run
+        "make lint",  # .ci/run
+        ".ci/run",
+        "scripts/gpu_check.sh",  # needs a GPU; test_scripts_parse
+        "piecegraph env",
+    }
+
+
+def test_make_targets_run_what_is_tested_here() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert "$(RUN) examples/demo.py" in makefile
+    assert "$(RUN) -m pytest" in makefile
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-2:] == ["make lint", "make test"]
+
+
+def test_demo() -> None:
+    out = run(sys.executable, "examples/demo.py")
+    assert re.search(r"^tape .*100%$", out, re.MULTILINE)
+    assert "3 distinct (each compiled once)" in out
+    assert out.rstrip().endswith("none"), "no fallbacks"
+
+
+def test_piecegraph_env() -> None:
+    assert "piecegraph" in run(sys.executable, "-c", "from piecegraph.cli.main import main; main()", "env")
+
+
+def test_scripts_parse() -> None:
+    run("bash", "-n", "scripts/gpu_check.sh")
+    run("bash", "-n", ".ci/run")
+
+
+@pytest.mark.parametrize("script", ["benchmarks/prefill.py --tiny --only inductor", "benchmarks/models.py --tiny"])
+def test_benchmarks_run_on_a_cpu(script: str) -> None:
+    assert "piecegraph" in run(sys.executable, *script.split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_examples(page: Path) -> None:
+    for example in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        out = run(sys.executable, "-c", _with_source(example))
+        assert out.split() == re.findall(r"#\s+([\d.]+)$", example, re.MULTILINE)
+
+
+def _with_source(example: str) -> str:
+    """Run an example as a file would be: its lines can be looked up."""
+    return (
+        f"import linecache\nsource = {example!r}\n"
+        "linecache.cache['readme.py'] = (len(source), None, source.splitlines(True), 'readme.py')\n"
+        "exec(compile(source, 'readme.py', 'exec'))"
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_design_names_files_that_exist() -> None:
+    names = re.findall(r"`(\w+\.py)`", (ROOT / "docs" / "design.md").read_text())
+    missing = {name for name in names if not (ROOT / "src" / "piecegraph" / name).exists()}
+    assert not missing
