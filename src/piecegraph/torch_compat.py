@@ -7,6 +7,7 @@ function says otherwise; a torch upgrade is then a diff of this file. Nothing he
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import difflib
 import inspect
@@ -78,7 +79,8 @@ def dynamo_capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     def run_bytecode(graph_function: Callable[..., Any]) -> Callable[..., Any]:
         environment = captured.graph_capture_output.get_runtime_env()
         backend_id = "no_graph" if backend_input is None else backend_input.backend_id
-        generated = environment.forward_callable(backend_id, graph_function, extra_globals=plain_function.__globals__)
+        names = {**vars(builtins), **plain_function.__globals__}  # torch 2.11 does not look for builtins itself
+        generated = environment.forward_callable(backend_id, graph_function, extra_globals=names)
         return lambda *a, **k: generated(*receiver, *a, **k)
 
     if backend_input is None:

@@ -269,7 +269,6 @@ RANDOM = [
         "bernoulli",
         lambda x: torch.bernoulli(x.sigmoid()),
         _normal(40, 5),
-        is_random=True,
         inductor_draws_differently=True,
     ),
     OpCase("dropout", _dropout, _normal(40, 5)),
