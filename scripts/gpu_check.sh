@@ -1,23 +1,27 @@
 #!/usr/bin/env bash
-# The GPU tests and the benchmarks of the moment, in one call, with a short table last.
+# The benchmarks of the moment and the GPU tests, in one call, with short tables.
 #
 #   scripts/gpu_check.sh [tests|bench|all]
 #
-# Runs from source with whatever python3 has torch. Pure-Python packages that it lacks are looked for in .peers/.
+# Runs from source with whatever python3 has torch. Pure-Python packages that it lacks are looked for in .peers/. The
+# benchmarks come first: build times are those of a machine that has compiled nothing yet.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-export PYTHONPATH="src:.${PEERS:+:$PEERS}:.peers" PYTHONUNBUFFERED=1
+export PYTHONPATH="src:.:.peers" PYTHONUNBUFFERED=1
 what="${1:-all}"
 logs="${OUT:-$(mktemp -d)}"
 status=0
 
-if [ "$what" != bench ]; then
-    python3 -m pytest tests/gpu -m gpu -n "${WORKERS:-6}" -p no:cacheprovider --tb=short --show-capture=no -o filterwarnings=default >"$logs/tests.log" 2>&1 || status=1
-    grep -E "^(E  |FAILED|ERROR|[0-9]+ (passed|failed))" "$logs/tests.log" | cut -c1-220 | tail -60
-fi
 if [ "$what" != tests ]; then
-    python3 benchmarks/prefill.py -o "$logs/prefill.json" >"$logs/prefill.log" 2>&1 || status=1
-    grep -vE "^\s*$|Warning|warn" "$logs/prefill.log" | tail -14
+    for bench in prefill models; do
+        timeout 300 python3 "benchmarks/$bench.py" >"$logs/$bench.log" 2>&1 || status=1
+        grep -vE "^\s*$|[Ww]arn" "$logs/$bench.log" | tail -14
+    done
+fi
+if [ "$what" != bench ]; then
+    timeout 400 python3 -m pytest tests/gpu -m gpu -n "${WORKERS:-6}" -p no:cacheprovider -o filterwarnings=default \
+        --tb=short --show-capture=no >"$logs/tests.log" 2>&1 || status=1
+    grep -E "^(E  |FAILED|ERROR|[0-9]+ (passed|failed))" "$logs/tests.log" | cut -c1-220 | tail -60
 fi
 echo "status $status, logs in $logs"
 exit $status
