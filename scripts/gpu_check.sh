@@ -3,8 +3,8 @@
 #
 #   scripts/gpu_check.sh [tests|bench|all]
 #
-# Runs from source with whatever python3 has torch. Pure-Python packages that it lacks are looked for in .peers/. The
-# benchmarks come first: build times are those of a machine that has compiled nothing yet.
+# Runs from source with whatever python3 has torch. Pure-Python packages that it lacks are looked for in .peers/. Build
+# times are those of empty compile caches: every benchmark gets new ones.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="src:.:.peers" PYTHONUNBUFFERED=1
@@ -13,7 +13,8 @@ logs="${OUT:-$(mktemp -d)}"
 status=0
 
 if [ "$what" != tests ]; then
-    for bench in prefill models; do
+    for bench in models prefill; do
+        export TORCHINDUCTOR_CACHE_DIR="$(mktemp -d)" TRITON_CACHE_DIR="$(mktemp -d)"
         timeout 300 python3 "benchmarks/$bench.py" >"$logs/$bench.log" 2>&1 || status=1
         grep -vE "^\s*$|[Ww]arn" "$logs/$bench.log" | tail -14
     done

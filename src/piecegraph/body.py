@@ -131,12 +131,14 @@ class TracedBody:
                 for slot in (atom.index for atom in atoms(step.args) if type(atom) is Slot):
                     readers.setdefault(slot, str(step.label))
         return [
-            watch_weight(s, readers[slot], self._current_weight)
-            for slot, s in self._program.inputs.items()
-            if isinstance(s, Weight) and slot in readers
+            watch_weight(part, readers[slot], self._current_weight)
+            for slot, source in self._program.inputs.items()
+            if isinstance(source, Weight) and slot in readers
+            for part in source.parts or (source,)
         ]
 
 
 def watch_weight(weight: Weight, reader: str, current: Callable[[str, torch.Tensor], torch.Tensor]) -> WatchedWeight:
     """A weight that must stay where it is, and how to find out where it is now."""
-    return WatchedWeight(weight.name, lambda: current(weight.name, weight.tensor), weight.tensor.data_ptr(), reader)
+    address = weight.tensor.data_ptr()
+    return WatchedWeight(weight.name, weight.tensor, lambda: current(weight.name, weight.tensor), address, reader)

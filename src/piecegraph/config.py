@@ -45,6 +45,10 @@ class Options:
     """What an input's padded rows hold, by input name. Zero unless given; a slot mapping wants -1."""
     static_inputs: Sequence[str] = ()
     """Inputs that are always the same memory (a KV cache): read in place, not copied."""
+    fuse_linears: bool = False
+    """Join linears that take the same input (q, k and v; gate and up) into one matmul. The parameters become views of
+    joint memory, until ``close()``.
+    """
     check_addresses: AddressChecks = "first"
     """When to compare the addresses a tape reads with those it was recorded with: at its first replay, or at every
     one.

@@ -68,7 +68,7 @@ class Engine:
         with self._lock:
             self._is_closed = True
             self.plans.clear()
-            self.planner.device = None
+            self.planner.close()
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -76,7 +76,10 @@ class TapeLibrary:
         with self._session():
             self._prepare(sizes)
             run = self.tapes[key].run
-            return padding_changes(self._body, run, self.buffers, key, sizes, call.tensors, self.state)
+            try:
+                return padding_changes(self._body, run, self.buffers, key, sizes, call.tensors, self.state)
+            except RuntimeError as error:  # of a cut op that does not expect the size: see options["prepare"]
+                return f"trying {SizeKey(sizes)} rows raised {type(error).__name__}: {str(error).splitlines()[0]}"
 
     def _record_one(self, key: SizeKey, call: Call) -> None:
         start, bytes_before = time.perf_counter(), self._reserved_bytes()

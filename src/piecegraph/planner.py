@@ -16,6 +16,7 @@ from piecegraph.config import CompileConfig
 from piecegraph.cut_rules import CutRules
 from piecegraph.events import EventLog
 from piecegraph.example import Example, read_example
+from piecegraph.fuse import fuse_linears, separate
 from piecegraph.graph_device import CudaGraphs, GraphDevice
 from piecegraph.lower import Lowering, lower
 from piecegraph.plan import Cut, Decision, Piece, Plan, SizeDim
@@ -23,6 +24,7 @@ from piecegraph.progress import Progress
 from piecegraph.runner import PlanRunner
 from piecegraph.signature import Binder, Call, Signature
 from piecegraph.simulated import SimulatedGraphs
+from piecegraph.sources import Weight
 from piecegraph.split import split
 from piecegraph.trace import trace
 
@@ -65,6 +67,7 @@ class Planner:
         self._rules = CutRules(config.splitting_ops)  # wrong op names are told now, not at the first call
         self.device: GraphDevice | None = None
         self.num_compiles = 0
+        self._joined: list[Weight] = []
 
     def make(self, binder: Binder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, PlanRunner, Call]:
         """Plan for calls like this one. Nothing is recorded yet."""
@@ -102,10 +105,17 @@ class Planner:
             inputs=tuple(leaf.show(made.signature.size_names) for leaf in made.signature.tensors),
             size_dims=_size_dims(made.signature),
             steps=made.steps,
-            decisions=(example.decision, mode),
+            decisions=(example.decision, mode, *made.decisions),
             seconds=clock.seconds,
         )
         return plan, runner, call
+
+    def close(self) -> None:
+        """Give back the memory pool, and the parameters their own memory."""
+        self.device = None
+        for weight in self._joined:
+            separate([part.tensor for part in weight.parts])
+        self._joined.clear()
 
     def _trace(self, example: Example, clock: _Clock) -> _Made:
         subject, config = self._subject, self._config
@@ -113,6 +123,12 @@ class Planner:
             torch_compat.start_compile_workers()
         traced = trace(subject.function, example, subject.weights())
         clock.lap("trace")
+        decisions: tuple[Decision, ...] = ()
+        if config.options.fuse_linears:
+            traced, decision = fuse_linears(traced)
+            self._joined += [w for w in traced.inputs.values() if isinstance(w, Weight) and w.parts]
+            decisions = (decision,)
+            clock.lap("fuse")
         segments = split(traced, self._rules, full=config.cudagraph_mode == "full")
         clock.lap("split")
         lowering = Lowering(config.backend, config.passes, config.options.inductor)
@@ -120,13 +136,13 @@ class Planner:
         self.num_compiles += num_compiles
         clock.lap("lower")
         body = TracedBody(traced, program, subject.current_weight)
-        return _Made(traced.signature, body, tuple(step.label for step in program.steps))
+        return _Made(traced.signature, body, tuple(step.label for step in program.steps), decisions)
 
     def _watch(self, example: Example, clock: _Clock) -> _Made:
         subject, config = self._subject, self._config
         body = BreakableBody(subject.function, example, subject.weights(), subject.current_weight, config.splitting_ops)
         clock.lap("watch")
-        return _Made(example.signature, body, ())
+        return _Made(example.signature, body, (), ())
 
     def _choose_mode(self, signature: Signature, device: torch.device) -> Decision:
         wish = self._config.cudagraph_mode
@@ -159,6 +175,7 @@ class _Made:
     signature: Signature
     body: Body
     steps: tuple[Piece | Cut, ...]
+    decisions: tuple[Decision, ...]
 
 
 class _Clock:

@@ -103,7 +103,7 @@ class PlanRunner:
     def _check_sentinel(self) -> None:
         """``model.to(...)`` and its like move every weight: looking at one of them at each call is enough to notice."""
         sentinel = self._sentinel
-        if sentinel is not None and sentinel.current().data_ptr() != sentinel.address:
+        if sentinel is not None and sentinel.tensor.data_ptr() != sentinel.address:
             raise sentinel.moved()
 
     def _arrange(self, call: Call) -> Service | Refusal:

@@ -24,6 +24,8 @@ class Weight:
 
     name: str
     tensor: torch.Tensor
+    parts: tuple[Weight, ...] = ()
+    """The weights that are views of this one, if it was made by joining them."""
 
 
 @dataclass(frozen=True, slots=True)

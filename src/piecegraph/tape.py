@@ -118,7 +118,10 @@ class WatchedWeight:
     """A weight that graphs read, to be found where it was recorded."""
 
     name: str
+    tensor: torch.Tensor
+    """As it was recorded; ``model.to(...)`` moves its data."""
     current: Callable[[], torch.Tensor]
+    """Finds the tensor that bears the name now, which may be another one."""
     address: int
     reader: str
 

@@ -195,6 +195,21 @@ def emit_expr(
     return result.node if isinstance(result, Proxy) else int(result)
 
 
+def fake_like(tensor: torch.Tensor, neighbour: Any) -> torch.Tensor:
+    """A fake tensor of the same layout, with fixed sizes, in the world of another fake.
+
+    The fakes in a Dynamo graph are not of the mode that Dynamo hands to backends, though both share their symbols.
+    """
+    fake: torch.Tensor = neighbour.fake_mode.from_tensor(tensor, static_shapes=True)
+    return fake
+
+
+def run_fake(function: Callable[..., Any], *fakes: Any) -> Any:
+    """What a function would make of fake tensors."""
+    with fakes[0].fake_mode, torch.no_grad():
+        return function(*fakes)
+
+
 def size_guards(fake_mode: Any) -> tuple[tuple[sympy.Basic, str], ...]:
     """The conditions on symbolic sizes that tracing and compiling relied on, each with the user's line."""
     env = fake_mode.shape_env if fake_mode is not None else None
