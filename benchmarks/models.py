@@ -36,9 +36,7 @@ def run(model: ZooModel, device: torch.device, *, tiny: bool) -> list[Contender]
             raise SystemExit(f"{model.name}, {name}: outputs differ from eager by {error:.3g}")
         contenders.append(Contender(name, {model.name: measure(lambda way=way: way(**inputs))}))
     stats = fast.stats()
-    contenders[-1].notes.update(
-        {f"{model.name} coverage": f"{stats['coverage']:.0%}", f"{model.name} losses": sum(stats["events"].values())}
-    )
+    contenders[-1].notes.update({"coverage": f"{stats['coverage']:.0%}", "losses": sum(stats["events"].values())})
     return contenders
 
 
@@ -53,7 +51,8 @@ def main() -> None:
             for contender in run(model, device, tiny=options.tiny):
                 into = merged.setdefault(contender.name, Contender(contender.name, {}))
                 into.timings.update(contender.timings)
-                into.notes.update(contender.notes)
+                for note, value in contender.notes.items():
+                    into.notes[note] = f"{into.notes[note]}, {value}" if note in into.notes else str(value)
     print(f"batch 1, {hardware()}; medians of 60 runs after 0.3 s of warm-up\n{table(list(merged.values()))}")
 
 

@@ -51,6 +51,8 @@ class TapeLibrary:
         self.dropped: set[SizeKey] = set()
         """Sizes that ran out of memory."""
         self.recorded: list[RecordedSize] = []
+        self.tune_seconds = 0.0
+        """What the first run of the compiled pieces took: kernels are tuned and loaded then."""
 
     def record(self, keys: Sequence[SizeKey], call: Call) -> None:
         """Record sizes, largest first, so that smaller ones reuse the memory of larger ones.
@@ -61,6 +63,8 @@ class TapeLibrary:
         """
         ordered = sorted(keys, key=lambda key: (key.volume, key.values), reverse=True)
         with self._session(), Progress(self._options.progress).bar("record", len(ordered)) as bar:
+            if ordered and not self.recorded:
+                self._tune(ordered[0], call)
             for key in ordered:
                 try:
                     self._record_one(key, call)
@@ -81,10 +85,22 @@ class TapeLibrary:
             except RuntimeError as error:  # of a cut op that does not expect the size: see options["prepare"]
                 return f"trying {SizeKey(sizes)} rows raised {type(error).__name__}: {str(error).splitlines()[0]}"
 
+    def _tune(self, key: SizeKey, call: Call) -> None:
+        """Run once at the largest size, so that recording it does not count what happens only once."""
+        start = time.perf_counter()
+        with contextlib.suppress(torch.OutOfMemoryError):  # told when the size is recorded
+            self._warm_up(key, self.buffers.views(key.values), call)
+        self.tune_seconds = time.perf_counter() - start
+
+    def _warm_up(self, key: SizeKey, views: list[torch.Tensor], call: Call) -> None:
+        self._prepare(key.values)
+        with preserved(self.state):
+            self.buffers.fill(views, call.tensors)
+            self._body.run(views, key.values)
+
     def _record_one(self, key: SizeKey, call: Call) -> None:
         start, bytes_before = time.perf_counter(), self._reserved_bytes()
         views = self.buffers.views(key.values)
-        self._prepare(key.values)
         if self._device is None:
             body = self._body
             self.tapes[key] = DirectTape(lambda: body.run(views, key.values))
@@ -98,9 +114,8 @@ class TapeLibrary:
     def _record_tape(self, device: GraphDevice, key: SizeKey, views: list[torch.Tensor], call: Call) -> Tape:
         recorder = Recorder(device, self._events, self._uncapturable)
         try:
+            self._warm_up(key, views, call)  # create workspaces for this size, on the capture stream
             with preserved(self.state):
-                self.buffers.fill(views, call.tensors)
-                self._body.run(views, key.values)  # warm up: tune kernels, create workspaces, on the capture stream
                 self.buffers.fill(views, call.tensors)
                 outputs = self._body.record(recorder, views, key.values)
         except (torch.OutOfMemoryError, PiecegraphError):

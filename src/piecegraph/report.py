@@ -52,7 +52,7 @@ def _plan_stats(plan: Plan, runner: PlanRunner) -> dict[str, Any]:
         "pieces": len(plan.pieces),
         "distinct_pieces": plan.num_distinct,
         "cuts": len(_cuts(plan, runner)),
-        "seconds": dict(plan.seconds),
+        "seconds": dict(_stages(plan, runner)),
         "sizes": {
             str(size.key): {
                 "graphs": size.num_graphs,
@@ -70,7 +70,7 @@ def _explain_plan(title: str, plan: Plan, runner: PlanRunner) -> list[str]:
         f"{title}: {plan.frontend} front end, {plan.device}, mode {plan.mode}",
         *(f"  input   {shown}" for shown in plan.inputs),
         *(f"  size    {dim}" for dim in plan.size_dims),
-        "  built   " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in plan.seconds),
+        "  built   " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in _stages(plan, runner)),
         f"  steps   {_count_steps(plan, runner)}",
     ]
     lines += _table(("#", "what", "ops", "key or reason", "line"), _step_rows(plan, runner))
@@ -82,6 +82,10 @@ def _explain_plan(title: str, plan: Plan, runner: PlanRunner) -> list[str]:
     )
     lines += ["", "  decisions", *(f"    {decision}" for decision in (*plan.decisions, *runner.decisions))]
     return lines
+
+
+def _stages(plan: Plan, runner: PlanRunner) -> list[tuple[str, float]]:
+    return [*plan.seconds, ("tune", runner.library.tune_seconds)]
 
 
 def _cuts(plan: Plan, runner: PlanRunner) -> Sequence[Cut]:
