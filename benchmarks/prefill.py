@@ -101,11 +101,12 @@ class Bench:
     def _warm_attention(self, lengths: list[int]) -> None:
         """The attention library plans for every new length (cuDNN: 50 ms each), whoever calls it: done before all."""
         config = self.model.config
+        heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         for n in lengths:
-            shape = (1, n, config.num_attention_heads, config.head_dim)
-            q, out = (torch.zeros(shape, dtype=torch.bfloat16, device=self.device) for _ in range(2))
+            shapes = [(1, n, count, config.head_dim) for count in heads]
+            q, k, v = (torch.zeros(shape, dtype=torch.bfloat16, device=self.device).transpose(1, 2) for shape in shapes)
             requests[:] = [n]
-            attention(q.transpose(1, 2), *[q[:, :, : config.num_key_value_heads].transpose(1, 2)] * 2, out, 1.0)
+            attention(q, k, v, torch.empty(shapes[0], dtype=torch.bfloat16, device=self.device), 1.0)
 
     def inputs(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         requests[:] = [n]
