@@ -17,12 +17,12 @@ from piecegraph.config import CompileConfig
 from piecegraph.errors import ConfigError
 from piecegraph.events import Event, EventLog
 from piecegraph.graph_device import GraphDevice
-from piecegraph.library import TapeLibrary
 from piecegraph.padding import preserved
 from piecegraph.plan import Decision, SizeKey
 from piecegraph.route import PiecesRoute, Route, TapeRoute, can_cut
 from piecegraph.signature import Call, Signature
 from piecegraph.structure import flatten
+from piecegraph.tape_library import TapeLibrary
 
 _MAX_ROUTES = 4096
 
@@ -233,7 +233,7 @@ class PlanRunner:
         reason = self.library.why_not_pad(key, sizes, call)
         self._can_pad[dim] = reason is None
         if reason is None:
-            reason = "NaN in padded rows does not reach real rows"
+            reason = "tried: what padded rows hold does not reach real rows"
             self.decisions.append(Decision(f"padding of {name}", "allowed", reason))
         else:
             self.decisions.append(Decision(f"padding of {name}", "refused", reason))

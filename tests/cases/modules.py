@@ -64,6 +64,18 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("pgtest::hidden_sync", mutates_args=())
+def hidden_sync(x: Tensor) -> Tensor:
+    """Reads data on the host, and does not say so."""
+    x.sum().item()
+    return x * 1.0
+
+
+@hidden_sync.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 @piecegraph.eager_op
 def eager_attention(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
     """Attention as a plain function with a structured result, for the breakable front end."""
@@ -224,6 +236,18 @@ class UnsafeTag(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(unsafe(self.mlp(x)))
+
+
+class HiddenSync(nn.Module):
+    """Its first piece cannot be captured on a GPU, and only trying shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = MLP(), MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = hidden_sync(self.first(x)).view(-1, 2, 6)
+        return self.last(attention(y, y, y).reshape(-1, 12))
 
 
 class MixesRows(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import piecegraph
 from piecegraph.errors import AddressError
-from tests.cases.modules import MLP, Stack, attend_into, attention
+from tests.cases.modules import MLP, HiddenSync, Stack, attend_into, attention
 from tests.unit.test_fuse import Model
 
 pytestmark = pytest.mark.gpu
@@ -112,28 +112,6 @@ def test_outputs_without_clone_are_valid_until_the_next_call() -> None:
         torch.testing.assert_close(first, model(x))
         second = fast(torch.randn(8, 12, device=CUDA))
     assert first.data_ptr() == second.data_ptr()
-
-
-@torch.library.custom_op("pgtest::syncs", mutates_args=())
-def syncs(x: Tensor) -> Tensor:
-    """Reads data on the host, and does not say so."""
-    x.sum().item()
-    return x * 1.0
-
-
-@syncs.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-class HiddenSync(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = MLP(), MLP()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        return self.last(attention(syncs(y).view(-1, 2, 6), y.view(-1, 2, 6), y.view(-1, 2, 6)).reshape(-1, 12))
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

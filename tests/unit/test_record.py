@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import piecegraph
 from piecegraph.errors import AddressError, CallError
 from piecegraph.simulated import SimulatedGraphs
-from tests.cases.modules import MLP, Stack, attend_into, attention
+from tests.cases.modules import MLP, HiddenSync, Stack, attend_into, attention
 
 SIMULATED = {"graph_device": "simulated"}
 
@@ -121,26 +121,6 @@ def test_sizes_are_recorded_largest_first() -> None:
 
 
 # --- what cannot be captured
-
-
-@torch.library.custom_op("pgtest::hidden_sync", mutates_args=())
-def hidden_sync(x: Tensor) -> Tensor:
-    return x * 1.0
-
-
-@hidden_sync.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-class HiddenSync(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = MLP(), MLP()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = hidden_sync(self.first(x)).view(-1, 2, 6)
-        return self.last(attention(y, y, y).reshape(-1, 12))
 
 
 class ForbidsHiddenSync(SimulatedGraphs):
