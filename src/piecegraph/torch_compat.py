@@ -1,8 +1,8 @@
 """Every use of a torch name that torch does not promise to keep.
 
 One function for each need, with the versions it was checked on. All of it holds for torch 2.11 and 2.13 unless a
-function says otherwise; a torch upgrade is then a diff of this file, which is why it is one file and long. Nothing here knows what a
-piece or a tape is.
+function says otherwise; a torch upgrade is then a diff of this file, which is why it is one file and long. Nothing
+here knows what a piece or a tape is.
 """
 
 from __future__ import annotations
