@@ -1,0 +1,99 @@
+"""The nouns of a failing run. A log and a folder of records both end in one :class:`Evidence`, from which the page is written.
+
+The one invariant: nothing is claimed that the source does not prove. What is unknown is ``None`` or empty, and what was
+put together again from interleaved pieces says so in :attr:`Failure.certainty`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["init", "load", "kv cache", "compile", "capture", "serve"]
+Certainty = Literal["recorded", "printed", "unwoven", "reconstructed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of a call stack."""
+
+    file: str
+    line: int
+    function: str
+    source: str = ""
+    """The text of the line; empty where the source does not give it. Never used to tell frames apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """One exception with the stack it was raised through."""
+
+    type: str
+    """As printed: ``torch._dynamo.exc.BackendCompilerFailed``."""
+    message: str
+    frames: tuple[Frame, ...]
+    """Outermost first."""
+    link: Literal["", "cause", "context"] = ""
+    """How this exception follows the one before it in the chain; empty for the first."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """As much of a process's identity as is proven."""
+
+    label: str = ""
+    """As the source names it: ``rank3``, ``Worker_TP0``, ``Process-4``."""
+    rank: int | None = None
+    pid: int | None = None
+    host: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """One way in which one or more processes failed."""
+
+    chain: tuple[Raised, ...]
+    """In the order in which they were raised; the last is what the process died of. Empty for a fatal signal alone."""
+    kind: Literal["exception", "thread", "signal", "killed", "interrupted"] = "exception"
+    count: int = 1
+    """How many processes printed it."""
+    processes: tuple[Process, ...] = ()
+    """Those of the ``count`` that are known."""
+    certainty: Certainty = "printed"
+    line: int | None = None
+    """The line of the log at which the first of them was complete; None for a record."""
+    time_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Milestone:
+    """Something a process said it had begun, finished or failed at."""
+
+    phase: Phase
+    state: Literal["begun", "done", "failed"]
+    text: str
+    line: int | None = None
+    size: str = ""
+    """The size being captured or compiled, as printed: ``bs=1``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Everything a log, or a folder of records, proves about a run."""
+
+    sources: tuple[str, ...]
+    num_lines: int = 0
+    processes: tuple[Process, ...] = ()
+    """Every process seen, failing or not."""
+    failures: tuple[Failure, ...] = ()
+    """In the order in which they were complete."""
+    milestones: tuple[Milestone, ...] = ()
+    suggestions: tuple[tuple[str, int | None], ...] = ()
+    """What the framework itself advised, with the line it stands at."""
+    memory_signs: tuple[tuple[str, int | None], ...] = ()
+    """Lines that speak of memory running out."""
+    artefacts: tuple[str, ...] = ()
+    """Files the source names: dumps, logs, reproducers."""
+    num_call_chains: int = 0
+    """Stacks that belong to no exception."""
