@@ -9,7 +9,7 @@ from piecegraph.insight.doctor.check_gpu import architectures
 from piecegraph.insight.doctor.finding import Finding, broken, joined, not_applicable, ok, warn
 from piecegraph.insight.doctor.machine import Machine, Program, Toolkit, minor, numbers
 
-NO_NVCC = "only packages that build CUDA kernels need one; piecegraph, Inductor and Triton do not"
+NO_NVCC = "packages that build CUDA kernels; piecegraph, Inductor and Triton need none"
 
 
 def toolkit(machine: Machine) -> Finding:

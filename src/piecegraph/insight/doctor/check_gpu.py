@@ -71,9 +71,9 @@ def driver(machine: Machine) -> Finding:
     if least is None or not machine.driver:
         lost = "it is not known whether this driver runs it"
         return warn(name, f"{evidence}: {facts.UNKNOWN}", lost, "see the CUDA toolkit's release notes")
-    older = f"or the torch build for CUDA {major - 1}" if major - 1 in facts.MINIMUM_DRIVER else ""
     if numbers(machine.driver) < numbers(least):
-        mend = f"install driver {least} or later {older}".strip()
+        older = f", or a torch built for CUDA {major - 1}" if major - 1 in facts.BUILT_MAJORS else ""
+        mend = f"install driver {least} or later{older}"
         return broken(name, evidence, f"CUDA {major}.x needs driver {least}: torch finds no usable GPU", mend)
     if machine.driver_cuda and numbers(machine.driver_cuda) < numbers(cuda)[:2]:
         lost = (

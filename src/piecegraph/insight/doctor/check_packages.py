@@ -15,8 +15,8 @@ def cuda_bindings(machine: Machine) -> Finding:
     if not machine.gpus:
         evidence = f"cuda-bindings {installed}" if installed else "not installed"
         return not_applicable(name, evidence, "tracing kernels inside a graph to the line that launched them")
-    major = numbers(machine.driver_cuda or machine.torch.cuda)[:1]
-    mend = f'pip install "cuda-bindings=={major[0]}.*"' if major else "pip install cuda-bindings"
+    major = next(iter(numbers(machine.driver_cuda or machine.torch.cuda)), 0)
+    mend = f'pip install "cuda-bindings=={major}.*"' if major in facts.BUILT_MAJORS else "pip install cuda-bindings"
     if seen.state == "missing":
         return warn(name, "not installed", lost, mend)
     if seen.state != "ok":

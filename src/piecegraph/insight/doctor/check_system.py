@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from piecegraph.insight.doctor import facts
 from piecegraph.insight.doctor.finding import Finding, State, broken, joined, not_applicable, ok, warn
-from piecegraph.insight.doctor.machine import Folder, Machine, numbers
+from piecegraph.insight.doctor.machine import MODELS, Folder, Machine, numbers
 
 
 def system(machine: Machine) -> Finding:
@@ -69,7 +69,7 @@ def cache_folders(machine: Machine) -> Finding:
 def disk_space(machine: Machine) -> Finding:
     """Room where caches, models and temporary files go."""
     name = "disk space"
-    known = [folder for folder in machine.folders if folder.free_bytes is not None]
+    known = [folder for folder in machine.folders if folder.free_bytes is not None and folder.is_writable]
     if not known:
         return not_applicable(name, "it cannot be read")
     tightest = min(known, key=lambda folder: folder.free_bytes or 0)
@@ -156,14 +156,16 @@ def _two_allocators(name: str, machine: Machine) -> list[Finding]:
 
 def _judge(name: str, folder: Folder) -> Finding:
     where = f"{folder.what} {folder.path}"
-    mend = f"export {folder.variable} to a folder of your own"
+    mend = f"export {folder.variable}=$HOME/.cache/{folder.what.lower().replace(' ', '-')}"
+    if not folder.is_writable and folder.what == MODELS:
+        return warn(name, f"{where} is not writable", "models that are not there yet cannot be fetched", mend)
     if not folder.is_writable:
         return broken(name, f"{where} is not writable", "nothing can be kept there: compiling or loading fails", mend)
     if not folder.is_mine or folder.others_may_write:
         why = "belongs to another user" if not folder.is_mine else "may be written by everybody"
         lost = "code that somebody else put there would be loaded and run"
         return warn(name, f"{where} {why}", lost, mend if not folder.is_mine else f"chmod o-w {folder.path}")
-    if not folder.may_execute and folder.what != "Hugging Face":
+    if not folder.may_execute and folder.what != MODELS:
         lost = "compiled code cannot be loaded: failed to map segment from shared object"
         return broken(name, f"{where} is mounted noexec", lost, mend)
     return ok(name, where)

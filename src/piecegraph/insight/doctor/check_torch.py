@@ -30,8 +30,8 @@ def python(machine: Machine) -> Finding:
 
 def torch(machine: Machine) -> Finding:
     """Whether torch can be imported, and is a version piecegraph works with."""
-    name, (first, end) = "torch", facts.TORCH
-    seen, installed = machine.torch, machine.packages.get("torch", "")
+    name, seen, (first, end) = "torch", machine.torch, facts.TORCH
+    installed = machine.packages.get("torch", "")
     mend = f'pip install "torch>={_dotted(first)},<{_dotted(end)}"'
     if seen.state == "missing":
         return broken(name, "torch is not installed", "nothing of piecegraph runs", mend)
@@ -47,9 +47,13 @@ def torch(machine: Machine) -> Finding:
     if numbers(seen.version)[:2] < first:
         return broken(name, evidence, "piecegraph uses what only later versions have", mend)
     if numbers(seen.version)[:2] >= end:
-        return warn(
-            name, f"{evidence}: {facts.UNKNOWN}", "names of torch's that piecegraph relies on may be gone", mend
-        )
+        lost = "names of torch's that piecegraph relies on may be gone"
+        return warn(name, f"{evidence}: {facts.UNKNOWN}", lost, mend)
+    if seen.cxx11_abi is False:
+        # https://github.com/pytorch/pytorch/releases/tag/v2.7.0: all Linux wheels since are built with the new ABI.
+        lost = "wheels made for torch do not load: undefined symbol"
+        mend = "build torch with _GLIBCXX_USE_CXX11_ABI=1, or build those packages here"
+        return warn(name, f"{evidence} with the old C++ ABI", lost, mend)
     return ok(name, evidence)
 
 
@@ -113,8 +117,9 @@ def _pair(machine: Machine, package: str, table: dict[str, str], lost: str) -> F
     if fits is None:
         return warn(package, f"{evidence}: {facts.UNKNOWN}", lost, f"see the table in {package}'s README")
     if not fits:
-        asks = f", which asks for torch {pin}" if pin else f", which goes with {package} {wanted}"
-        return broken(package, evidence + asks, lost, command or f"install the {package} made for this torch")
+        asks = f"asks for torch {pin}" if pin else f"is not {wanted}, the one for this torch"
+        evidence = f"{package} {installed} {asks}; torch is {version}"
+        return broken(package, evidence, lost, command or f"install the {package} made for this torch")
     if _build(installed) and _build(version) and _build(installed) != _build(version):
         evidence += ": one is built for the CPU or another CUDA"
         return broken(package, evidence, lost, "install both from the same index: they carry the same +cu or +cpu")

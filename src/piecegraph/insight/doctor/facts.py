@@ -27,6 +27,10 @@ TRITON = {"2.8": "3.4", "2.9": "3.5", "2.10": "3.6", "2.11": "3.6", "2.12": "3.7
 # for the full numbers. Within a major version a newer toolkit runs on an older driver, with fewer features.
 MINIMUM_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 
+# https://github.com/pytorch/pytorch/blob/main/RELEASE.md ("PyTorch CUDA Support Matrix"), torch 2.11 to 2.13
+BUILT_MAJORS = (12, 13)
+"""Major versions of CUDA that wheels of the supported torch versions are built for."""
+
 # https://docs.nvidia.com/cuda/archive/ (installation guide, "Host Compiler Support Policy"); the check is on the major
 # version. 12.3 and 12.4: https://github.com/rigaya/NVEnc/issues/533, 12.6: conda-forge-pinning-feedstock#6736,
 # 13.4: https://github.com/cms-sw/cmsdist/pull/10844. 13.0 was read from its own header.

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+MODELS = "Hugging Face"
+"""The one folder that holds data and not compiled code: sharing it, read only, is common."""
+
 Import = Literal["ok", "missing", "failed", "crashed", "timed out"]
 """How an import went that was tried in a process of its own."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from piecegraph.environment import PACKAGES, installed_version
 from piecegraph.insight.doctor import facts
-from piecegraph.insight.doctor.machine import Folder
+from piecegraph.insight.doctor.machine import MODELS, Folder
 
 MORE_PACKAGES = (
     "torchvision",
@@ -21,10 +21,7 @@ MORE_PACKAGES = (
     "pytorch-triton",
     "flashinfer-python",
     "flashinfer-jit-cache",
-    "sglang",
-    "vllm",
     *facts.NVSHMEM.values(),
-    *facts.RUST_PACKAGES,
 )
 
 
@@ -72,7 +69,7 @@ def read_folders(environ: Mapping[str, str], packages: Mapping[str, str]) -> tup
         "TMPDIR": ("temporary files", temporary),
         "TORCHINDUCTOR_CACHE_DIR": ("Inductor cache", temporary / f"torchinductor_{_user()}"),
         "TRITON_CACHE_DIR": ("Triton cache", triton_home / ".triton" / "cache"),
-        "HF_HOME": ("Hugging Face", caches / "huggingface"),
+        "HF_HOME": (MODELS, caches / "huggingface"),
     }
     if "flashinfer-python" in packages:
         base = Path(environ.get("FLASHINFER_WORKSPACE_BASE", home))
@@ -103,7 +100,7 @@ def read_folder(what: str, path: Path, variable: str) -> Folder:
         is_writable=nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK),
         is_mine=not exists or seen.st_uid in {os.geteuid(), 0},
         others_may_write=exists and is_open,
-        may_execute=not room.f_flag & os.ST_NOEXEC,
+        may_execute=not room.f_flag & getattr(os, "ST_NOEXEC", 0),  # Linux only
         free_bytes=room.f_bavail * room.f_frsize,
     )
 
