@@ -143,6 +143,7 @@ CASES: list[tuple[Check, Machine, str, str]] = [
         "broken",
         "unset TRITON_PTXAS_PATH",
     ),
+    (check_compilers.ptxas, replace(H200, triton_ptxas=Program(path="/x/ptxas")), "broken", "tells no version"),
     (check_compilers.ptxas, with_gpu(H200, architecture=103), "broken", "sm_103 is known from CUDA 12.9 on"),
     (check_torch.triton, H200, "ok", "Triton 3.6.0"),
     (check_torch.triton, CPU, "not applicable", "writes C++"),

@@ -88,9 +88,9 @@ def ptxas(machine: Machine) -> Finding:
         if not {"triton", "pytorch-triton"} & machine.packages.keys():
             return not_applicable(name, "Triton is not installed")
         return broken(name, "Triton's package has no ptxas", lost, mend)
-    if seen.trouble:
+    if not seen.version:
         mend = "unset TRITON_PTXAS_PATH" if "TRITON_PTXAS_PATH" in machine.variables else mend
-        return broken(name, f"{seen.path} {seen.trouble}", lost, mend)
+        return broken(name, f"{seen.path} {seen.trouble or 'tells no version'}", lost, mend)
     evidence = f"ptxas {seen.version} ({_short(seen.path)})"
     young = [sm for sm in architectures(machine) if numbers(facts.FIRST_TOOLKIT.get(sm, "")) > numbers(seen.version)]
     if young:
