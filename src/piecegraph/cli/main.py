@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from piecegraph.cli.doctor import doctor
 from piecegraph.cli.env import env
 from piecegraph.errors import PiecegraphError
 from piecegraph.version import VERSION
@@ -18,6 +19,7 @@ def group(debug: bool) -> None:
     """Piecewise CUDA graphs for any PyTorch model."""
 
 
+group.add_command(doctor)
 group.add_command(env)
 
 
