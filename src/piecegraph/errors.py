@@ -25,6 +25,7 @@ CODES: dict[str, str] = {
     "PG105": "not something that can be compiled",
     "PG106": "called after close()",
     "PG107": "an eager op was traced",
+    "PG120": "a catalogue of known issues cannot be used",
     "PG201": "the model cannot be traced as one graph",
     "PG202": "forward changes Python state",
     "PG203": "an argument is of a type the plan cannot watch",
