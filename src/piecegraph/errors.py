@@ -8,7 +8,7 @@
     ├── CallError                         PG5xx  a call cannot be served from the plan
     │   ├── FallbackError                        ... and ``on_fallback="raise"`` was asked for
     │   └── AddressError                         ... because memory a graph reads has moved
-    └── ModelError                        PG65x  a language model cannot be loaded or run as it is
+    └── ModelError                        PG66x  a language model cannot be loaded or run as it is
 
 The text of an error always says, in this order: what happened, where, why, what to do.
 """
@@ -51,12 +51,12 @@ CODES: dict[str, str] = {
     "PG510": "the bucket is more than twice the size of the input",
     "PG520": "memory that a recorded graph reads has moved",
     "PG521": "an eager op returned something else than when it was recorded",
-    "PG651": "there is no model at that path",
-    "PG652": "a model of this kind cannot be run",
-    "PG653": "the model cannot be traced",
-    "PG654": "the model's answers differ from those of transformers",
-    "PG655": "the cache does not fit into memory",
-    "PG656": "the model has no tokenizer",
+    "PG661": "there is no model at that path",
+    "PG662": "a model of this kind cannot be run",
+    "PG663": "the model cannot be traced",
+    "PG664": "the model's answers differ from those of transformers",
+    "PG665": "the cache does not fit into memory",
+    "PG666": "the model has no tokenizer",
 }
 
 

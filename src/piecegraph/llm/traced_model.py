@@ -120,7 +120,7 @@ def decoder_of(model: Any) -> torch.nn.Module:
     decoder: torch.nn.Module = model.base_model
     if decoder is model:
         raise ModelError(
-            "PG652",
+            "PG662",
             f"{type(model).__name__} has no decoder apart from its head",
             why=f"it has no submodule {model.base_model_prefix!r}",
         )
@@ -227,7 +227,7 @@ def make_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _refusal(model: Any, error: TraceError) -> ModelError:
     return ModelError(
-        "PG653",
+        "PG663",
         f"{type(model).__name__} cannot be traced",
         where=error.where,
         why=error.why,
