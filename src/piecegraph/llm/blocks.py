@@ -86,7 +86,7 @@ class BlockPool:
     def release(self, block: int) -> None:
         """One holder less. Of a sequence's blocks release the last first: what they continue is then kept longer."""
         holders = self._holders[block] - 1
-        assert holders >= 0 and block, f"block {block} is released once too often"
+        assert holders >= 0, f"block {block} is released once too often"
         self._holders[block] = holders
         if holders == 0:
             self.num_releases += 1

@@ -64,7 +64,7 @@ class CacheGroup:
 class SequenceBlocks:
     """What one running sequence holds. A new object for every admission, so that a table is known by its identity."""
 
-    __slots__ = ("capacity", "num_registered", "num_returned", "tables")
+    __slots__ = ("capacity", "num_registered", "num_returned", "tables", "version")
 
     def __init__(self, num_groups: int) -> None:
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
@@ -74,6 +74,8 @@ class SequenceBlocks:
         """How many tokens the tables have room for."""
         self.num_registered = 0
         """How many blocks at the front have a known digest, or never will."""
+        self.version = 0
+        """Changes whenever a table does."""
 
 
 class PagedCache:
@@ -182,14 +184,16 @@ class PagedCache:
                     pool.release(table[i])
                     table[i] = 0
                 blocks.num_returned[g] = first
+                blocks.version += 1
 
     def room(self, blocks: SequenceBlocks) -> int:
         """How many tokens the sequence could have with the blocks that are free."""
         return blocks.capacity + min((pool.num_free for pool in self.pools), default=1 << 40) * self.block_size
 
     def num_missing(self, blocks: SequenceBlocks, num_tokens: int, most_at_once: int) -> list[int]:
-        """Of each group: the blocks still to be found for ``num_tokens`` in all, given back as soon as they can be, when
-        up to ``most_at_once`` tokens are computed together."""
+        """Of each group: the blocks still to be found for ``num_tokens`` in all, when up to ``most_at_once`` tokens are
+        computed together and blocks are given back as soon as they can be.
+        """
         total, at_once = -(-num_tokens // self.block_size), -(-most_at_once // self.block_size)
         return [
             min(total, group.most_blocks(num_tokens, self.block_size) + at_once) - len(table) + returned
@@ -203,6 +207,7 @@ class PagedCache:
             for table, pool in zip(blocks.tables, self.pools, strict=True):
                 table.extend([pool.allocate() for _ in range(missing)])
             blocks.capacity += missing * self.block_size
+            blocks.version += 1
 
     def register(self, blocks: SequenceBlocks, digests: Sequence[Digest]) -> None:
         """Remember the blocks that ``digests`` names; all their tokens have been computed."""

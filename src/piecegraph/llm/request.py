@@ -63,7 +63,7 @@ class SamplingParams:
                 _check_int(name, getattr(self, name), 0)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, _LARGEST_SEED)
-        if not (_is_number(self.temperature) and 0 <= self.temperature):
+        if not (_is_number(self.temperature) and self.temperature >= 0):
             raise _bad("temperature", self.temperature, "a finite number that is not negative")
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise _bad("top_p", self.top_p, "a number above 0 and at most 1")

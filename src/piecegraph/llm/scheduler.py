@@ -29,9 +29,6 @@ from piecegraph.llm.groups import PagedCache
 from piecegraph.llm.request import FinishReason, Request
 from piecegraph.llm.step import StepPlan, Work
 
-BAD_LOGITS = -1
-"""What a sampler gives for a row whose logits are not numbers."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
@@ -208,7 +205,7 @@ class Scheduler:
                 break
             budget -= self._prefill(request, budget, works)
         if not works:
-            assert not self.running and not self._next_waiting(), "requests are left, but none can run"
+            assert not self._requests, "requests are left, but none can run"
             self._rows = []
             return None
         rows = _keep_rows(self._rows, works)
@@ -314,7 +311,8 @@ class Scheduler:
     # ------------------------------------------------------------------ the step has run
 
     def commit(self, plan: StepPlan, tokens: Sequence[int]) -> list[Request]:
-        """Take the tokens of a step, one for each work (of those that do not sample it is ignored).
+        """Take the tokens of a step, one for each work: ignored where the work does not sample, negative
+        where the logits were not numbers (:data:`piecegraph.llm.sampling.BAD_LOGITS`).
 
         Returns:
             The requests that ended with this step.

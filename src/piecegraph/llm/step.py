@@ -27,7 +27,7 @@ class Work(NamedTuple):
 
     @property
     def new_rows(self) -> range:
-        """Rows of this work that nothing was told about yet; all, except after a preemption. Valid before ``commit``."""
+        """Rows that nothing was told about yet: all, except after a preemption. Valid before ``commit``."""
         return range(min(max(0, self.request.num_delivered - self.start), self.num_tokens), self.num_tokens)
 
 
@@ -57,5 +57,5 @@ class Bucket:
     """``"decode"``: ``num_tokens == num_seqs``, and serves decode steps alone."""
 
     def __post_init__(self) -> None:
-        assert self.num_seqs > 0 and self.num_tokens > 0, self
+        assert min(self.num_seqs, self.num_tokens) > 0, self
         assert self.kind == "mixed" or self.num_tokens == self.num_seqs, self
