@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from piecegraph.llm.block_tables import BlockTables
 from piecegraph.llm.groups import SequenceBlocks
@@ -248,7 +249,7 @@ class BatchBuffers:
         modes = {mode_of(params) for params in all_params}
         self.sampling_mode = "truncated" if "truncated" in modes else "plain" if "plain" in modes else "greedy"
 
-    def _write_sequences(self, plan: StepPlan) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def _write_sequences(self, plan: StepPlan) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
         """The fields of each sequence; returns the sequence of each token, and the first position of each sequence."""
         host, works, num_seqs = self._host, plan.works, plan.num_seqs
         starts = np.array([work.start for work in works])
@@ -268,7 +269,7 @@ class BatchBuffers:
         host["state_slots"][:num_seqs] = [work.request.state_slot for work in works]
         return rows, starts
 
-    def _write_tokens(self, plan: StepPlan, rows: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]) -> None:
+    def _write_tokens(self, plan: StepPlan, rows: NDArray[np.integer], starts: NDArray[np.integer]) -> None:
         """The fields of each token."""
         host, num_tokens, size = self._host, plan.num_tokens, self.limits.block_size
         positions = host["positions"][:num_tokens]

@@ -7,10 +7,9 @@ that differ: one copy and one scatter, or nothing at all.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from piecegraph.llm.groups import SequenceBlocks
 
@@ -28,7 +27,7 @@ class BlockTables:
         self, num_groups: int, max_seqs: int, max_blocks: int, device: torch.device, max_edits: int = 1 << 16
     ) -> None:
         shape = (num_groups, max_seqs, max_blocks)
-        self.mirror: np.ndarray[Any, Any] = np.zeros(shape, np.int32)
+        self.mirror: NDArray[np.integer] = np.zeros(shape, np.int32)
         """What the device has, once what was placed is sent."""
         self.device = torch.zeros(shape, dtype=torch.int32, device=device)
         max_edits = max(1, min(max_edits, self.mirror.size))

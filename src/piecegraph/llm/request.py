@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from piecegraph.errors import ConfigError, RequestError
 from piecegraph.llm.blocks import Digest
@@ -133,7 +134,7 @@ class Request:
         seed: int = 0,
         cache_key: str | None = "",
         input_embeds: torch.Tensor | None = None,
-        mrope_positions: np.ndarray[Any, Any] | None = None,
+        mrope_positions: NDArray[np.integer] | None = None,
     ) -> None:
         self.id = request_id
         self.params = params

@@ -14,10 +14,11 @@ in one batch.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from piecegraph.llm.request import SamplingParams
 
@@ -42,18 +43,18 @@ def uniform(seed: int, position: int) -> float:
     return float(uniforms(np.array([seed], np.uint64), np.array([position], np.int64))[0])
 
 
-def uniforms(seeds: np.ndarray[Any, Any], positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.float32]:
     """:func:`uniform` for each pair of a uint64 seed and a position, as float32."""
     counters = positions.astype(np.uint64) * np.uint64(_STEP)
     bits = _mixed(_mixed(seeds + np.uint64(_STEP)) + counters)
-    return np.multiply(bits >> np.uint64(41), np.float32(_SCALE), dtype=np.float32)
+    return (bits >> np.uint64(41)).astype(np.float32) * np.float32(_SCALE)
 
 
-def _mixed(z: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _mixed(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finalizer of splitmix64; arithmetic on uint64 arrays wraps around."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
-    return np.bitwise_xor(z, z >> np.uint64(31))
+    return z ^ (z >> np.uint64(31))
 
 
 def mode_of(params: SamplingParams) -> SamplingMode:
