@@ -313,7 +313,7 @@ class BatchBuffers:
             real, end = (num_tokens, bucket.num_tokens) if field.per == "token" else (num_seqs, bucket.num_seqs)
             if real < end:
                 self._host[field.name][..., real:end] = field.pad
-        self._host["query_starts"][num_seqs + 1 : bucket.num_seqs + 1] = num_tokens
+        self._host["query_starts"][num_seqs : bucket.num_seqs + 1] = num_tokens
 
 
 def _fields(limits: BatchLimits) -> tuple[_Field, ...]:

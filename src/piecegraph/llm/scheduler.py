@@ -329,7 +329,7 @@ class Scheduler:
                 request.num_delivered = computed
             if prefix_cache and computed // block_size > blocks.num_registered:
                 self._register(request)
-            if num_tokens > 1:
+            if num_tokens > 1 or not samples:  # one that decodes gives back when it needs its next block
                 self.cache.give_back(blocks, computed)
             if samples:
                 if token < 0:
@@ -354,7 +354,7 @@ class Scheduler:
             self.cache.register(request.blocks, digests[:num_blocks])
 
     def check(self) -> None:
-        """Compare every record with every other; for tests."""
+        """Compare every record with every other, between two steps; for tests."""
         self.cache.check([request.blocks for request in self.running if request.blocks is not None])
         waiting = [request for request in self.waiting if not request.is_done]
         assert all(request.state == "running" for request in self.running)
