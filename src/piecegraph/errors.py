@@ -8,6 +8,7 @@
     ├── CallError                         PG5xx  a call cannot be served from the plan
     │   ├── FallbackError                        ... and ``on_fallback="raise"`` was asked for
     │   └── AddressError                         ... because memory a graph reads has moved
+    ├── RequestError (also ValueError)    PG65x  one request cannot be served; the others go on
     └── ModelError                        PG66x  a language model cannot be loaded or run as it is
 
 The text of an error always says, in this order: what happened, where, why, what to do.
@@ -25,6 +26,7 @@ CODES: dict[str, str] = {
     "PG105": "not something that can be compiled",
     "PG106": "called after close()",
     "PG107": "an eager op was traced",
+    "PG108": "a sampling parameter is out of range",
     "PG120": "a catalogue of known issues cannot be used",
     "PG201": "the model cannot be traced as one graph",
     "PG202": "forward changes Python state",
@@ -51,6 +53,12 @@ CODES: dict[str, str] = {
     "PG510": "the bucket is more than twice the size of the input",
     "PG520": "memory that a recorded graph reads has moved",
     "PG521": "an eager op returned something else than when it was recorded",
+    "PG651": "the prompt is empty",
+    "PG652": "the prompt is longer than the model may read",
+    "PG653": "the prompt holds something that is no token of the model",
+    "PG654": "the request needs more cache than there is",
+    "PG655": "the logits of the request are not numbers",
+    "PG656": "a request of this id is already there",
     "PG661": "there is no model at that path",
     "PG662": "a model of this kind cannot be run",
     "PG663": "the model cannot be traced",
@@ -111,6 +119,10 @@ class FallbackError(CallError):
 
 class AddressError(CallError):
     """A recorded graph would have read memory that has moved."""
+
+
+class RequestError(PiecegraphError, ValueError):
+    """One request to a language model cannot be served; the others go on."""
 
 
 class ModelError(PiecegraphError):
