@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -94,6 +95,8 @@ class AttentionKernel:
     attend: Attend
     attend_latent: AttendLatent | None = None
     """None if it has no latent form."""
+    prepare: Callable[[Sequence[AttentionLayer | LatentLayer], torch.device], None] | None = None
+    """Allocates what the kernel keeps between calls; called once, before anything is captured."""
 
     def verdict(self, layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Verdict:
         """As ``supports``, and says no to a latent layer if there is no function for it."""

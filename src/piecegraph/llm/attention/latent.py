@@ -29,19 +29,18 @@ def shared_key_layer(layer: LatentLayer) -> AttentionLayer:
 
 
 def absorb_query(q: torch.Tensor, up_projection: torch.Tensor, layer: LatentLayer) -> torch.Tensor:
-    """Queries that meet the latent and the rotated key directly: [tokens, heads, latent width + rope width]."""
+    """The part of each query that meets the latent, carried into its space: [tokens, heads, latent width].
+
+    Its memory is ordered by head, as the product leaves it.
+    """
     key_part = _by_head(up_projection, layer)[:, : layer.nope_width]
-    absorbed = q.new_empty(q.shape[0], layer.num_heads, layer.latent_width + layer.rope_width)
-    in_latent = torch.bmm(q[..., : layer.nope_width].transpose(0, 1), key_part)
-    absorbed[..., : layer.latent_width] = in_latent.transpose(0, 1)
-    absorbed[..., layer.latent_width :] = q[..., layer.nope_width :]
-    return absorbed
+    return torch.bmm(q[..., : layer.nope_width].transpose(0, 1), key_part).transpose(0, 1)
 
 
 def project_values(summed: torch.Tensor, up_projection: torch.Tensor, out: torch.Tensor, layer: LatentLayer) -> None:
     """Carry each head's sum of latents [tokens, heads, latent width] out of the latent space, into ``out``."""
     value_part = _by_head(up_projection, layer)[:, layer.nope_width :]
-    out.copy_(torch.bmm(summed.transpose(0, 1), value_part.transpose(1, 2)).transpose(0, 1))
+    torch.bmm(summed.transpose(0, 1), value_part.transpose(1, 2), out=out.transpose(0, 1))
 
 
 def _by_head(up_projection: torch.Tensor, layer: LatentLayer) -> torch.Tensor:

@@ -46,11 +46,14 @@ def attend_latent(
     """See :class:`~piecegraph.llm.attention.kernel.AttendLatent`."""
     write_to_cache(torch.cat([latent, rope], -1), cache, batch)
     weights = up_projection.to(_compute_type(q))
-    absorbed = absorb_query(q.to(weights.dtype), weights, layer)
+    wide_q = q.to(weights.dtype)
+    absorbed = torch.cat([absorb_query(wide_q, weights, layer), wide_q[..., layer.nope_width :]], -1)
     summed = absorbed.new_empty(*absorbed.shape[:2], layer.latent_width)
     keys, values = cache.unsqueeze(2), cache[..., : layer.latent_width].unsqueeze(2)
     _attend_cached(absorbed, summed, None, keys, values, shared_key_layer(layer), batch)
-    project_values(summed, weights, out, layer)
+    projected = torch.empty_like(out, dtype=weights.dtype)
+    project_values(summed, weights, projected, layer)
+    out.copy_(projected)
 
 
 def write_to_cache(rows: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch) -> None:

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from piecegraph.errors import ConfigError
-from piecegraph.llm.attention import reference, varlen
+from piecegraph.llm.attention import reference, triton_paged, varlen
 from piecegraph.llm.attention.kernel import Attend, AttendLatent, AttentionKernel, CaptureSafe, Supports
 from piecegraph.llm.layers import AttentionLayer, LatentLayer
 from piecegraph.llm.verdict import Accepted, Rejected, Verdict
 
-_kernels: dict[str, AttentionKernel] = {kernel.name: kernel for kernel in (varlen.KERNEL, reference.KERNEL)}
+_kernels: dict[str, AttentionKernel] = {kernel.name: kernel for kernel in (triton_paged.KERNEL, varlen.KERNEL, reference.KERNEL)}
 _by_name_only: set[str] = set()
 
 
@@ -24,7 +24,7 @@ def attention_kernels() -> tuple[AttentionKernel, ...]:
     """All kernels, in the order in which ``auto`` tries them.
 
     >>> [kernel.name for kernel in attention_kernels()]
-    ['varlen', 'reference']
+    ['triton', 'varlen', 'reference']
     """
     return tuple(_kernels.values())
 
