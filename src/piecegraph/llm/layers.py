@@ -16,6 +16,16 @@ from dataclasses import dataclass
 import torch
 
 
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far back a layer can see; layers of equal reach share a block table."""
+
+    window: int = 0
+    """As :attr:`AttentionLayer.window`."""
+    chunk: int = 0
+    """As :attr:`AttentionLayer.chunk`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayer:
     """One call of attention in the model's forward; the call site is its identity, not the layer number."""

@@ -27,7 +27,7 @@ from piecegraph.events import EventLog
 from piecegraph.example import read_example
 from piecegraph.fuse import fuse_linears
 from piecegraph.llm import ops
-from piecegraph.llm.layers import AttentionLayer, LatentLayer
+from piecegraph.llm.layers import AttentionLayer, LatentLayer, Reach
 from piecegraph.llm.trace_cache import TraceCache
 from piecegraph.lower import Lowering, lower
 from piecegraph.plan import Cut, Decision, Piece
@@ -48,8 +48,8 @@ class TracedModel:
     """Rows of hidden states to rows of logits."""
     layers: tuple[AttentionLayer | LatentLayer, ...]
     """By call site."""
-    windows: tuple[int, ...]
-    """How far back the layers of each group see; 0 for all the way."""
+    reaches: tuple[Reach, ...]
+    """How far back the layers of each group see."""
     steps: tuple[Piece | Cut, ...]
     num_compiles: int
     decisions: tuple[Decision, ...]
@@ -93,7 +93,7 @@ def trace_model(
             traced = trace(forward, example, weights)
     except TraceError as error:
         raise _refusal(model, error) from error
-    layers, windows = number_sites(traced.graph)
+    layers, reaches = number_sites(traced.graph)
     traced_at = time.perf_counter()
     decisions: tuple[Decision, ...] = ()
     if options.fuse_linears:
@@ -107,7 +107,7 @@ def trace_model(
         TracedBody(traced, program, lambda name, recorded: recorded),
         make_head(model),
         layers,
-        windows,
+        reaches,
         tuple(step.label for step in program.steps),
         num_compiles,
         decisions,
@@ -127,28 +127,24 @@ def decoder_of(model: Any) -> torch.nn.Module:
     return decoder
 
 
-def number_sites(graph: torch.fx.Graph) -> tuple[tuple[AttentionLayer | LatentLayer, ...], tuple[int, ...]]:
+def number_sites(graph: torch.fx.Graph) -> tuple[tuple[AttentionLayer | LatentLayer, ...], tuple[Reach, ...]]:
     """Number the attention calls of a traced graph in their order, and describe each.
 
     A module may be called twice in a forward, and layer numbers may repeat or be missing, so the call site is what a cache
-    belongs to. Returns the layers and the window of each group of layers.
+    belongs to. Returns the layers and the reach of each group of layers.
     """
     layers: list[AttentionLayer | LatentLayer] = []
-    windows: list[int] = []
+    groups: dict[Reach, int] = {}
     for node in graph.nodes:
         packet = torch_compat.op_of(node.target)[0] if node.op == "call_function" else None
         if packet is ops.ATTENTION.overloadpacket:
-            window = node.args[7]
-            if window not in windows:
-                windows.append(window)
-            layers.append(_attention_layer(node, len(layers), windows.index(window)))
+            group = groups.setdefault(Reach(node.args[7], node.args[8]), len(groups))
+            layers.append(_attention_layer(node, len(layers), group))
             node.update_arg(5, layers[-1].index)
         elif packet is ops.LATENT_ATTENTION.overloadpacket:
-            if 0 not in windows:
-                windows.append(0)
-            layers.append(_latent_layer(node, len(layers), windows.index(0)))
+            layers.append(_latent_layer(node, len(layers), groups.setdefault(Reach(), len(groups))))
             node.update_arg(5, layers[-1].index)
-    return tuple(layers), tuple(windows)
+    return tuple(layers), tuple(groups)
 
 
 def _attention_layer(node: torch.fx.Node, index: int, group: int) -> AttentionLayer:
