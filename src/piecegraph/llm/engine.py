@@ -196,7 +196,7 @@ class Engine:
             return
         new = hidden[rows.start : rows.stop]
         if request.params.return_hidden_states:
-            generation.hidden_states.append(new.cpu())
+            generation.hidden_states.append(new.to("cpu", copy=True))
         wanted = request.params.prompt_logprobs
         if wanted is None:
             return

@@ -75,17 +75,16 @@ class StepSizes:
         if plan.kind == "decode":
             size = _fit(plan.num_seqs, self.decode)
             return Bucket(size, size, "decode")
-        return Bucket(_fit(plan.num_tokens, self.tokens), _fit(plan.num_seqs, self.seqs), "mixed")
+        return _mixed(_fit(plan.num_tokens, self.tokens), _fit(plan.num_seqs, self.seqs))
 
     def at_start(self) -> list[Bucket]:
         """What is recorded when the model is loaded. Mixed steps of many sequences are rare, and recorded when used."""
-        return [bucket for bucket in self.all() if bucket.kind == "decode" or bucket.num_seqs == self.seqs[0]]
+        return [bucket for bucket in self.all() if bucket.kind == "decode" or bucket.num_seqs <= self.seqs[0]]
 
     def all(self) -> list[Bucket]:
         """Everything that may be recorded."""
-        return [Bucket(size, size, "decode") for size in self.decode] + [
-            Bucket(size, seqs, "mixed") for size in self.tokens for seqs in self.seqs
-        ]
+        mixed = dict.fromkeys(_mixed(size, seqs) for size in self.tokens for seqs in self.seqs)
+        return [*(Bucket(size, size, "decode") for size in self.decode), *mixed]
 
 
 def choose_step_sizes(
@@ -103,6 +102,11 @@ def choose_step_sizes(
         tuple(size for size in listed if size <= max_batch_tokens) or (max_batch_tokens,),
         seqs,
     )
+
+
+def _mixed(num_tokens: int, num_seqs: int) -> Bucket:
+    """There are never more sequences than tokens."""
+    return Bucket(num_tokens, min(num_tokens, num_seqs), "mixed")
 
 
 def _fit(size: int, sizes: Sequence[int]) -> int:
