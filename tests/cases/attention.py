@@ -31,6 +31,8 @@ class Sequences:
     block_size: int = 16
     max_seq_len: int = 0
     """The bucket's bound; 0 for the longest sequence."""
+    query_bound: int = 0
+    """The bucket's bound; 0 for the most queries of a sequence."""
 
     @property
     def num_tokens(self) -> int:
@@ -42,7 +44,7 @@ class Sequences:
 
     @property
     def max_query_len(self) -> int:
-        return max(count for count, _ in self.spans)
+        return self.query_bound or max(count for count, _ in self.spans)
 
     @property
     def bound(self) -> int:
@@ -104,6 +106,32 @@ def run(kernel: AttentionKernel, case: Problem) -> None:
     function(**case.arguments)
 
 
+def check_against(
+    kernel: AttentionKernel,
+    measure: AttentionKernel,
+    spec: AttentionLayer | LatentLayer,
+    sequences: Sequences,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    """As :func:`check`, for sizes at which the definition takes too long: another kernel in float32 is the measure."""
+    make = latent_problem if isinstance(spec, LatentLayer) else problem
+    case = make(spec, sequences, dtype, device, defined=False)  # type: ignore[operator]
+    wide = widened(case)
+    run(measure, wide)
+    run(kernel, case)
+    assert_close(case.arguments["out"], wide.arguments["out"].double(), dtype)
+
+
+def widened(case: Problem) -> Problem:
+    """A copy of everything, in float32."""
+    copies = {
+        name: value.to(torch.float32, copy=True) if isinstance(value, torch.Tensor) else value
+        for name, value in case.arguments.items()
+    }
+    return dataclasses.replace(case, arguments=copies)
+
+
 def assert_close(out: object, expected: torch.Tensor, dtype: torch.dtype) -> None:
     assert isinstance(out, torch.Tensor)
     tolerance = TOLERANCES[dtype]
@@ -111,9 +139,15 @@ def assert_close(out: object, expected: torch.Tensor, dtype: torch.dtype) -> Non
 
 
 def problem(
-    spec: AttentionLayer, sequences: Sequences, dtype: torch.dtype, device: str = "cpu", *, seed: int = 0
+    spec: AttentionLayer,
+    sequences: Sequences,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    seed: int = 0,
+    defined: bool = True,
 ) -> Problem:
-    """Random inputs for a layer."""
+    """Random inputs for a layer; and the right result by its definition, unless ``defined`` is off."""
     generator = torch.Generator().manual_seed(seed)
     histories = [
         (
@@ -128,6 +162,7 @@ def problem(
     results = [
         _dense(rows, keys, values, sinks, spec)
         for rows, (keys, values) in zip(_split(q, sequences), histories, strict=True)
+        if defined
     ]
     arguments = {
         "q": _poisoned_tail(q, sequences),
@@ -142,7 +177,13 @@ def problem(
 
 
 def latent_problem(
-    spec: LatentLayer, sequences: Sequences, dtype: torch.dtype, device: str = "cpu", *, seed: int = 0
+    spec: LatentLayer,
+    sequences: Sequences,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    seed: int = 0,
+    defined: bool = True,
 ) -> Problem:
     """Random inputs for a latent layer; the right result is that of the expanded keys and values."""
     generator = torch.Generator().manual_seed(seed)
@@ -156,6 +197,7 @@ def latent_problem(
     results = [
         _dense(rows, *_expand(history, up, spec), None, _expanded(spec))
         for rows, history in zip(_split(q, sequences), histories, strict=True)
+        if defined
     ]
     fresh = _fresh(histories, sequences)
     arguments = {
@@ -277,6 +319,8 @@ def _poisoned_tail(q: torch.Tensor, sequences: Sequences) -> torch.Tensor:
 
 
 def _padded(results: list[torch.Tensor], sequences: Sequences) -> torch.Tensor:
+    if not results:
+        return torch.empty(0)
     real = torch.cat(results)
     return torch.cat([real, real.new_zeros(sequences.padded_tokens, *real.shape[1:])])
 

@@ -16,7 +16,9 @@ from piecegraph.llm.attention.kernel import Attend, AttendLatent, AttentionKerne
 from piecegraph.llm.layers import AttentionLayer, LatentLayer
 from piecegraph.llm.verdict import Accepted, Rejected, Verdict
 
-_kernels: dict[str, AttentionKernel] = {kernel.name: kernel for kernel in (triton_paged.KERNEL, varlen.KERNEL, reference.KERNEL)}
+_kernels: dict[str, AttentionKernel] = {
+    kernel.name: kernel for kernel in (triton_paged.KERNEL, varlen.KERNEL, reference.KERNEL)
+}
 _by_name_only: set[str] = set()
 
 

@@ -2,16 +2,16 @@
 
 Note [Grid fixed by the bucket]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Grids and tiles follow from shapes and from the bounds in :class:`AttentionBatch`, all fixed by the bucket. Which program
-does what is found on the device, from ``query_starts`` and ``seq_lens``. A captured launch therefore serves every batch
-of its bucket. Programs for which a batch has no work end at once.
+Grids and tiles follow from shapes and from the bounds in :class:`AttentionBatch`, all fixed by the bucket. Which
+program does what is found on the device, from ``query_starts`` and ``seq_lens``. A captured launch therefore serves
+every batch of its bucket. Programs for which a batch has no work end at once.
 
 Note [The last split combines]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The programs that share a sequence's keys leave partial results in a workspace and count themselves in; the last to
 arrive combines them and puts the count back to zero, so the next launch or replay finds it as this one did. That saves
-a launch in every layer. It takes that launches that share the workspace run one after another, which is the case for the
-layers of a model. The workspace is kept for good: captured graphs know its address.
+a launch in every layer. Launches that share a workspace must run one after another, as the layers of a model do. The
+workspace is kept for good: captured graphs know its address.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ import torch
 from piecegraph.llm.attention.kernel import AttentionKernel, BatchKind
 from piecegraph.llm.attention.latent import absorb_query, project_values, shared_key_layer
 from piecegraph.llm.attention.triton_tiles import (
-    COMBINED_AT_ONCE,
-    MAX_SPLITS,
     MIN_TILE,
     Shape,
     Tiles,
+    combine_shape,
     decode_tiles,
     key_parts,
     padded,
@@ -51,7 +50,7 @@ WRITTEN_AT_ONCE = 2048  # numbers that one program copies to the cache
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What the kernels read and write; keys in two parts, see Note [Two parts of a key] in ``triton_kernels.py``."""
+    """What the kernels read and write; keys in two parts, see Note [Two parts of a key] in ``triton_steps.py``."""
 
     q: torch.Tensor
     q_rest: torch.Tensor
@@ -171,7 +170,7 @@ def write(
     """Put every token's key and value where it belongs, in one launch."""
     num_heads, key, value = k.shape[1], k.shape[2], v.shape[2]
     heads = min(power_of_two(num_heads), max(1, WRITTEN_AT_ONCE // padded(max(key, value))))
-    _kernels().write_kernel[(k.shape[0], -(-num_heads // heads))](
+    _prefill().write_kernel[(k.shape[0], -(-num_heads // heads))](
         k,
         v,
         key_cache,
@@ -198,7 +197,7 @@ def launch_prefill(operands: Operands, batch: AttentionBatch, tiles: Tiles | Non
     tiles = tiles or prefill_tiles(shape, num_tokens, batch.max_query_len, _num_processors(operands.q.device))
     blocks = -(-num_tokens // (tiles.block_m // tiles.tile_heads)) + num_seqs
     grid = (shape.num_kv_heads * -(-shape.group // tiles.tile_heads), blocks)
-    _kernels().prefill_kernel[grid](
+    _prefill().prefill_kernel[grid](
         operands.q,
         operands.q_rest,
         operands.out,
@@ -226,10 +225,10 @@ def launch_decode(operands: Operands, batch: AttentionBatch, tiles: Tiles | None
     shape = operands.shape
     tiles = tiles or decode_tiles(shape, num_seqs, batch.max_seq_len, _num_processors(device))
     workspace = _workspace(device, padded(shape.value_width))
-    heads, splits = power_of_two(tiles.tile_heads), power_of_two(tiles.num_splits)
+    splits, columns = combine_shape(shape, tiles)
     grid = (num_seqs, shape.num_kv_heads * -(-shape.group // tiles.tile_heads), tiles.num_splits)
     assert tiles.num_splits == 1 or math.prod(grid) <= workspace.arrived.shape[0]
-    _kernels().decode_kernel[grid](
+    _decode().decode_kernel[grid](
         operands.q,
         operands.q_rest,
         operands.k,
@@ -252,10 +251,9 @@ def launch_decode(operands: Operands, batch: AttentionBatch, tiles: Tiles | None
         *operands.key_cache.stride()[:3],
         *operands.value_cache.stride()[:3],
         batch.block_table.stride(0),
-        HEADS=heads,
-        # One compiled kernel for every number of splits above one: how many there are is read from the grid.
-        SPLITS=1 if splits == 1 else MAX_SPLITS,
-        COMBINE_COLUMNS=max(4, min(padded(shape.value_width), COMBINED_AT_ONCE // (MAX_SPLITS * heads))),
+        HEADS=power_of_two(tiles.tile_heads),
+        SPLITS=splits,
+        COMBINE_COLUMNS=columns,
         **_constants(operands, batch, tiles),
     )
 
@@ -330,11 +328,18 @@ def _num_processors(device: torch.device) -> int:
 
 
 @functools.cache
-def _kernels() -> Any:
+def _prefill() -> Any:
     """Triton is imported when it is needed: where there is no GPU, it may not be installed."""
-    from piecegraph.llm.attention import triton_kernels
+    from piecegraph.llm.attention import triton_prefill
 
-    return triton_kernels
+    return triton_prefill
+
+
+@functools.cache
+def _decode() -> Any:
+    from piecegraph.llm.attention import triton_decode
+
+    return triton_decode
 
 
 def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Verdict:

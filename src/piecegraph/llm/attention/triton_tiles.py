@@ -12,6 +12,7 @@ import torch
 MAX_SPLITS = 32
 MIN_TILE = 16  # what a product of tiles takes at least
 COMBINED_AT_ONCE = 8192  # numbers of partial results that one program holds in registers
+MAX_COMBINED = 8 * COMBINED_AT_ONCE  # what the last split adds up; more would take longer than it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,10 @@ def prefill_tiles(shape: Shape, num_tokens: int, max_query_len: int, num_process
     tile_heads = min(shape.group, largest)
     rows = power_of_two(max_query_len * tile_heads)
     block_m = max(MIN_TILE, power_of_two(tile_heads), min(largest, rows))
-    while block_m > max(64, tile_heads) and _num_programs(shape, num_tokens, block_m, tile_heads) < num_processors:
+    while (
+        block_m > max(64, power_of_two(tile_heads))
+        and _num_programs(shape, num_tokens, block_m, tile_heads) < num_processors
+    ):
         block_m //= 2
     wide = shape.width > 256
     return Tiles(block_m, block_n, tile_heads, 8 if block_m >= 128 or wide else 4, num_stages)
@@ -88,7 +92,7 @@ def prefill_tiles(shape: Shape, num_tokens: int, max_query_len: int, num_process
 def _prefill_limits(shape: Shape) -> tuple[int, int, int]:
     """(rows at most, keys of a step, stages of the pipeline) that registers and shared memory allow."""
     if shape.dtype == torch.float32:  # no tensor cores: all of a tile's products are written out one by one
-        return (32, 32, 1) if shape.width <= 128 else (16, 16, 1)
+        return 16, 32 if shape.width <= 128 else 16, 1
     if shape.width <= 128:
         return 128, 64, 3
     return (128, 64, 2) if shape.width <= 256 else (64, 32, 2)
@@ -100,15 +104,31 @@ def _num_programs(shape: Shape, num_tokens: int, block_m: int, tile_heads: int) 
 
 
 def decode_tiles(shape: Shape, num_seqs: int, max_seq_len: int, num_processors: int) -> Tiles:
-    """As many splits as keep all processors busy, twice over; a sequence too short for them leaves some without work."""
+    """As many splits as keep all processors busy, twice over; a sequence too short for them leaves some idle."""
     block_n, num_stages = _decode_limits(shape)
     tile_heads = min(shape.group, MIN_TILE)
-    wanted = 2 * num_processors
-    while tile_heads > 4 and _num_parts(shape, num_seqs, tile_heads) * MAX_SPLITS < wanted:
+    while tile_heads > 4 and _num_parts(shape, num_seqs, tile_heads) * _max_splits(shape, tile_heads) < num_processors:
         tile_heads = -(-tile_heads // 2)
-    parts = _num_parts(shape, num_seqs, tile_heads)
-    num_splits = max(1, min(MAX_SPLITS, wanted // parts, -(-max_seq_len // block_n)))
+    wanted = 2 * num_processors // _num_parts(shape, num_seqs, tile_heads)
+    num_splits = max(1, min(_max_splits(shape, tile_heads), wanted, -(-max_seq_len // block_n)))
     return Tiles(MIN_TILE, block_n, tile_heads, 4, num_stages, num_splits)
+
+
+def combine_shape(shape: Shape, tiles: Tiles) -> tuple[int, int]:
+    """(splits, columns) of the tile in which the last split adds up the partial results, all heads of its tile at once.
+
+    One compiled kernel serves every number of splits above one, unless the tile would be much too large for that.
+    """
+    if tiles.num_splits == 1:
+        return 1, padded(shape.value_width)
+    heads = power_of_two(tiles.tile_heads)
+    whole = MAX_SPLITS * heads * padded(shape.value_width) <= MAX_COMBINED
+    splits = MAX_SPLITS if whole else power_of_two(tiles.num_splits)
+    return splits, min(padded(shape.value_width), COMBINED_AT_ONCE // (splits * heads))
+
+
+def _max_splits(shape: Shape, tile_heads: int) -> int:
+    return min(MAX_SPLITS, MAX_COMBINED // (power_of_two(tile_heads) * padded(shape.value_width)))
 
 
 def _decode_limits(shape: Shape) -> tuple[int, int]:
