@@ -118,12 +118,15 @@ def _options(given: Mapping[str, Any]) -> LLMOptions:
 
 
 def _device(device: torch.device | str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
-        return torch.device(device)
+        found = torch.device(name)
     except RuntimeError as error:
         raise ConfigError("PG101", f"device is {device!r}", why=str(error).splitlines()[0]) from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("PG101", f"device is {device!r}", why="there is no GPU here", hint='use device="cpu"')
+    # Graphs, random numbers and memory all belong to a numbered device.
+    return torch.device("cuda", torch.cuda.current_device()) if found.type == "cuda" and found.index is None else found
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype | Literal["auto"]:
