@@ -190,8 +190,14 @@ class BatchBuffers:
 
     # ------------------------------------------------------------------ what the host writes
 
-    def fill(self, plan: StepPlan, bucket: Bucket) -> None:
-        """Write a step and send it, without waiting for the device."""
+    def fill(self, plan: StepPlan, bucket: Bucket, *, fed: torch.Tensor | None = None) -> None:
+        """Write a step and send it, without waiting for the device.
+
+        Args:
+            plan: the step.
+            bucket: the size it runs at.
+            fed: for a decode step: its tokens, which only the device knows yet.
+        """
         num_tokens, num_seqs = plan.num_tokens, plan.num_seqs
         assert num_tokens <= bucket.num_tokens <= self.limits.max_tokens, (num_tokens, bucket)
         assert num_seqs <= bucket.num_seqs <= self.limits.max_seqs, (num_seqs, bucket)
@@ -200,12 +206,14 @@ class BatchBuffers:
             self._sent.synchronize()  # the copy of the last step reads the memory that is written now
         self._place(plan.works)
         rows, starts = self._write_sequences(plan)
-        self._write_tokens(plan, rows, starts)
+        self._write_tokens(plan, rows, starts, is_fed=fed is not None)
         if self.sampling_mode != "greedy":
             host = self._host
             host["uniform"][:num_seqs] = uniforms(self._seeds[:num_seqs], host["seq_lens"][:num_seqs])
         self._pad(num_tokens, num_seqs, bucket)
         self._buffer.copy_(self._staging, non_blocking=True)
+        if fed is not None:
+            self._tensors["input_ids"][:num_tokens].copy_(fed[:num_tokens])
         self.tables.send()
         if self._sent is not None:
             self._sent.record()
@@ -269,13 +277,16 @@ class BatchBuffers:
         host["state_slots"][:num_seqs] = [work.request.state_slot for work in works]
         return rows, starts
 
-    def _write_tokens(self, plan: StepPlan, rows: NDArray[np.integer], starts: NDArray[np.integer]) -> None:
+    def _write_tokens(
+        self, plan: StepPlan, rows: NDArray[np.integer], starts: NDArray[np.integer], *, is_fed: bool
+    ) -> None:
         """The fields of each token."""
         host, num_tokens, size = self._host, plan.num_tokens, self.limits.block_size
         positions = host["positions"][:num_tokens]
         if plan.kind == "decode":
             positions[:] = starts
-            host["input_ids"][:num_tokens] = [work.request.tokens[work.start] for work in plan.works]
+            if not is_fed:
+                host["input_ids"][:num_tokens] = [work.request.tokens[work.start] for work in plan.works]
         else:
             np.add(self._count[:num_tokens], (starts - host["query_starts"][: plan.num_seqs])[rows], out=positions)
             ids, first = host["input_ids"], 0

@@ -27,6 +27,8 @@ class LLMOptions:
     """How layers with a recurrent state are run: their projections in compiled pieces, or each as a whole."""
     latent_cache: bool = True
     """Keep the compressed form of multi-head latent attention."""
+    look_ahead: bool | Literal["auto"] = "auto"
+    """Launch a decode step before the tokens of the one before it are read; ``"auto"``: on a GPU."""
     graph_device: Literal["auto", "simulated"] = "auto"
     """``"simulated"``: recorded without a GPU, for tests."""
     progress: bool | Literal["auto"] = "auto"

@@ -1,4 +1,12 @@
-"""The loop: schedule, write the batch, run the step, take the tokens, tell what is new."""
+"""The loop: schedule, write the batch, run the step, take the tokens, tell what is new.
+
+Note [Looking ahead]
+~~~~~~~~~~~~~~~~~~~~
+While the device runs a step, the host would wait for its tokens, and then the device for the host. So where the next
+step can be known without them (:meth:`Scheduler.schedule_ahead`), it is launched first, and takes its tokens from where
+the device left them. Results are valid until the next step is launched, so a request that wants logits or hidden states
+keeps its steps from being followed like that.
+"""
 
 from __future__ import annotations
 
@@ -77,6 +85,48 @@ class Generation:
         )
 
 
+class Landing:
+    """Where chosen tokens arrive on the host: two places in turn, as one step may be under way behind another."""
+
+    def __init__(self, max_seqs: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._places = [torch.empty(max_seqs, dtype=torch.long, pin_memory=is_cuda) for _ in range(2)]
+        self._events = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
+        self._next = 0
+
+    def take(self, tokens: torch.Tensor) -> Callable[[], list[int]]:
+        """Send tokens to the host; returns what waits for them."""
+        place, event = self._places[self._next], self._events[self._next]
+        self._next ^= 1
+        place[: len(tokens)].copy_(tokens, non_blocking=True)
+        if event is not None:
+            event.record()
+
+        def read() -> list[int]:
+            if event is not None:
+                event.synchronize()
+            found: list[int] = place[: len(tokens)].tolist()
+            return found
+
+        return read
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that may still be running."""
+
+    plan: StepPlan
+    result: StepResult
+    is_replayed: bool
+    read: Callable[[], list[int]]
+    """Waits for the chosen tokens."""
+
+
+def _wants_details(work: Work) -> bool:
+    params = work.request.params
+    return params.logprobs is not None or params.wants_every_row
+
+
 class Engine:
     """Serves requests step by step."""
 
@@ -89,6 +139,7 @@ class Engine:
         events: EventLog,
         *,
         record_unseen: Callable[[StepKey], None] | None,
+        looks_ahead: bool,
     ) -> None:
         self.forward = forward
         self.scheduler = scheduler
@@ -96,6 +147,9 @@ class Engine:
         self._sizes = sizes
         self._events = events
         self._record_unseen = record_unseen
+        self._looks_ahead = looks_ahead
+        self._ahead: _Launched | None = None
+        self._landing = Landing(buffers.limits.max_seqs, buffers.device)
         self._generations: dict[str, Generation] = {}
         self._ids = itertools.count()
 
@@ -122,41 +176,53 @@ class Engine:
         self._generations.pop(generation.request.id, None)
 
     def step(self) -> bool:
-        """Run one step; False if there is nothing to do."""
-        plan = self.scheduler.schedule()
-        if plan is None:
-            return False
-        result, is_replayed = self.run(plan)
-        chosen: list[int] = result.tokens[: plan.num_seqs].tolist()
-        self._tell_details(plan, chosen, result)
-        self.scheduler.commit(plan, chosen)
-        self._tell_tokens(plan, chosen, is_replayed)
+        """Run one step; False if there is nothing to do. See Note [Looking ahead]."""
+        current, self._ahead = self._ahead, None
+        if current is None:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                return False
+            current = self._launch(plan)
+        if self._looks_ahead and not any(_wants_details(work) for work in current.plan.works):
+            ahead = self.scheduler.schedule_ahead(current.plan)
+            if ahead is not None:
+                self._ahead = self._launch(ahead, fed=current.result.tokens)
+        chosen = current.read()
+        self._tell_details(current.plan, chosen, current.result)
+        self.scheduler.commit(current.plan, chosen)
+        self._tell_tokens(current, chosen)
         return True
 
-    def run(self, plan: StepPlan) -> tuple[StepResult, bool]:
-        """Run the tokens of a plan; also returns whether a tape was replayed."""
-        bucket = self._sizes.bucket_for(plan)
-        self._buffers.fill(plan, bucket)
-        key = StepKey(bucket, self._buffers.sampling_mode)
-        is_replayed = self._is_recorded(key, plan)
-        return StepResult(*self.forward.run(key)), is_replayed
+    def run(self, plan: StepPlan) -> StepResult:
+        """Run the tokens of a plan that another scheduler made."""
+        return self._launch(plan).result
 
-    def _is_recorded(self, key: StepKey, plan: StepPlan) -> bool:
-        if key in self.forward.tapes or self._record_unseen is None:
-            return key in self.forward.tapes
+    def _launch(self, plan: StepPlan, fed: torch.Tensor | None = None) -> _Launched:
+        bucket = self._sizes.bucket_for(plan)
+        self._buffers.fill(plan, bucket, fed=fed)
+        key = StepKey(bucket, self._buffers.sampling_mode)
+        if key not in self.forward.tapes and self._record_unseen is not None and fed is None:
+            self._record(key, plan)
+        result = StepResult(*self.forward.run(key))
+        return _Launched(plan, result, key in self.forward.tapes, self._landing.take(result.tokens[: plan.num_seqs]))
+
+    def _record(self, key: StepKey, plan: StepPlan) -> None:
+        """Record a size that was left for its first use."""
+        assert self._record_unseen is not None
         if key.bucket in self._sizes.all():
             self._record_unseen(key)
             self._buffers.fill(plan, key.bucket)  # recording wrote a batch of its own
         if key not in self.forward.tapes:
             reason = f"{key} runs the compiled pieces without graphs"
             self._events.emit(Event("PG503", "step", reason, "add a larger capture size"))
-        return key in self.forward.tapes
 
-    def _tell_tokens(self, plan: StepPlan, chosen: Sequence[int], is_replayed: bool) -> None:
-        for work, token in zip(plan.works, chosen, strict=True):
-            generation = self._generations[work.request.id]
+    def _tell_tokens(self, launched: _Launched, chosen: Sequence[int]) -> None:
+        for work, token in zip(launched.plan.works, chosen, strict=True):
+            generation = self._generations.get(work.request.id)
+            if generation is None:
+                continue  # ended while the step ran
             generation.num_steps += 1
-            generation.num_replays += is_replayed
+            generation.num_replays += launched.is_replayed
             if work.samples and token >= 0:
                 self._add_text(generation, token)
             if work.request.is_done:
@@ -182,8 +248,9 @@ class Engine:
     def _tell_details(self, plan: StepPlan, chosen: Sequence[int], result: StepResult) -> None:
         first = 0
         for row, work in enumerate(plan.works):
-            params = work.request.params
-            generation = self._generations[work.request.id]
+            params, generation = work.request.params, self._generations.get(work.request.id)
+            if generation is None:
+                continue
             if params.logprobs is not None and work.samples and chosen[row] >= 0:
                 generation.logprobs += _describe(result.logits[row : row + 1], [chosen[row]], params.logprobs)
             if params.wants_every_row:

@@ -183,7 +183,7 @@ class LLM:
             Tokens, logits and hidden states, valid until the next step.
         """
         with self._lock, torch.inference_mode():
-            return self._engine.run(plan)[0]
+            return self._engine.run(plan)
 
     @property
     def _engine(self) -> Engine:

@@ -172,6 +172,24 @@ class Scheduler:
             return StepPlan(works, len(works), "decode")
         return self._schedule_anew()
 
+    def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step behind one that has not been committed yet, if it can be known: the same sequences go on decoding.
+
+        Nobody may be waiting or about to reach its length, and there must be blocks. A request that ends with ``plan``
+        all the same, at a token nobody could foresee, is then computed once too often; ``commit`` ignores it.
+        """
+        works = plan.works
+        if self.waiting or len(works) != len(self.running) or not self.cache.has_free(len(works)):
+            return None
+        for request, _, _, samples in works:
+            if not samples or request.blocks is None or len(request.tokens) + 1 >= request.max_len:
+                return None
+        return StepPlan(
+            tuple(self._next_decode(request, start + num_tokens) for request, start, num_tokens, _ in works),
+            len(works),
+            "decode",
+        )
+
     def _may_admit(self) -> bool:
         """Whether it is worth trying to admit the front of the queue."""
         return (
@@ -182,16 +200,15 @@ class Scheduler:
 
     def _steady_decode(self) -> tuple[Work, ...]:
         """The same sequences as before, one token each, in the same order."""
-        works = []
-        for request in self._rows:
-            start = request.num_computed
-            blocks = request.blocks
-            assert blocks is not None
-            if start >= blocks.capacity:
-                self.cache.give_back(blocks, start)
-                self.cache.extend(blocks, start + 1)
-            works.append(Work(request, start, 1, True))
-        return tuple(works)
+        return tuple(self._next_decode(request, request.num_computed) for request in self._rows)
+
+    def _next_decode(self, request: Request, start: int) -> Work:
+        blocks = request.blocks
+        assert blocks is not None
+        if start >= blocks.capacity:
+            self.cache.give_back(blocks, start)
+            self.cache.extend(blocks, start + 1)
+        return Work(request, start, 1, True)
 
     def _schedule_anew(self) -> StepPlan | None:
         works, preempted = self._decodes()

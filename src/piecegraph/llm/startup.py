@@ -94,6 +94,7 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         parts.sizes,
         events,
         record_unseen=record_unseen if parts.device is not None else None,
+        looks_ahead=config.device.type == "cuda" if options.look_ahead == "auto" else options.look_ahead,
     )
     if options.self_check:
         self_check(loaded.model, engine)
