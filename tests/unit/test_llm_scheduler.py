@@ -371,3 +371,42 @@ def test_a_model_without_attention_needs_no_blocks() -> None:
         slots |= {work.request.state_slot for work in llm.plans[-1].works}
     assert all(each.finish_reason == "length" for each in requests)
     assert slots <= {0, 1, 2}
+
+
+def test_a_prompt_whose_every_row_is_wanted_is_computed_though_it_is_known() -> None:
+    llm = make(block_size=4)
+    for name, params in (("a", {}), ("b", {"prompt_logprobs": 2}), ("c", {"return_hidden_states": True})):
+        each = Request(name, range(1, 12), SamplingParams(max_new_tokens=1, **params))
+        llm.scheduler.add(each)
+        llm.run()
+        assert each.num_cached == 0
+
+
+def test_a_limited_group_gives_back_after_every_chunk_even_of_one_token() -> None:
+    llm = FakeLLM([CacheGroup(num_blocks=6, window=1)], block_size=1, max_num_seqs=1, max_batch_tokens=1)
+    each = request("a", 12)
+    llm.scheduler.add(each)
+    llm.run()
+    assert each.finish_reason == "length"
+
+
+def test_whoever_comes_next_is_tried_when_the_front_of_the_queue_is_aborted() -> None:
+    llm = make(num_blocks=9, block_size=4)
+    running, large, small = request("a", 8, new=20), request("b", 24), request("c", 2)
+    for each in (running, large, small):
+        llm.scheduler.add(each)
+    llm.step()
+    llm.step()
+    assert [running] == llm.scheduler.running
+    llm.scheduler.abort("b")
+    llm.step()
+    assert [running, small] == llm.scheduler.running
+
+
+def test_blocks_that_a_limited_group_gives_back_let_others_in() -> None:
+    groups = [CacheGroup(num_blocks=8, window=4), CacheGroup(num_blocks=60)]
+    llm = FakeLLM(groups, block_size=2, max_num_seqs=2, max_batch_tokens=8)
+    for name in "ab":
+        llm.scheduler.add(request(name, 8, new=12))
+    llm.run()
+    assert any(plan.num_seqs == 2 for plan in llm.plans)
