@@ -7,6 +7,8 @@ that differ: one copy and one scatter, or nothing at all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -39,8 +41,17 @@ class BlockTables:
         self._versions = [-1] * max_seqs
         self._lengths = [0] * max_seqs
         self._num_returned = [[0] * num_groups for _ in range(max_seqs)]
+        self._num_rows = 0
         self._changed: list[tuple[int, int]] = []
         """(first, end) of each changed range of the flat mirror; no two overlap."""
+
+    def place_all(self, rows: Sequence[SequenceBlocks | None]) -> None:
+        """Let the first rows show these, and the others nothing."""
+        for row, blocks in enumerate(rows):
+            self.place(row, blocks)
+        for row in range(len(rows), self._num_rows):
+            self.place(row, None)
+        self._num_rows = len(rows)
 
     def place(self, row: int, blocks: SequenceBlocks | None) -> None:
         """Let a row show a sequence's blocks, or nothing."""
