@@ -379,7 +379,7 @@ def test_a_prompt_whose_every_row_is_wanted_is_computed_though_it_is_known() -> 
 
 
 def test_a_limited_group_gives_back_after_every_chunk_even_of_one_token() -> None:
-    llm = FakeLLM([CacheGroup(num_blocks=6, window=1)], block_size=1, max_num_seqs=1, max_batch_tokens=1)
+    llm = FakeLLM([CacheGroup(num_blocks=6, window=2)], block_size=1, max_num_seqs=1, max_batch_tokens=1)
     each = request("a", 12)
     llm.scheduler.add(each)
     llm.run()
@@ -399,10 +399,11 @@ def test_whoever_comes_next_is_tried_when_the_front_of_the_queue_is_aborted() ->
     assert [running, small] == llm.scheduler.running
 
 
-def test_blocks_that_a_limited_group_gives_back_let_others_in() -> None:
-    groups = [CacheGroup(num_blocks=8, window=4), CacheGroup(num_blocks=60)]
-    llm = FakeLLM(groups, block_size=2, max_num_seqs=2, max_batch_tokens=8)
-    for name in "ab":
-        llm.scheduler.add(request(name, 8, new=12))
-    llm.run()
-    assert any(plan.num_seqs == 2 for plan in llm.plans)
+def test_blocks_that_a_limited_group_gives_back_while_it_decodes_let_others_in() -> None:
+    llm = FakeLLM([CacheGroup(num_blocks=6, chunk=16)], block_size=4, max_num_seqs=2, max_batch_tokens=16)
+    first, second = request("a", 13, new=20), request("b", 9)
+    llm.scheduler.add(first)
+    llm.scheduler.add(second)
+    while second.state == "waiting":
+        llm.step()
+    assert first.num_computed == 18  # one step behind the one in which it left its first chunk

@@ -199,8 +199,9 @@ class Scheduler:
         budget = self.limits.max_batch_tokens - num_decodes
         if num_decodes < len(self.running):
             budget -= self._prefill(self.running[-1], budget, works)
-        # If a prompt stopped short for want of a block, there is none for the next one either.
-        while budget > 0 and not preempted:
+        # If a prompt stopped short for want of a block, or somebody was preempted for one, there is none for the next
+        # request either: admission asks for more than that.
+        while budget > 0:
             if (request := self._next_waiting()) is None or not self._may_admit() or not self._admit(request):
                 break
             budget -= self._prefill(request, budget, works)
