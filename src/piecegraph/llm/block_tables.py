@@ -35,6 +35,7 @@ class BlockTables:
         max_edits = max(1, min(max_edits, self.mirror.size))
         edit_bytes = max_edits * (_INDEX_BYTES + _ENTRY_BYTES)
         self._staging = torch.empty(edit_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._staged = self._staging.numpy()
         self._edits = torch.empty(edit_bytes, dtype=torch.uint8, device=device)
         self._max_edits = max_edits
         self._rows: list[SequenceBlocks | None] = [None] * max_seqs
@@ -86,14 +87,14 @@ class BlockTables:
         if not self._changed:
             return
         num = sum(end - first for first, end in self._changed)
-        flat = torch.from_numpy(self.mirror.reshape(-1))
+        flat = self.mirror.reshape(-1)
         if num > self._max_edits:
-            self.device.view(-1).copy_(flat)
+            self.device.view(-1).copy_(torch.from_numpy(flat))
         else:
             middle, end = num * _INDEX_BYTES, num * (_INDEX_BYTES + _ENTRY_BYTES)
-            index = self._staging[:middle].view(torch.int64)
-            torch.cat([torch.arange(first, last) for first, last in self._changed], out=index)
-            torch.index_select(flat, 0, index, out=self._staging[middle:end].view(torch.int32))
+            index = self._staged[:middle].view(np.int64)
+            np.concatenate([np.arange(first, last) for first, last in self._changed], out=index)
+            self._staged[middle:end].view(np.int32)[:] = flat[index]
             self._edits[:end].copy_(self._staging[:end], non_blocking=True)
             values = self._edits[middle:end].view(torch.int32)
             self.device.view(-1).index_copy_(0, self._edits[:middle].view(torch.int64), values)

@@ -188,8 +188,8 @@ class PagedCache:
         return blocks.capacity + min((pool.num_free for pool in self.pools), default=1 << 40) * self.block_size
 
     def num_missing(self, blocks: SequenceBlocks, num_tokens: int) -> list[int]:
-        """Of each group: the blocks still to be found for ``num_tokens`` in all. Fewer tokens at once are computed where
-        a limited group has no more than that.
+        """Of each group: the blocks still to be found for ``num_tokens`` in all. Where a limited group has no more than
+        that, fewer tokens are computed at once.
         """
         return [
             group.most_blocks(num_tokens, self.block_size) - len(table) + returned
