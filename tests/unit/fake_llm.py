@@ -27,13 +27,23 @@ def next_token(visible: Sequence[Sequence[int]]) -> int:
     return zlib.crc32(b"|".join(array("q", tokens).tobytes() for tokens in visible)) % VOCAB_SIZE
 
 
+def first_visible(group: CacheGroup, position: int) -> int:
+    """As transformers' masks have it, position by position."""
+    return next(
+        key
+        for key in range(position + 1)
+        if (not group.window or position - group.window < key)
+        and (not group.chunk or key // group.chunk == position // group.chunk)
+    )
+
+
 def alone(prompt: Sequence[int], params: SamplingParams, groups: Sequence[CacheGroup], max_model_len: int) -> list[int]:
     """What a request generates when nothing is cached and nobody else is there."""
     tokens = list(prompt)
     longest = min(max_model_len, len(tokens) + params.max_new_tokens)
     while len(tokens) < longest:
         last = len(tokens) - 1
-        tokens.append(next_token([tokens[group.first_visible(last) :] for group in groups]))
+        tokens.append(next_token([tokens[first_visible(group, last) :] for group in groups]))
         if tokens[-1] == EOS and not params.ignore_eos:
             break
     return tokens[len(prompt) :]
@@ -86,6 +96,8 @@ class FakeLLM:
         tokens = self.forward(plan, Bucket(num_tokens, num_seqs, plan.kind))
         finished = self.scheduler.commit(plan, tokens[: plan.num_seqs])
         self.scheduler.check()
+        queue = [each.arrival_time for each in (*self.scheduler.running, *self.scheduler.waiting)]
+        assert queue == sorted(queue)
         return finished
 
     def run(self) -> None:
@@ -98,10 +110,19 @@ class FakeLLM:
         for memory, batch in zip(self.memory, views.attention, strict=True):
             memory[batch.slots.numpy(), 0] = views.input_ids.numpy()
             memory[batch.slots.numpy(), 1] = views.positions.numpy()
+        self._check_tables(plan)
         starts, lengths = views.query_starts.tolist(), views.seq_lens.tolist()
         return [
             self._sequence(bucket, row, lengths[row], starts[row + 1] - starts[row]) for row in range(bucket.num_seqs)
         ]
+
+    def _check_tables(self, plan: StepPlan) -> None:
+        expected = np.zeros_like(self.buffers.tables.mirror)
+        for row, work in enumerate(plan.works):
+            assert work.request.blocks is not None
+            for g, table in enumerate(work.request.blocks.tables):
+                expected[g, row, : len(table)] = table
+        assert (self.buffers.tables.device.numpy() == expected).all()
 
     def _sequence(self, bucket: Bucket, row: int, length: int, num_queries: int) -> int:
         if num_queries == 0:
@@ -111,10 +132,10 @@ class FakeLLM:
         for g, (group, memory) in enumerate(zip(self.groups, self.memory, strict=True)):
             table = self.buffers.attention_batch(g, bucket).block_table[row].numpy()
             # What the first query sees must be there as well, though only the last one's result is used.
-            positions = np.arange(group.first_visible(length - num_queries), length)
+            positions = np.arange(first_visible(group, length - num_queries), length)
             blocks = table[positions // self.block_size]
             assert (blocks > 0).all(), "a visible block was given back"
             cells = memory[blocks * self.block_size + positions % self.block_size]
             assert (cells[:, 1] == positions).all(), "the memory of a token was overwritten"
-            visible.append(cells[positions >= group.first_visible(length - 1), 0].tolist())
+            visible.append(cells[positions >= first_visible(group, length - 1), 0].tolist())
         return next_token(visible)

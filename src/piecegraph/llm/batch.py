@@ -142,7 +142,9 @@ class BatchBuffers:
         )
         self._seeds = np.zeros(limits.max_seqs, np.uint64)
         self._count = np.arange(max(limits.max_tokens, limits.max_seqs) + 1)
-        self._rows: list[Request] = []
+        # A sequence is known by its blocks: a new object for every admission.
+        self._rows: list[SequenceBlocks | None] = []
+        self._versions: list[int] = []
         self._views: dict[Bucket, BatchViews] = {}
         self._sent = torch.cuda.Event() if is_cuda else None
 
@@ -239,20 +241,27 @@ class BatchBuffers:
 
     def _place(self, works: Sequence[Work]) -> None:
         """Bring the block tables up to date, and what a sequence keeps from step to step."""
-        place = self.tables.place
-        for row, work in enumerate(works):
-            place(row, work.request.blocks)
-        requests = [work.request for work in works]
-        if requests == self._rows:
-            return
-        for row in range(len(requests), len(self._rows)):
-            place(row, None)
-        self._rows = requests
-        host, all_params = self._host, [request.params for request in requests]
-        num_seqs = len(requests)
+        rows = [work.request.blocks for work in works]
+        versions = [blocks.version if blocks is not None else 0 for blocks in rows]
+        if rows == self._rows:
+            for row, (old, new) in enumerate(zip(self._versions, versions, strict=True)):
+                if old != new:
+                    self.tables.place(row, rows[row])
+        else:
+            self.tables.place_all(rows)
+            self._write_requests([work.request for work in works])
+            self._rows = rows
+        self._versions = versions
+
+    def _write_requests(self, requests: Sequence[Request]) -> None:
+        """What changes only when other sequences run, or the same in other rows."""
+        host, num_seqs = self._host, len(requests)
+        all_params = [request.params for request in requests]
         host["temperature"][:num_seqs] = [params.temperature for params in all_params]
         host["top_p"][:num_seqs] = [params.top_p for params in all_params]
         host["top_k"][:num_seqs] = [min(params.top_k, 1 << 31) for params in all_params]
+        host["state_slots"][:num_seqs] = [request.state_slot for request in requests]
+        host["uniform"][:num_seqs] = 0
         self._seeds[:num_seqs] = [request.seed for request in requests]
         modes = {mode_of(params) for params in all_params}
         self.sampling_mode = "truncated" if "truncated" in modes else "plain" if "plain" in modes else "greedy"
@@ -274,7 +283,6 @@ class BatchBuffers:
             np.cumsum(lengths, out=query_starts[1 : num_seqs + 1])
             host["seq_lens"][:num_seqs] = starts + lengths
             host["logit_rows"][:num_seqs] = query_starts[1 : num_seqs + 1] - 1
-        host["state_slots"][:num_seqs] = [work.request.state_slot for work in works]
         return rows, starts
 
     def _write_tokens(

@@ -7,6 +7,8 @@ that differ: one copy and one scatter, or nothing at all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -33,14 +35,24 @@ class BlockTables:
         max_edits = max(1, min(max_edits, self.mirror.size))
         edit_bytes = max_edits * (_INDEX_BYTES + _ENTRY_BYTES)
         self._staging = torch.empty(edit_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._staged = self._staging.numpy()
         self._edits = torch.empty(edit_bytes, dtype=torch.uint8, device=device)
         self._max_edits = max_edits
         self._rows: list[SequenceBlocks | None] = [None] * max_seqs
         self._versions = [-1] * max_seqs
         self._lengths = [0] * max_seqs
         self._num_returned = [[0] * num_groups for _ in range(max_seqs)]
+        self._num_rows = 0
         self._changed: list[tuple[int, int]] = []
         """(first, end) of each changed range of the flat mirror; no two overlap."""
+
+    def place_all(self, rows: Sequence[SequenceBlocks | None]) -> None:
+        """Let the first rows show these, and the others nothing."""
+        for row, blocks in enumerate(rows):
+            self.place(row, blocks)
+        for row in range(len(rows), self._num_rows):
+            self.place(row, None)
+        self._num_rows = len(rows)
 
     def place(self, row: int, blocks: SequenceBlocks | None) -> None:
         """Let a row show a sequence's blocks, or nothing."""
@@ -75,14 +87,14 @@ class BlockTables:
         if not self._changed:
             return
         num = sum(end - first for first, end in self._changed)
-        flat = torch.from_numpy(self.mirror.reshape(-1))
+        flat = self.mirror.reshape(-1)
         if num > self._max_edits:
-            self.device.view(-1).copy_(flat)
+            self.device.view(-1).copy_(torch.from_numpy(flat))
         else:
             middle, end = num * _INDEX_BYTES, num * (_INDEX_BYTES + _ENTRY_BYTES)
-            index = self._staging[:middle].view(torch.int64)
-            torch.cat([torch.arange(first, last) for first, last in self._changed], out=index)
-            torch.index_select(flat, 0, index, out=self._staging[middle:end].view(torch.int32))
+            index = self._staged[:middle].view(np.int64)
+            np.concatenate([np.arange(first, last) for first, last in self._changed], out=index)
+            self._staged[middle:end].view(np.int32)[:] = flat[index]
             self._edits[:end].copy_(self._staging[:end], non_blocking=True)
             values = self._edits[middle:end].view(torch.int32)
             self.device.view(-1).index_copy_(0, self._edits[:middle].view(torch.int64), values)

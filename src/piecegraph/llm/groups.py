@@ -39,6 +39,11 @@ class CacheGroup:
                 why="it needs at least two blocks, and no negative number",
             )
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether it cannot see everything."""
+        return self.window > 0 or self.chunk > 0
+
     def first_visible(self, position: int) -> int:
         """The first token that a query at ``position`` or later can see.
 
@@ -94,7 +99,7 @@ class PagedCache:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.pools = tuple(BlockPool(group.num_blocks) for group in self.groups)
-        self._returning = tuple(g for g, group in enumerate(self.groups) if group.window or group.chunk)
+        self._limited = tuple(g for g, group in enumerate(self.groups) if group.is_limited)
 
     def can_hold(self, num_tokens: int) -> bool:
         """Whether a sequence of this length fits when it is alone."""
@@ -147,35 +152,27 @@ class PagedCache:
         """The largest number of blocks of which every group has what a query behind them can see."""
         longest = len(digests)
         for group, pool in zip(self.groups, self.pools, strict=True):
-            if not (group.window or group.chunk):
+            if not group.is_limited:
                 longest = next((i for i in range(longest) if not pool.find(digests[i])), longest)
-        for g in self._returning:
-            if not longest:
-                break
-            longest = self._longest_tail(g, digests[:longest])
-        # A shorter hit for one group may lack blocks of another: repeat until all agree.
-        while longest and not all(self._sees_all(g, digests, longest) for g in self._returning):
-            longest -= 1
-        return longest
-
-    def _longest_tail(self, g: int, digests: Sequence[Digest]) -> int:
-        group, pool, size = self.groups[g], self.pools[g], self.block_size
-        best = run = 0
-        for i, digest in enumerate(digests):
-            run = run + 1 if pool.find(digest) else 0
-            if i + 1 - group.first_visible((i + 1) * size) // size <= run:
-                best = i + 1
+        if not self._limited:
+            return longest
+        best, size = 0, self.block_size
+        runs = dict.fromkeys(self._limited, 0)  # of each group: how many known blocks end here
+        for num_blocks in range(1, longest + 1):
+            sees_all = True
+            for g in self._limited:
+                runs[g] = runs[g] + 1 if self.pools[g].find(digests[num_blocks - 1]) else 0
+                first = self.groups[g].first_visible(num_blocks * size) // size
+                sees_all &= num_blocks - first <= runs[g]
+            if sees_all:
+                best = num_blocks
         return best
-
-    def _sees_all(self, g: int, digests: Sequence[Digest], num_blocks: int) -> bool:
-        first = self.groups[g].first_visible(num_blocks * self.block_size) // self.block_size
-        return all(self.pools[g].find(digest) for digest in digests[first:num_blocks])
 
     # ------------------------------------------------------------------ a sequence grows
 
     def give_back(self, blocks: SequenceBlocks, position: int) -> None:
         """Give back what no query at ``position`` or later can see."""
-        for g in self._returning:
+        for g in self._limited:
             first = min(self.groups[g].first_visible(position) // self.block_size, len(blocks.tables[g]))
             returned = blocks.num_returned[g]
             if first > returned:
@@ -190,13 +187,12 @@ class PagedCache:
         """How many tokens the sequence could have with the blocks that are free."""
         return blocks.capacity + min((pool.num_free for pool in self.pools), default=1 << 40) * self.block_size
 
-    def num_missing(self, blocks: SequenceBlocks, num_tokens: int, most_at_once: int) -> list[int]:
-        """Of each group: the blocks still to be found for ``num_tokens`` in all, when up to ``most_at_once`` tokens are
-        computed together and blocks are given back as soon as they can be.
+    def num_missing(self, blocks: SequenceBlocks, num_tokens: int) -> list[int]:
+        """Of each group: the blocks still to be found for ``num_tokens`` in all. Where a limited group has no more than
+        that, fewer tokens are computed at once.
         """
-        total, at_once = -(-num_tokens // self.block_size), -(-most_at_once // self.block_size)
         return [
-            min(total, group.most_blocks(num_tokens, self.block_size) + at_once) - len(table) + returned
+            group.most_blocks(num_tokens, self.block_size) - len(table) + returned
             for group, table, returned in zip(self.groups, blocks.tables, blocks.num_returned, strict=True)
         ]
 

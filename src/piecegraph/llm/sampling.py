@@ -123,7 +123,6 @@ def _draw_truncated(
     sums = weights.cumsum(dim=-1)
     before = (sums - weights) / sums[:, -1:]
     is_kept = (before < top_p.unsqueeze(-1)) | (top_p >= 1).unsqueeze(-1)
-    is_kept[:, 0] = True
     return tokens.gather(-1, _draw(weights.masked_fill(~is_kept, 0.0), uniform).unsqueeze(-1)).squeeze(-1)
 
 

@@ -216,8 +216,9 @@ class Scheduler:
         budget = self.limits.max_batch_tokens - num_decodes
         if num_decodes < len(self.running):
             budget -= self._prefill(self.running[-1], budget, works)
-        # As many works as running requests, the last of them at its newest token: else it has to go on first.
-        while budget > 0 and not preempted and len(works) == len(self.running) and (not works or works[-1].samples):
+        # If a prompt stopped short for want of a block, or somebody was preempted for one, there is none for the next
+        # request either: admission asks for more than that.
+        while budget > 0:
             if (request := self._next_waiting()) is None or not self._may_admit() or not self._admit(request):
                 break
             budget -= self._prefill(request, budget, works)
@@ -280,7 +281,7 @@ class Scheduler:
         computed for nothing.
         """
         blocks = self.cache.begin(self._reusable_digests(request))
-        missing = self.cache.num_missing(blocks, len(request.tokens), self.limits.max_batch_tokens)
+        missing = self.cache.num_missing(blocks, len(request.tokens))
         # Alone it fits, in small steps if need be.
         if self.running and not self.cache.has_free_each(missing, reserve=len(self.running)):
             self.cache.release(blocks)
@@ -376,6 +377,7 @@ class Scheduler:
         waiting = [request for request in self.waiting if not request.is_done]
         assert all(request.state == "running" for request in self.running)
         assert all(request.state == "waiting" and request.blocks is None for request in waiting)
+        assert all(request.num_computed == 0 for request in waiting)
         assert {*self.running, *waiting} == set(self._requests.values())
         assert all(request.num_computed + 1 == len(request.tokens) for request in self.running[:-1])
         if self._free_slots is not None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _UNFINISHED = "\ufffd"
-_MOST_UNFINISHED = 16
-"""Tokens after which U+FFFD is taken for what the model meant: no character is spread over as many."""
+_MOST_UNFINISHED = 3
+"""So many bytes a character can lack its last one for, each shown as U+FFFD; more of them are what the model meant."""
 
 
 class IncrementalText:
@@ -39,7 +39,9 @@ class IncrementalText:
         self._first = 0
         """Decoding begins here: some tokens before the new ones, because a token's text depends on its neighbours."""
         self._read = len(self._tokens)
-        """Tokens whose text has been taken."""
+        """Tokens whose text has been taken as a whole."""
+        self._num_taken = 0
+        """Characters taken from the text of later tokens, the last of which is unfinished."""
         self._held = ""
         """Text that may be the beginning of a stop text."""
         self.text = ""
@@ -63,13 +65,14 @@ class IncrementalText:
     def _new_text(self, *, is_last: bool) -> str:
         if self._read == len(self._tokens):
             return ""
-        before = self._decode(self._tokens[self._first : self._read])
-        after = self._decode(self._tokens[self._first :])
-        is_unfinished = after.endswith(_UNFINISHED) and len(self._tokens) - self._read < _MOST_UNFINISHED
-        if is_unfinished and not is_last:
-            return ""
-        self._first, self._read = self._read, len(self._tokens)
-        return after[len(before) :]
+        start = len(self._decode(self._tokens[self._first : self._read])) + self._num_taken
+        text = self._decode(self._tokens[self._first :])
+        finished = text.rstrip(_UNFINISHED)
+        if len(text) == len(finished) or len(text) - len(finished) > _MOST_UNFINISHED or is_last:
+            self._first, self._read, self._num_taken = self._read, len(self._tokens), 0
+            return text[start:]
+        self._num_taken += max(0, len(finished) - start)
+        return finished[start:]
 
     def _release(self, new: str, *, is_last: bool) -> str:
         text = self._held + new

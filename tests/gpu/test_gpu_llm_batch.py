@@ -1,0 +1,69 @@
+"""The buffers and the sampler of a language model on a GPU: the same as on a CPU, and captured once for every batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from piecegraph.llm.batch import BatchBuffers
+from piecegraph.llm.request import Request, SamplingParams
+from piecegraph.llm.sampling import SamplingMode, sample
+from piecegraph.llm.step import Bucket
+from tests.unit.fake_llm import CacheGroup, FakeLLM
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_gpu_holds_what_a_cpu_holds_step_by_step() -> None:
+    groups = [CacheGroup(num_blocks=12), CacheGroup(num_blocks=12, window=5)]
+    llm = FakeLLM(groups, block_size=4, max_num_seqs=3, max_batch_tokens=8)
+    gpu = BatchBuffers(llm.buffers.limits, "cuda")
+    for i in range(6):
+        params = SamplingParams(max_new_tokens=9, temperature=i % 2, ignore_eos=True)
+        llm.scheduler.add(Request(str(i), range(1, 8 + i), params))
+    while (plan := llm.scheduler.schedule()) is not None:
+        num_tokens = 4 if plan.kind == "decode" else 10
+        bucket = Bucket(num_tokens, 4, plan.kind)
+        gpu.fill_dummy(bucket)  # what it leaves must not be seen, nor may it be overtaken
+        gpu.fill(plan, bucket)
+        tokens = llm.forward(plan, bucket)
+        ours, theirs = gpu.views(bucket), llm.buffers.views(bucket)
+        for name in ("input_ids", "positions", "query_starts", "seq_lens", "state_slots", "logit_rows", "temperature"):
+            assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
+        for mine, their in zip(ours.attention, theirs.attention, strict=True):
+            assert mine.slots.tolist() == their.slots.tolist()
+            assert mine.block_table.tolist() == their.block_table.tolist()
+        assert ours.uniform.tolist() == theirs.uniform.tolist()
+        llm.scheduler.commit(plan, tokens[: plan.num_seqs])
+
+
+@pytest.mark.parametrize("mode", ["greedy", "plain", "truncated"])
+def test_a_captured_sampler_serves_every_batch(mode: SamplingMode) -> None:
+    rows, vocab_size = 8, 50_000
+    logits = torch.zeros(rows, vocab_size, device="cuda")
+    numbers, temperature = torch.zeros(rows, device="cuda"), torch.ones(rows, device="cuda")
+    top_k = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    top_p = torch.ones(rows, device="cuda")
+    inputs = (logits, temperature, top_k, top_p, numbers)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        sample(*inputs, mode=mode)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = sample(*inputs, mode=mode)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        # Apart by more than rounding, so that both devices agree on every token.
+        for row in range(rows):
+            logits[row] = torch.randperm(vocab_size, generator=generator) / vocab_size * 30
+        logits[3, 17] = float("nan")
+        numbers.copy_((torch.randint(0, 64, (rows,), generator=generator) + 0.5) / 64)
+        temperature.copy_(torch.where(torch.arange(rows) % 3 == 0, 0.0, 0.01))
+        if mode == "truncated":
+            top_k.copy_(torch.arange(rows) * 3)
+            top_p[5] = 0.4
+        graph.replay()
+        expected = sample(*(each.cpu() for each in inputs), mode=mode)
+        assert tokens.tolist() == expected.tolist()
+        assert tokens[3].item() == -1
