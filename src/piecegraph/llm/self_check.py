@@ -14,8 +14,10 @@ from piecegraph.llm.request import SamplingParams
 _LENGTHS = (7, 12)
 _NEW_TOKENS = 3
 _TOLERANCE = {torch.float32: 2e-3}
-_HALF_TOLERANCE = 0.06
-"""Of the norm of a row of logits. A model that is wrong is off by about one."""
+_HALF_TOLERANCE = 0.15
+"""Of the norm of a row of logits. Rounding to half precision alone gives 6 % over 32 layers of random weights; a model
+that is wrong is off by about one.
+"""
 
 
 def self_check(model: Any, engine: Engine) -> None:

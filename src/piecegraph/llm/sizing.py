@@ -95,13 +95,31 @@ def choose_step_sizes(
     if isinstance(capture_sizes, str):
         if not has_graphs:
             return StepSizes((), (), ())
-        return StepSizes(tuple(ladder(max_num_seqs)), tuple(ladder(max_batch_tokens)), seqs)
+        return StepSizes(tuple(ladder(max_num_seqs)), _token_ladder(max_batch_tokens), seqs)
     listed = sorted(set(capture_sizes))
     return StepSizes(
         tuple(size for size in listed if size <= max_num_seqs) or (max_num_seqs,),
         tuple(size for size in listed if size <= max_batch_tokens) or (max_batch_tokens,),
         seqs,
     )
+
+
+_TOKEN_STEPS = ((64, 16), (128, 32), (256, 64), (1024, 128), (2048, 256))
+_LAST_STEP = 512
+
+
+def _token_ladder(largest: int) -> tuple[int, ...]:
+    """Sizes of mixed steps. Coarser than for decode: up to some hundred tokens a step costs about the same.
+
+    >>> _token_ladder(200)
+    (16, 32, 48, 64, 96, 128, 192, 200)
+    """
+    sizes = [0]
+    for end, step in _TOKEN_STEPS:
+        sizes += range(sizes[-1] + step, end + 1, step)
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] + _LAST_STEP)
+    return (*(size for size in sizes[1:] if size < largest), largest)
 
 
 def _mixed(num_tokens: int, num_seqs: int) -> Bucket:

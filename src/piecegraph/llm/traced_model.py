@@ -28,6 +28,7 @@ from piecegraph.example import read_example
 from piecegraph.fuse import fuse_linears
 from piecegraph.llm import ops
 from piecegraph.llm.layers import AttentionLayer, LatentLayer, Reach
+from piecegraph.llm.linear import linear_passes
 from piecegraph.llm.trace_cache import TraceCache
 from piecegraph.lower import Lowering, lower
 from piecegraph.plan import Cut, Decision, Piece
@@ -67,6 +68,8 @@ def trace_model(
     """Trace and compile a loaded model whose attention goes through our plug."""
     decoder = decoder_of(model)
     started = time.perf_counter()
+    if backend == "inductor" and model.device.type == "cuda":
+        torch_compat.start_compile_workers()  # they come up while the model is traced
 
     def forward(input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         output = decoder(
@@ -100,7 +103,7 @@ def trace_model(
         traced, decision = fuse_linears(traced)
         decisions = (decision,)
     segments = split(traced, CutRules("auto"), full=False)
-    lowering = Lowering(backend, (), options.inductor)
+    lowering = Lowering(backend, linear_passes(model.device), options.inductor)
     program, num_compiles = lower(traced, segments, lowering, events, Progress(options.progress))
     seconds = {"trace": traced_at - started, "compile": time.perf_counter() - traced_at}
     return TracedModel(
