@@ -27,7 +27,8 @@ from piecegraph.events import EventLog
 from piecegraph.example import read_example
 from piecegraph.fuse import fuse_linears
 from piecegraph.llm import ops
-from piecegraph.llm.layers import AttentionLayer, LatentLayer, Reach
+from piecegraph.llm.layers import AttentionLayer, LatentLayer, Reach, StateLayer
+from piecegraph.llm.state_sites import number_states
 from piecegraph.llm.trace_cache import TraceCache
 from piecegraph.lower import Lowering, lower
 from piecegraph.plan import Cut, Decision, Piece
@@ -48,8 +49,15 @@ class TracedModel:
     """Rows of hidden states to rows of logits."""
     layers: tuple[AttentionLayer | LatentLayer, ...]
     """By call site."""
+<<<<<<< HEAD
     reaches: tuple[Reach, ...]
     """How far back the layers of each group see."""
+=======
+    states: tuple[StateLayer, ...]
+    """What is kept for a sequence, by call site."""
+    windows: tuple[int, ...]
+    """How far back the layers of each group see; 0 for all the way."""
+>>>>>>> 7a9c720 (Trace layers with a state and latent attention without a cache object: the functions that mix tokens become ops)
     steps: tuple[Piece | Cut, ...]
     num_compiles: int
     decisions: tuple[Decision, ...]
@@ -69,9 +77,7 @@ def trace_model(
     started = time.perf_counter()
 
     def forward(input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        output = decoder(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **cache.forward_arguments
-        )
+        output = decoder(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False)
         hidden: torch.Tensor = output[0]
         return hidden[0]
 
@@ -94,11 +100,12 @@ def trace_model(
     except TraceError as error:
         raise _refusal(model, error) from error
     layers, reaches = number_sites(traced.graph)
+    states = number_states(traced.graph, tuple(path for path, _ in cache.opaque))
     traced_at = time.perf_counter()
-    decisions: tuple[Decision, ...] = ()
+    decisions = cache.decisions
     if options.fuse_linears:
         traced, decision = fuse_linears(traced)
-        decisions = (decision,)
+        decisions = (*decisions, decision)
     segments = split(traced, CutRules("auto"), full=False)
     lowering = Lowering(backend, (), options.inductor)
     program, num_compiles = lower(traced, segments, lowering, events, Progress(options.progress))
@@ -107,6 +114,7 @@ def trace_model(
         TracedBody(traced, program, lambda name, recorded: recorded),
         make_head(model),
         layers,
+        states,
         reaches,
         tuple(step.label for step in program.steps),
         num_compiles,
