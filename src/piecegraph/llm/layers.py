@@ -144,6 +144,6 @@ class StateBatch:
     state_slots: torch.Tensor
     """int64 [num_seqs]: 0 for padding."""
     spans: tuple[Span, ...]
-    """The same for the host: the real sequences, one behind the other from row 0 on. What is captured never reads them."""
+    """The same for the host: the real sequences, one behind the other from row 0 on. Not read by what is captured."""
     max_query_len: int
     """1: every real sequence has exactly one token, which is the row of its number (num_tokens == num_seqs)."""

@@ -3,10 +3,11 @@
 No cache object is made. Layers that would have asked one emit ops instead, each in the finest form that is known to be
 right for it; :func:`cache_for` decides and says why.
 
-- *Fine form* (gated delta nets, short convolutions): the functions that mix tokens are globals of the modeling file. They
-  are replaced by functions that emit one op each; projections, gates and norms stay in compiled pieces.
+- *Fine form* (gated delta nets, short convolutions): the functions that mix tokens are globals of the modeling file.
+  They are replaced by functions that emit one op each; projections, gates and norms stay in compiled pieces.
 - *Opaque form* (every other layer with a state): the whole module is one op, which runs the module as it is.
-- *Latent cache* (multi-head latent attention): what a layer expands to keys and values reaches the attention op unexpanded.
+- *Latent cache* (multi-head latent attention): what a layer would expand to keys and values reaches the attention op as
+  it is.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from piecegraph.errors import ModelError
 from piecegraph.llm.plug import LATENT, UnsupportedCallError
 from piecegraph.plan import Decision
 
-LinearForm = Literal["auto", "opaque"]
-LatentForm = Literal["auto", "plain"]
+LinearForm = Literal["auto", "fine", "opaque"]
 
 _CONVOLUTION = "causal_conv1d_fn"
 _DELTA_RULE = "torch_chunk_gated_delta_rule"
@@ -63,9 +63,15 @@ class TraceCache:
 
 
 def cache_for(
-    decoder: torch.nn.Module, *, linear_attention: LinearForm = "auto", latent_attention: LatentForm = "auto"
+    decoder: torch.nn.Module, *, linear_attention: LinearForm = "auto", latent_cache: bool = True
 ) -> TraceCache:
-    """Decide the form of every layer of a loaded decoder that keeps something for later tokens."""
+    """Decide the form of every layer of a loaded decoder that keeps something for later tokens.
+
+    Args:
+        decoder: the model without its head.
+        linear_attention: ``"fine"`` refuses a model that has layers without a fine form.
+        latent_cache: whether to keep latents where that is possible.
+    """
     fine: list[torch.nn.Module] = []
     opaque: list[tuple[str, torch.nn.Module]] = []
     latent: list[torch.nn.Module] = []
@@ -73,15 +79,15 @@ def cache_for(
     for path, module in decoder.named_modules():
         kind = type(module)
         if _keeps_state(kind):
-            reason = _why_opaque(kind) if linear_attention == "auto" else "asked for"
+            reason = _why_opaque(kind) if linear_attention != "opaque" else "asked for"
             if reason:
-                _check_can_be_opaque(path, kind)
+                _check_may_be_opaque(path, kind, linear_attention, reason)
                 opaque.append((path, module))
             else:
                 fine.append(module)
             decisions.setdefault(kind, _linear_decision(kind, reason))
         elif hasattr(module, "expand_kv") and isinstance(getattr(module, "kv_b_proj", None), torch.nn.Linear):
-            reason = _why_expanded(module) if latent_attention == "auto" else "asked for"
+            reason = _why_expanded(module) if latent_cache else "asked for"
             if not reason:
                 latent.append(module)
             decisions.setdefault(kind, _latent_decision(module, reason))
@@ -135,14 +141,14 @@ def _linear_decision(kind: type, why_opaque: str) -> Decision:
     return Decision("linear attention", "fine form", reason)
 
 
-def _check_can_be_opaque(path: str, kind: Any) -> None:
-    if list(inspect.signature(kind.forward).parameters)[1:2] != ["hidden_states"]:
-        raise ModelError(
-            "PG652",
-            f"a layer of class {kind.__name__} cannot be run",
-            where=path,
-            why="it keeps a state, and its input is not hidden states",
-        )
+def _check_may_be_opaque(path: str, kind: Any, form: LinearForm, why_opaque: str) -> None:
+    why, hint = "", ""
+    if form == "fine":
+        why, hint = f"it has no fine form: {why_opaque}", 'use linear_attention="auto"'
+    elif list(inspect.signature(kind.forward).parameters)[1:2] != ["hidden_states"]:
+        why = "it keeps a state, and its input is not hidden states"
+    if why:
+        raise ModelError("PG662", f"a layer of class {kind.__name__} cannot be run", where=path, why=why, hint=hint)
 
 
 def _globals_of(module: torch.nn.Module) -> dict[str, Any]:
@@ -233,9 +239,7 @@ def _latent_decision(module: Any, why_expanded: str) -> Decision:
     kind = type(module).__name__
     if why_expanded:
         return Decision("MLA", "expanded cache", f"{kind}: {why_expanded}")
-    width = module.kv_b_proj.in_features + module.qk_rope_head_dim
-    expanded = (
-        module.kv_b_proj.out_features
-        + module.kv_b_proj.out_features // (module.qk_nope_head_dim + module.v_head_dim) * module.qk_rope_head_dim
-    )
-    return Decision("MLA", "latent cache", f"{kind}: {width} numbers for a token instead of {expanded}")
+    rope_width, projection = module.qk_rope_head_dim, module.kv_b_proj
+    num_heads = projection.out_features // (module.qk_nope_head_dim + module.v_head_dim)
+    latent, expanded = projection.in_features + rope_width, projection.out_features + num_heads * rope_width
+    return Decision("MLA", "latent cache", f"{kind}: {latent} numbers for a token instead of {expanded}")

@@ -49,15 +49,10 @@ class TracedModel:
     """Rows of hidden states to rows of logits."""
     layers: tuple[AttentionLayer | LatentLayer, ...]
     """By call site."""
-<<<<<<< HEAD
-    reaches: tuple[Reach, ...]
-    """How far back the layers of each group see."""
-=======
     states: tuple[StateLayer, ...]
     """What is kept for a sequence, by call site."""
-    windows: tuple[int, ...]
-    """How far back the layers of each group see; 0 for all the way."""
->>>>>>> 7a9c720 (Trace layers with a state and latent attention without a cache object: the functions that mix tokens become ops)
+    reaches: tuple[Reach, ...]
+    """How far back the layers of each group see."""
     steps: tuple[Piece | Cut, ...]
     num_compiles: int
     decisions: tuple[Decision, ...]
