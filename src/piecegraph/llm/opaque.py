@@ -98,9 +98,7 @@ def _probe(module: torch.nn.Module, layer: StatefulLayer, config: Any, device: t
     for cuts in (_IN_CHUNKS, _IN_STEPS):
         if _is_close(_run(module, rows, cuts, DynamicCache(config=config)), expected):
             return cuts is _IN_CHUNKS, _num_bytes(cache)
-    raise _refusal(
-        module, layer, "its state does not carry a sequence on: parts of it give another result than the whole"
-    )
+    raise _refusal(module, layer, "given a sequence in parts, its state does not lead to the result of the whole")
 
 
 def _is_close(result: torch.Tensor, expected: torch.Tensor) -> bool:
