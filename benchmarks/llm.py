@@ -121,7 +121,9 @@ def compare_captured(llm: piecegraph.LLM, folder: str, prompts: Prompts, argumen
     plain = piecegraph.LLM(folder, **arguments, cudagraph_mode="none", options={"self_check": False})
     plain.started.loaded.model.load_state_dict(llm.started.loaded.model.state_dict())
     expected = plain.generate(asked, max_new_tokens=16, ignore_eos=True)
-    pairs = [(a, b) for x, y in zip(captured, expected, strict=True) for a, b in zip(x.token_ids, y.token_ids, strict=True)]
+    pairs = [
+        (a, b) for x, y in zip(captured, expected, strict=True) for a, b in zip(x.token_ids, y.token_ids, strict=True)
+    ]
     return sum(a == b for a, b in pairs) / len(pairs)
 
 

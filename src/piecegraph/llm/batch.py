@@ -143,6 +143,8 @@ class BatchBuffers:
         self._seeds = np.zeros(limits.max_seqs, np.uint64)
         self._count = np.arange(max(limits.max_tokens, limits.max_seqs) + 1)
         # A sequence is known by its blocks: a new object for every admission.
+        self.works: tuple[Work, ...] = ()
+        """Of the last step."""
         self._rows: list[SequenceBlocks | None] = []
         self._versions: list[int] = []
         self._views: dict[Bucket, BatchViews] = {}
@@ -206,6 +208,7 @@ class BatchBuffers:
         assert plan.kind == "decode" or bucket.kind == "mixed", bucket
         if self._sent is not None:
             self._sent.synchronize()  # the copy of the last step reads the memory that is written now
+        self.works = plan.works
         self._place(plan.works)
         rows, starts = self._write_sequences(plan)
         self._write_tokens(plan, rows, starts, is_fed=fed is not None)

@@ -40,7 +40,10 @@ class LLMOptions:
         object.__setattr__(self, "inductor", dict(self.inductor or {}))
         if not isinstance(self.block_size, int) or self.block_size < 1:
             raise ConfigError("PG101", f"block_size is {self.block_size!r}", why="it must be a positive integer")
-        for name, choices in (("linear_attention", ("auto", "fine", "opaque")), ("graph_device", ("auto", "simulated"))):
+        for name, choices in (
+            ("linear_attention", ("auto", "fine", "opaque")),
+            ("graph_device", ("auto", "simulated")),
+        ):
             if getattr(self, name) not in choices:
                 raise ConfigError("PG101", f"{name} is {getattr(self, name)!r}", why=f"it must be one of {choices}")
 

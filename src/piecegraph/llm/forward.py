@@ -8,7 +8,7 @@ is called directly. Which mode a kind of step has is decided from what its kerne
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from piecegraph.plan import Decision
 from piecegraph.program import RunStep, run_plainly
 from piecegraph.progress import Progress
 from piecegraph.record import Recorder
-from piecegraph.tape import DirectTape, Tape
+from piecegraph.tape import Tape
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Forward:
         self.num_steps += 1
         tape = self.tapes.get(key)
         with ops.current_sites(self._memory):
-            self._memory.views = self._buffers.views(key.bucket)
+            self._memory.use_batch(self._buffers, key.bucket)
             if tape is None:
                 return self._compute(key)
             self.num_replays += 1
@@ -130,7 +130,7 @@ class Forward:
     def _record_or_drop(self, device: GraphDevice, key: StepKey) -> None:
         start, bytes_before = time.perf_counter(), device.reserved_bytes()
         self._buffers.fill_dummy(key.bucket)
-        self._memory.views = self._buffers.views(key.bucket)
+        self._memory.use_batch(self._buffers, key.bucket)
         try:
             self._compute(key)  # creates workspaces and tunes kernels, on the capture stream
             tape = self._record_tape(device, key)

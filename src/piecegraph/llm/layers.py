@@ -83,3 +83,67 @@ class AttentionBatch:
     max_query_len: int
     """1: every real sequence has exactly one query (a decode batch, num_tokens == num_seqs)."""
     max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvLayer:
+    """One call of a causal convolution over time. For each sequence its last inputs are kept."""
+
+    index: int
+    channels: int
+    width: int
+    """Of the kernel; one input less than that is kept."""
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaLayer:
+    """One call of the gated delta rule. For each sequence and head a matrix from keys to values is kept, in float32."""
+
+    index: int
+    num_heads: int
+    key_width: int
+    value_width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatefulLayer:
+    """One call of a module that keeps a state of its own kind, which only the module itself knows how to use."""
+
+    index: int
+    path: str
+    """Where the module is in the decoder."""
+    width: int
+    dtype: torch.dtype
+
+
+StateLayer = ConvLayer | DeltaLayer | StatefulLayer
+"""What a call site keeps for a sequence, whatever the sequence's length. Numbered together, by call site."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The rows of one sequence in a batch."""
+
+    start: int
+    end: int
+    is_first: bool
+    """Whether the sequence starts here, with nothing remembered (also when it starts again after it was preempted)."""
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBatch:
+    """Where the sequences of a batch keep their states. Slot 0 belongs to no sequence; padded sequences write there.
+
+    The tensors live on the device at fixed addresses, like those of :class:`AttentionBatch`.
+    """
+
+    seq_lens: torch.Tensor
+    """int32 [num_seqs]: tokens of the sequence up to the last of this batch; 0 for padding."""
+    state_slots: torch.Tensor
+    """int64 [num_seqs]: 0 for padding."""
+    spans: tuple[Span, ...]
+    """The same for the host: the real sequences, one behind the other from row 0 on. Not read by what is captured."""
+    max_query_len: int
+    """1: every real sequence has exactly one token, which is the row of its number (num_tokens == num_seqs)."""

@@ -64,16 +64,17 @@ def load(
     decisions = tuple(_fix_ropes(model))
     tokenizer, tokenizer_error = _read_tokenizer(path)
     max_positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
-    return LoadedModel(
-        model, tokenizer, tokenizer_error, plug.number_experts(model), int(max_positions), decisions
-    )
+    return LoadedModel(model, tokenizer, tokenizer_error, plug.number_experts(model), int(max_positions), decisions)
 
 
 def _read_config(path: str) -> Any:
     folder = Path(path).expanduser()
     if folder.exists() and not (folder / "config.json").is_file():
         raise ModelError(
-            "PG661", f"{path} is no model", why="it holds no config.json", hint="give the folder that save_pretrained wrote"
+            "PG661",
+            f"{path} is no model",
+            why="it holds no config.json",
+            hint="give the folder that save_pretrained wrote",
         )
     try:
         return transformers.AutoConfig.from_pretrained(path)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from piecegraph.llm.attention.kernel import AttentionKernel
-from piecegraph.llm.batch import BatchViews
-from piecegraph.llm.layers import AttentionLayer, LatentLayer
+from piecegraph.llm.batch import BatchBuffers, BatchViews
+from piecegraph.llm.layers import AttentionLayer, LatentLayer, Span, StateBatch
 from piecegraph.llm.plug import run_experts
+from piecegraph.llm.state import StateMemory
+from piecegraph.llm.step import Bucket
 
 
 class Memory:
@@ -20,6 +21,7 @@ class Memory:
         layers: the attention call sites.
         kernel: what attends.
         experts: the modules behind the experts' call sites.
+        states: what layers with a state keep; None if there are none.
         dtype: of keys and values.
         device: where they live.
         block_size: tokens in a block.
@@ -30,6 +32,7 @@ class Memory:
         layers: Sequence[AttentionLayer | LatentLayer],
         kernel: AttentionKernel,
         experts: Sequence[torch.nn.Module],
+        states: StateMemory | None,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -38,11 +41,12 @@ class Memory:
         self._layers = tuple(layers)
         self._kernel = kernel
         self._experts = tuple(experts)
+        self._states = states
         self._dtype = dtype
         self._device = device
         self._block_size = block_size
         self._caches: list[tuple[torch.Tensor, ...]] = []
-        self.views: BatchViews | None = None
+        self._views: BatchViews | None = None
         """The batch that is running."""
         if kernel.prepare is not None:
             kernel.prepare(self._layers, device)
@@ -67,6 +71,20 @@ class Memory:
                 )
             )
 
+    def use_batch(self, buffers: BatchBuffers, bucket: Bucket) -> None:
+        """The ops that run from now on belong to what was last written to the buffers."""
+        self._views = views = buffers.views(bucket)
+        if self._states is None:
+            return
+        spans, row = [], 0
+        for work in buffers.works:
+            spans.append(Span(row, row + work.num_tokens, work.is_first, work.request.state_slot))
+            row += work.num_tokens
+        most = 1 if bucket.kind == "decode" else bucket.num_tokens
+        self._states.use_batch(
+            StateBatch(seq_lens=views.seq_lens, state_slots=views.state_slots, spans=tuple(spans), max_query_len=most)
+        )
+
     # -- the sites
 
     def attend(
@@ -81,8 +99,8 @@ class Memory:
         layer = self._layers[site]
         key_cache, value_cache = self._caches[site]
         assert isinstance(layer, AttentionLayer)
-        assert self.views is not None
-        batch = self.views.attention[layer.group]
+        assert self._views is not None
+        batch = self._views.attention[layer.group]
         self._kernel.attend(query, key, value, out, sinks, key_cache, value_cache, layer, batch)
 
     def attend_latent(
@@ -96,9 +114,9 @@ class Memory:
     ) -> None:
         layer = self._layers[site]
         assert isinstance(layer, LatentLayer)
-        assert self.views is not None
+        assert self._views is not None
         assert self._kernel.attend_latent is not None
-        batch, (cache,) = self.views.attention[layer.group], self._caches[site]
+        batch, (cache,) = self._views.attention[layer.group], self._caches[site]
         self._kernel.attend_latent(query, latent, rope, up_projection, out, cache, layer, batch)
 
     def mix_experts(
@@ -107,13 +125,36 @@ class Memory:
         out.copy_(run_experts(self._experts[site], hidden, expert, weight))
 
     def mix_state(self, site: int, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        raise NotImplementedError
+        self._state_memory.mix_state(site, hidden, out)
 
-    def convolve(self, site: int, *args: Any) -> None:
-        raise NotImplementedError
+    def convolve(
+        self,
+        site: int,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        activation: str,
+    ) -> None:
+        self._state_memory.convolve(site, hidden, weight, bias, out, activation)
 
-    def delta_rule(self, site: int, *args: Any) -> None:
-        raise NotImplementedError
+    def delta_rule(
+        self,
+        site: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        out: torch.Tensor,
+        normalises: bool,
+    ) -> None:
+        self._state_memory.delta_rule(site, query, key, value, decay, beta, out, normalises)
+
+    @property
+    def _state_memory(self) -> StateMemory:
+        assert self._states is not None, "a layer with a state ran in a model that has none"
+        return self._states
 
 
 def _block_shapes(layer: AttentionLayer | LatentLayer, block_size: int) -> tuple[tuple[int, ...], ...]:

@@ -13,13 +13,14 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 from transformers.modeling_utils import AttentionInterface
 
-from piecegraph.llm import ops
-
 NAME = "piecegraph"
 """Under this name the functions are registered. No mask function is registered under it, so transformers makes no masks."""
 
 SITE = "_piecegraph_site"
 """The attribute of a module that tells which site it is."""
+
+LATENT = "_piecegraph_latent"
+"""The attribute of an attention module that hands on latents in the place of keys and values, while it is traced."""
 
 
 class UnsupportedCallError(NotImplementedError):
@@ -41,11 +42,17 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Emit one attention op. Queries, keys and values are ``[1, heads, tokens, width]``."""
     if attention_mask is not None:
-        raise UnsupportedCallError(f"{type(module).__name__} brings a mask of its own, which the paged cache cannot follow")
+        raise UnsupportedCallError(
+            f"{type(module).__name__} brings a mask of its own, which the paged cache cannot follow"
+        )
     if kwargs.get("position_bias") is not None:
         raise UnsupportedCallError(f"{type(module).__name__} adds a position bias to its scores")
     if is_causal is False:
         raise UnsupportedCallError(f"{type(module).__name__} attends to later tokens")
+    if hasattr(module, LATENT):
+        if sliding_window or softcap or s_aux is not None:
+            raise UnsupportedCallError(f"{type(module).__name__} attends to latents with a window, a softcap or sinks")
+        return _latent_attention(module, query, key, value, scaling), None
     rows = [tensor.transpose(1, 2).squeeze(0).contiguous() for tensor in (query, key, value)]
     out = rows[0].new_empty(rows[0].shape[0], rows[0].shape[1], rows[2].shape[2])
     scale = scaling if scaling is not None else getattr(module, "scaling", rows[0].shape[-1] ** -0.5)
@@ -54,6 +61,21 @@ def attention_forward(
         *rows, out, s_aux, 0, float(scale), 0 if chunk else int(sliding_window or 0), chunk, float(softcap or 0.0)
     )
     return out.unsqueeze(0), None
+
+
+def _latent_attention(
+    module: Any, query: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """Emit one attention op on latents, which are ``[1, 1, tokens, width]``, as is the rotated key."""
+    rows = query.transpose(1, 2).squeeze(0).contiguous()
+    weight = module.kv_b_proj.weight
+    num_heads, nope_width = rows.shape[1], rows.shape[2] - rope.shape[3]
+    out = rows.new_empty(rows.shape[0], num_heads, weight.shape[0] // num_heads - nope_width)
+    scale = scaling if scaling is not None else module.scaling
+    torch.ops.piecegraph.latent_attention(
+        rows, latent[0, 0].contiguous(), rope[0, 0].contiguous(), weight, out, 0, nope_width, float(scale)
+    )
+    return out.unsqueeze(0)
 
 
 def _chunk_length(module: torch.nn.Module) -> int:

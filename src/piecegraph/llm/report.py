@@ -59,7 +59,9 @@ def _cache_lines(started: Started) -> list[str]:
     size = started.engine.scheduler.cache.block_size
     lines = [f"{started.cache_bytes / 2**30:.2f} GiB in blocks of {size} tokens"]
     for group in started.cache_groups:
-        reach = f"window of {group.window}" if group.window else f"chunks of {group.chunk}" if group.chunk else "all tokens"
+        reach = (
+            f"window of {group.window}" if group.window else f"chunks of {group.chunk}" if group.chunk else "all tokens"
+        )
         lines.append(f"{(group.num_blocks - 1) * size} tokens for layers that see {reach}")
     return lines
 

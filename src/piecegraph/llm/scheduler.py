@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from piecegraph.errors import ConfigError, RequestError
@@ -61,6 +61,7 @@ class Scheduler:
         cache: the blocks of all groups; empty for a model without attention.
         eos_token_ids: tokens that end a request.
         needs_state: give each running sequence a state slot from 1 to ``max_num_seqs`` (0 belongs to the padding).
+        release_state: told of every slot that is free again.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Scheduler:
         *,
         eos_token_ids: Collection[int] = (),
         needs_state: bool = False,
+        release_state: Callable[[int], None] | None = None,
     ) -> None:
         if needs_state and cache.prefix_cache:
             raise ConfigError(
@@ -84,6 +86,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self._requests: dict[str, Request] = {}
+        self._release_state = release_state
         self._free_slots = list(range(limits.max_num_seqs, 0, -1)) if needs_state else None
         self._rows: list[Request] = []
         """The requests of the last plan in its order; see :func:`_keep_rows`."""
@@ -324,6 +327,8 @@ class Scheduler:
         request.blocks = None
         if self._free_slots is not None:
             self._free_slots.append(request.state_slot)
+            if self._release_state is not None:
+                self._release_state(request.state_slot)
             request.state_slot = 0
 
     # ------------------------------------------------------------------ the step has run

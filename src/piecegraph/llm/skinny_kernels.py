@@ -33,7 +33,9 @@ def few_rows_kernel(
         ks = start + depth
         is_inside = ks < K
         mask = is_column[:, None] & is_inside[None, :]
-        part = tl.load(weight + columns[:, None].to(tl.int64) * K + ks[None, :], mask, 0.0, eviction_policy="evict_first")
+        part = tl.load(
+            weight + columns[:, None].to(tl.int64) * K + ks[None, :], mask, 0.0, eviction_policy="evict_first"
+        )
         part = part.to(tl.float32)
         first += part * tl.load(x + ks, is_inside, 0.0).to(tl.float32)[None, :]
         if M > 1:

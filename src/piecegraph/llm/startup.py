@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,15 +20,15 @@ from piecegraph.llm.config import LLMConfig
 from piecegraph.llm.engine import Engine
 from piecegraph.llm.forward import Forward, StepKey
 from piecegraph.llm.groups import CacheGroup, PagedCache
-from piecegraph.llm.layers import Reach
 from piecegraph.llm.loader import LoadedModel, load
 from piecegraph.llm.memory import Memory
 from piecegraph.llm.scheduler import Scheduler, SchedulerLimits
 from piecegraph.llm.self_check import self_check
 from piecegraph.llm.sizing import CacheNeeds, StepSizes, choose_step_sizes, size_cache
+from piecegraph.llm.state import StateMemory
 from piecegraph.llm.step import StepKind
-from piecegraph.llm.trace_cache import TraceCache
-from piecegraph.llm.traced_model import TracedModel, trace_model
+from piecegraph.llm.trace_cache import cache_for
+from piecegraph.llm.traced_model import TracedModel, decoder_of, trace_model
 from piecegraph.llm.verdict import Accepted, Rejected, Verdict
 from piecegraph.plan import Decision
 from piecegraph.progress import Progress
@@ -73,16 +73,24 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
     stages.done("load")
     core_options = Options(fuse_linears=options.fuse_linears, inductor=options.inductor, progress=options.progress)
     with torch.no_grad():
-        model = trace_model(loaded.model, TraceCache(), backend=config.backend, options=core_options, events=events)
-    _require_attention(loaded, model)
+        cache = cache_for(
+            decoder_of(loaded.model), linear_attention=options.linear_attention, latent_cache=options.latent_cache
+        )
+        model = trace_model(loaded.model, cache, backend=config.backend, options=core_options, events=events)
+    _require_sites(loaded, model)
     stages.done("trace and compile")
     parts = _Parts.make(loaded, model, config, events)
     groups = parts.give_memory(progress)
     stages.done("measure and allocate")
     parts.forward.record([StepKey(bucket, "greedy") for bucket in parts.sizes.at_start()], progress)
     stages.done("record")
-    cache = PagedCache(groups, block_size=options.block_size, prefix_cache=config.prefix_cache)
-    scheduler = Scheduler(parts.limits, cache, eos_token_ids=_eos_token_ids(loaded))
+    scheduler = Scheduler(
+        parts.limits,
+        PagedCache(groups, block_size=options.block_size, prefix_cache=config.prefix_cache and not model.states),
+        eos_token_ids=_eos_token_ids(loaded),
+        needs_state=bool(model.states),
+        release_state=parts.states.release if parts.states is not None else None,
+    )
 
     def record_unseen(key: StepKey) -> None:
         parts.forward.record([key], Progress(False))
@@ -100,9 +108,7 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         self_check(loaded.model, engine)
         stages.done("self check")
     decisions = (*loaded.decisions, *model.decisions, *parts.decisions, *parts.forward.modes.values())
-    return Started(
-        loaded, model, engine, parts.limits, groups, parts.cache_bytes(groups), decisions, stages.seconds
-    )
+    return Started(loaded, model, engine, parts.limits, groups, parts.cache_bytes(groups), decisions, stages.seconds)
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,7 @@ class _Parts:
     limits: SchedulerLimits
     sizes: StepSizes
     memory: Memory
+    states: StateMemory | None
     buffers: BatchBuffers
     device: GraphDevice | None
     forward: Forward
@@ -124,8 +131,19 @@ class _Parts:
         dtype, options = loaded.model.dtype, config.options
         limits, length = _limits(loaded, config)
         kernel, why = choose_kernel(config.attention, model.layers, dtype, config.device)
+        states = (
+            StateMemory(model.states, decoder_of(loaded.model), limits.max_num_seqs + 1, config.device)
+            if model.states
+            else None
+        )
         memory = Memory(
-            model.layers, kernel, loaded.experts, dtype=dtype, device=config.device, block_size=options.block_size
+            model.layers,
+            kernel,
+            loaded.experts,
+            states,
+            dtype=dtype,
+            device=config.device,
+            block_size=options.block_size,
         )
         buffers = BatchBuffers(
             BatchLimits(
@@ -144,10 +162,15 @@ class _Parts:
             max_num_seqs=limits.max_num_seqs,
             max_batch_tokens=limits.max_batch_tokens,
         )
-        modes = {kind: _mode(kind, config, device, kernel) for kind in ("decode", "mixed")}
-        forward = Forward(model, memory, buffers, device, modes, events)  # type: ignore[arg-type]
-        decisions = (length, Decision("attention", kernel.name, why))
-        return _Parts(config, model, limits, sizes, memory, buffers, device, forward, decisions)
+        kinds: tuple[StepKind, ...] = ("decode", "mixed")
+        safety = {kind: _capture_safe(kind, kernel, states, loaded.experts, dtype) for kind in kinds}
+        modes = {kind: _mode(kind, config, device, safety[kind]) for kind in kinds}
+        forward = Forward(model, memory, buffers, device, modes, events)
+        decisions = [length, Decision("attention", kernel.name, why)]
+        if states is not None:
+            reason = "blocks of keys and values do not bring back a recurrent state"
+            decisions.append(Decision("prefix cache", "off", reason))
+        return _Parts(config, model, limits, sizes, memory, states, buffers, device, forward, tuple(decisions))
 
     def give_memory(self, progress: Progress) -> tuple[CacheGroup, ...]:
         """Size the cache by what is left once the largest steps are recorded, and allocate it."""
@@ -178,7 +201,9 @@ class _Parts:
         if self.config.device.type != "cuda":
             return int(_free_host_bytes() * self.config.memory_fraction)
         self.memory.allocate([2] * len(self.model.reaches))
-        largest = [max(self.sizes.at_start(), key=lambda b: (b.kind == kind, b.num_tokens)) for kind in ("decode", "mixed")]
+        largest = [
+            max(self.sizes.at_start(), key=lambda b: (b.kind == kind, b.num_tokens)) for kind in ("decode", "mixed")
+        ]
         free_before = torch.cuda.mem_get_info(self.config.device)[0]
         self.forward.record([StepKey(bucket, "greedy") for bucket in largest], progress)
         self.forward.forget()
@@ -211,8 +236,8 @@ def _limits(loaded: LoadedModel, config: LLMConfig) -> tuple[SchedulerLimits, De
     return limits, length
 
 
-def _require_attention(loaded: LoadedModel, model: TracedModel) -> None:
-    if not model.layers:
+def _require_sites(loaded: LoadedModel, model: TracedModel) -> None:
+    if not model.layers and not model.states:
         raise ModelError(
             "PG662",
             f"{type(loaded.model).__name__} cannot be run",
@@ -229,25 +254,35 @@ def _graph_device(config: LLMConfig) -> GraphDevice | None:
     return CudaGraphs(config.device) if config.device.type == "cuda" else None
 
 
-def _mode(kind: StepKind, config: LLMConfig, device: GraphDevice | None, kernel: AttentionKernel) -> Decision:
+def _capture_safe(
+    kind: StepKind,
+    kernel: AttentionKernel,
+    states: StateMemory | None,
+    experts: Sequence[torch.nn.Module],
+    dtype: torch.dtype,
+) -> Verdict:
+    """Whether everything between the pieces may be captured with them."""
+    if states is not None and not (kind == "decode" and states.can_capture):
+        return Rejected("layers with a state are run sequence by sequence")
+    if experts and dtype != torch.bfloat16:
+        return Rejected(f"experts in {str(dtype).removeprefix('torch.')} read on the host how many tokens each has")
+    verdict = kernel.capture_safe(kind)
+    return verdict if isinstance(verdict, Accepted) else Rejected(f"{kernel.name} attention: {verdict.reason}")
+
+
+def _mode(kind: StepKind, config: LLMConfig, device: GraphDevice | None, verdict: Verdict) -> Decision:
     subject = f"{kind} steps"
     if device is None:
         reason = "asked for" if config.cudagraph_mode == "none" else f"{config.device.type} has no graphs"
         return Decision(subject, "direct", reason)
     if config.cudagraph_mode == "piecewise":
         return Decision(subject, "piecewise", "asked for")
-    verdict: Verdict = kernel.capture_safe(kind)
     if isinstance(verdict, Accepted):
-        return Decision(subject, "full", f"{kernel.name} attention reads its batch on the device")
+        return Decision(subject, "full", "all that a step needs to know of its batch is read on the device")
     if config.cudagraph_mode == "full":
-        assert isinstance(verdict, Rejected)
-        raise ConfigError(
-            "PG301",
-            f"{kind} steps cannot be one graph",
-            why=f"{kernel.name} attention: {verdict.reason}",
-            hint='use cudagraph_mode="auto"',
-        )
-    return Decision(subject, "piecewise", f"{kernel.name} attention: {verdict.reason}")
+        hint = 'use cudagraph_mode="auto"'
+        raise ConfigError("PG301", f"{kind} steps cannot be one graph", why=verdict.reason, hint=hint)
+    return Decision(subject, "piecewise", verdict.reason)
 
 
 def _eos_token_ids(loaded: LoadedModel) -> set[int]:

@@ -27,8 +27,9 @@ from piecegraph.events import EventLog
 from piecegraph.example import read_example
 from piecegraph.fuse import fuse_linears
 from piecegraph.llm import ops
-from piecegraph.llm.layers import AttentionLayer, LatentLayer, Reach
+from piecegraph.llm.layers import AttentionLayer, LatentLayer, Reach, StateLayer
 from piecegraph.llm.linear import linear_passes
+from piecegraph.llm.state_sites import number_states
 from piecegraph.llm.trace_cache import TraceCache
 from piecegraph.lower import Lowering, lower
 from piecegraph.plan import Cut, Decision, Piece
@@ -49,6 +50,8 @@ class TracedModel:
     """Rows of hidden states to rows of logits."""
     layers: tuple[AttentionLayer | LatentLayer, ...]
     """By call site."""
+    states: tuple[StateLayer, ...]
+    """What is kept for a sequence, by call site."""
     reaches: tuple[Reach, ...]
     """How far back the layers of each group see."""
     steps: tuple[Piece | Cut, ...]
@@ -72,9 +75,7 @@ def trace_model(
         torch_compat.start_compile_workers()  # they come up while the model is traced
 
     def forward(input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        output = decoder(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **cache.forward_arguments
-        )
+        output = decoder(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False)
         hidden: torch.Tensor = output[0]
         return hidden[0]
 
@@ -97,11 +98,12 @@ def trace_model(
     except TraceError as error:
         raise _refusal(model, error) from error
     layers, reaches = number_sites(traced.graph)
+    states = number_states(traced.graph, tuple(path for path, _ in cache.opaque))
     traced_at = time.perf_counter()
-    decisions: tuple[Decision, ...] = ()
+    decisions = cache.decisions
     if options.fuse_linears:
         traced, decision = fuse_linears(traced)
-        decisions = (decision,)
+        decisions = (*decisions, decision)
     segments = split(traced, CutRules("auto"), full=False)
     lowering = Lowering(backend, linear_passes(model.device), options.inductor)
     program, num_compiles = lower(traced, segments, lowering, events, Progress(options.progress))
@@ -110,6 +112,7 @@ def trace_model(
         TracedBody(traced, program, lambda name, recorded: recorded),
         make_head(model),
         layers,
+        states,
         reaches,
         tuple(step.label for step in program.steps),
         num_compiles,
