@@ -122,6 +122,13 @@ class Forward:
                     free = device.free_bytes()
                     bar.advance(str(key) + (f", {free / 2**30:.1f} GiB free" if free is not None else ""))
 
+    def warm_up(self, keys: Iterable[StepKey]) -> None:
+        """Run steps without recording them: what they need is allocated then, and kernels are tuned."""
+        for key in keys:
+            self._buffers.fill_dummy(key.bucket)
+            self.run(key)
+        self.num_steps = 0
+
     def forget(self) -> None:
         """Drop every tape: the caches have moved."""
         self.tapes.clear()
