@@ -1,8 +1,8 @@
 """One step of the model: from the static buffers to chosen tokens, recorded once for each bucket and replayed.
 
 The same three parts run in every mode: the decoder's program, the head on the rows that are asked for, the sampler. In
-*full* mode all of it is one graph; in *piecewise* mode the cut ops run eagerly between graphs; without graphs everything
-is called directly. Which mode a kind of step has is decided from what its kernels say of themselves.
+*full* mode all of it is one graph; in *piecewise* mode the cut ops run eagerly between graphs; without graphs
+everything is called directly. Which mode a kind of step has is decided from what its kernels say of themselves.
 """
 
 from __future__ import annotations

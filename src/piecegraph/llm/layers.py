@@ -1,12 +1,12 @@
-"""The nouns of a model's memory: what each layer keeps for a token, read from the traced graph, and where a batch's tokens
-belong in it.
+"""The nouns of a model's memory: what each layer keeps for a token, read from the traced graph, and where a batch's
+tokens belong in it.
 
 Note [Padding of a batch]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-A batch runs at the size of its bucket: ``num_tokens`` rows and ``num_seqs`` sequences, some of them padding. A padded token
-writes its key and value to block 0, which belongs to no sequence and is never read. A padded sequence has length 0 and no
-queries: its ``query_starts`` entry is the number of real tokens. Attention writes zeros to the rows of padded tokens, so
-that nothing downstream (routing above all) ever sees what happened to lie there.
+A batch runs at the size of its bucket: ``num_tokens`` rows and ``num_seqs`` sequences, some of them padding. A padded
+token writes its key and value to block 0, which belongs to no sequence and is never read. A padded sequence has length
+0 and no queries: its ``query_starts`` entry is the number of real tokens. Attention writes zeros to the rows of padded
+tokens, so that nothing downstream (routing above all) ever sees what happened to lie there.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class LatentLayer:
 class AttentionBatch:
     """Where the tokens of a batch belong, for one group of layers.
 
-    The tensors live on the device at fixed addresses, so that a captured kernel finds every batch in them. The numbers are
-    upper bounds that the bucket fixes: kernels may size their grid by them, and nothing else.
+    The tensors live on the device at fixed addresses, so that a captured kernel finds every batch in them. The numbers
+    are upper bounds that the bucket fixes: kernels may size their grid by them, and nothing else.
     """
 
     query_starts: torch.Tensor
     """int32 [num_seqs + 1]: the tokens of sequence i are rows ``query_starts[i]`` to ``query_starts[i + 1]``."""
     seq_lens: torch.Tensor
-    """int32 [num_seqs]: tokens of the sequence in the cache once this batch is written; its last queries are the batch's."""
+    """int32 [num_seqs]: tokens of the sequence in the cache once this batch is written; the last are the batch's."""
     block_table: torch.Tensor
     """int32 [num_seqs, max_blocks]: the blocks of each sequence in order."""
     slots: torch.Tensor

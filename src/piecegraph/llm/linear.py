@@ -1,7 +1,7 @@
 """Linear layers of few rows: a decode step reads every weight once, and cuBLAS often takes two or three times as long.
 
-Which kernel runs depends on the number of rows, so it is chosen when a step is recorded: a pass puts one op in the place
-of every linear, and the op looks at the rows it is given. The pieces stay the same for all sizes.
+Which kernel runs depends on the number of rows, so it is chosen when a step is recorded: a pass puts one op in the
+place of every linear, and the op looks at the rows it is given. The pieces stay the same for all sizes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_ROWS = 32
 
 
 class Tile(NamedTuple):
-    """How a kernel is cut: columns and depth of a program's tile, warps, stages of its pipeline (0: no tensor cores)."""
+    """How a kernel is cut: columns and depth of a program's tile, warps, pipeline stages (0: no tensor cores)."""
 
     columns: int
     depth: int
@@ -30,7 +30,7 @@ class Tile(NamedTuple):
 
 
 def choose_tile(rows: int, columns: int, depth: int) -> Tile | None:
-    """The tile for a matmul, or None where cuBLAS is as good. From measurements on an H200 in bfloat16, in microseconds:
+    """The tile for a matmul, or None where cuBLAS is as good. Measured on an H200 in bfloat16, in microseconds:
 
     ==============  ====  ======  =====   ==============  ====  ======  =====
     columns, depth  rows  cuBLAS  ours    columns, depth  rows  cuBLAS  ours

@@ -109,7 +109,8 @@ def _make_dummy(config: Any, dtype: torch.dtype | str, device: torch.device, plu
     config = copy.deepcopy(config)  # from_config writes the plugs into it
     wanted = config.dtype if dtype == "auto" else dtype
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=wanted or torch.float32, **plugs)
+        make: Any = transformers.AutoModelForCausalLM.from_config
+        model = make(config, dtype=wanted or torch.float32, **plugs)
     model.to_empty(device=device)
     model.init_weights()
     return model

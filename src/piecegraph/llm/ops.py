@@ -1,8 +1,8 @@
 """The ops at which a language model is cut: attention and everything else that reads the batch or keeps state.
 
-A traced model names each of them by its call site, a number. What stands behind the number (a cache, a module, a kernel)
-is looked up in the :class:`Sites` that are current while the op runs, so that two models never share any of it, and the
-same compiled pieces serve every batch. Each op writes to memory it is given, which then has a fixed address.
+A traced model names each of them by its call site, a number. What stands behind the number (a cache, a module, a
+kernel) is looked up in the :class:`Sites` that are current while the op runs, so that two models never share any of it,
+and the same compiled pieces serve every batch. Each op writes to memory it is given, which then has a fixed address.
 """
 
 from __future__ import annotations

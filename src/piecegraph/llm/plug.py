@@ -14,7 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from transformers.modeling_utils import AttentionInterface
 
 NAME = "piecegraph"
-"""Under this name the functions are registered. No mask function is registered under it, so transformers makes no masks."""
+"""Under this name the functions are registered, but no mask function, so that transformers makes no masks."""
 
 SITE = "_piecegraph_site"
 """The attribute of a module that tells which site it is."""

@@ -21,7 +21,7 @@ that is wrong is off by about one.
 
 
 def self_check(model: Any, engine: Engine) -> None:
-    """Generate a few tokens for two prompts and compare the hidden states of every step with those of one plain forward.
+    """Generate a few tokens for two prompts and compare the logits of every step with those of one plain forward.
 
     Raises:
         ModelError: they differ.

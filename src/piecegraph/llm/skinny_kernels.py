@@ -1,4 +1,6 @@
-"""Triton kernels for a matmul of few rows: the time is that of reading the weight once, so that is all they care for."""
+# mypy: ignore-errors
+# (what Triton compiles is not Python: the types of arguments are those of the device)
+"""Triton kernels for a matmul of few rows: the time is that of reading the weight once, so they care for that alone."""
 
 from __future__ import annotations
 

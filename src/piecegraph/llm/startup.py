@@ -195,8 +195,8 @@ class _Parts:
     def _measure_budget(self, progress: Progress) -> int:
         """Bytes for the cache.
 
-        On a GPU the largest steps are recorded with a cache of two blocks: what they take is measured, not estimated. Their
-        graphs are dropped, as they read the small cache, and recorded again; their memory stays with the pool.
+        On a GPU the largest steps are recorded with a cache of two blocks: what they take is measured, not estimated.
+        Their graphs are dropped, as they read the small cache, and recorded again; their memory stays with the pool.
         """
         if self.config.device.type != "cuda":
             return int(_free_host_bytes() * self.config.memory_fraction)
@@ -242,7 +242,7 @@ def _require_sites(loaded: LoadedModel, model: TracedModel) -> None:
         raise ModelError(
             "PG662",
             f"{type(loaded.model).__name__} cannot be run",
-            why="its attention does not go through transformers' AttentionInterface, so it cannot be given a paged cache",
+            why="its attention does not go through transformers' AttentionInterface, so it can have no paged cache",
             hint="use a family that does; most that were added since 2023 do",
         )
 
@@ -290,8 +290,8 @@ def _eos_token_ids(loaded: LoadedModel) -> set[int]:
     found: set[int] = set()
     for source in (loaded.model.config, loaded.model.generation_config):
         ids = getattr(source, "eos_token_id", None)
-        found |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
-    return {token for token in found if isinstance(token, int)}
+        found.update(token for token in (ids if isinstance(ids, (list, tuple)) else [ids]) if isinstance(token, int))
+    return found
 
 
 def _free_host_bytes() -> int:

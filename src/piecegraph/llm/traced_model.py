@@ -136,8 +136,8 @@ def decoder_of(model: Any) -> torch.nn.Module:
 def number_sites(graph: torch.fx.Graph) -> tuple[tuple[AttentionLayer | LatentLayer, ...], tuple[Reach, ...]]:
     """Number the attention calls of a traced graph in their order, and describe each.
 
-    A module may be called twice in a forward, and layer numbers may repeat or be missing, so the call site is what a cache
-    belongs to. Returns the layers and the reach of each group of layers.
+    A module may be called twice in a forward, and layer numbers may repeat or be missing, so the call site is what a
+    cache belongs to. Returns the layers and the reach of each group of layers.
     """
     layers: list[AttentionLayer | LatentLayer] = []
     groups: dict[Reach, int] = {}
