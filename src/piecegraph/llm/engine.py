@@ -232,7 +232,7 @@ class Engine:
     def _add_text(self, generation: Generation, token: int) -> None:
         new = ""
         request = generation.request
-        if generation.text is not None and not (request.finish_reason == "stop"):
+        if generation.text is not None and request.finish_reason != "stop":
             new = generation.text.add([token])
             if generation.text.is_stopped and not request.is_done:
                 self.scheduler.finish(request, "stop")

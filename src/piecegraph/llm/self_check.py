@@ -4,8 +4,8 @@ Note [How much may differ]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 In half precision two right answers differ by what rounding makes of them, and that depends on the model: routers on the
 fence send a token to another expert, recurrences carry errors on. So the model itself is asked how much it makes of
-rounding: its embeddings are jittered by half a rounding step, and its logits may differ by a multiple of what that does to
-them. A model that is wrong is off by about the norm of its logits.
+rounding: its embeddings are jittered by half a rounding step, and its logits may differ by a multiple of what that does
+to them. A model that is wrong is off by about the norm of its logits.
 """
 
 from __future__ import annotations
