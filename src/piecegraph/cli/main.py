@@ -22,11 +22,11 @@ group.add_command(env)
 
 
 def main() -> None:
-    """Run the command. Our own errors are one line on standard error and exit code 1."""
+    """Run the command. Our own errors are one line on standard error, and exit code 1, or 2 for input that is unusable."""
     try:
         group()
     except PiecegraphError as error:
         if "--debug" in sys.argv:
             raise
         click.echo(f"error: {error}", err=True)
-        sys.exit(1)
+        sys.exit(error.exit_code)

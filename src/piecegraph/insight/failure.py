@@ -79,6 +79,30 @@ class Milestone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How a launcher says that one of its processes ended."""
+
+    process: Process
+    code: int
+    """As printed; a negative one is the number of a signal."""
+    is_first: bool = False
+    """Whether the launcher observed it before the others."""
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLine:
+    """One line of the stacks of several processes laid on top of each other."""
+
+    depth: int
+    count: int
+    """How many processes came through here."""
+    frame: Frame | None
+    text: str = ""
+    """The exception that ended it there; empty for a frame."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """Everything a log, or a folder of records, proves about a run."""
 
@@ -97,3 +121,15 @@ class Evidence:
     """Files the source names: dumps, logs, reproducers."""
     num_call_chains: int = 0
     """Stacks that belong to no exception."""
+    call_chains: tuple[tuple[Frame, ...], ...] = ()
+    """The first few of them, outermost frame first."""
+    exits: tuple[Exit, ...] = ()
+    free_memory: tuple[str, int | None] | None = None
+    """The last statement about free device memory: ``12.33 GB``."""
+    error_lines: tuple[tuple[str, int | None], ...] = ()
+    """The first lines logged as errors outside of any traceback."""
+    last_line: tuple[str, int | None] | None = None
+    tree: tuple[TreeLine, ...] = ()
+    """Set when stacks had to be reconstructed: an ordering of the frames that explains the log, not the only one."""
+    notes: tuple[str, ...] = ()
+    """What limits the evidence: a file that ends early, failures that were counted and not kept."""

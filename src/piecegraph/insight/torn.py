@@ -1,0 +1,94 @@
+"""Lines that two processes tore apart or glued together, put right where only one reading is possible."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from piecegraph.insight.log_lines import Line
+
+HEADER_TEXT = "Traceback (most recent call last):"
+LINK_TEXTS = {
+    "During handling of the above exception, another exception occurred:": "context",
+    "The above exception was the direct cause of the following exception:": "cause",
+}
+FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:,? in (?P<function>.+?))?\s*$')
+
+_GLUED = re.compile(r'(?<=\S)(?=  File "[^"]+", line \d+, in \S)')
+_HALF_FRAME = re.compile(r'^\s*File "(?:[^"]*|[^"]+"(?:,(?: (?:l|li|lin|line|line \d*)?)?)?)$')
+_TWINS = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?P=type): : (?P<messages>.+)$")
+_MIN_FRAGMENT = 8
+_REACH = 6
+"""How many lines further down the other half may stand: other processes write in between."""
+
+
+def mend(lines: Sequence[Line]) -> list[Line]:
+    """Split glued frames and join torn ones."""
+    whole = [part for line in lines for part in _unglue(line)]
+    mended: list[Line] = []
+    used: set[int] = set()
+    for at, line in enumerate(whole):
+        if at in used:
+            continue
+        other = _other_half(whole, at)
+        if other is not None:
+            used.add(other)
+            line = line._replace(text=line.text + whole[other].text)
+        mended.append(line)
+    return mended
+
+
+def _unglue(line: Line) -> list[Line]:
+    text = line.text
+    if " exception" in text:
+        link = next((words for words in LINK_TEXTS if text.endswith(words) and text != words), None)
+        if link is not None:
+            return [line._replace(text=text[: -len(link)]), line._replace(text=link)]
+    if ": : " in text:
+        return [line._replace(text=part) for part in _untwin(text)]
+    if 'File "' not in text and HEADER_TEXT not in text:
+        return [line]
+    behind = text.find(HEADER_TEXT) + len(HEADER_TEXT)
+    if behind >= len(HEADER_TEXT) and text[behind:].strip():
+        return [line._replace(text=text[:behind]), *_unglue(line._replace(text=text[behind:]))]
+    return [line._replace(text=part) for part in _GLUED.split(text)]
+
+
+def _untwin(text: str) -> list[str]:
+    """Two processes that wrote the same exception piece by piece: ``AErrorAError: : messagemessage``.
+
+    >>> _untwin("ValueErrorValueError: : rank 1 failedrank 2 failed")
+    ['ValueError: rank 1 failed', 'ValueError: rank 2 failed']
+    """
+    found = _TWINS.match(text)
+    if found is None:
+        return [text]
+    both = found["messages"]
+    for place in range(len(both) // 2 - 8, len(both) // 2 + 9):
+        if 0 < place < len(both) and both[: min(4, place)] == both[place : place + min(4, place)]:
+            return [f"{found['type']}: {both[:place]}", f"{found['type']}: {both[place:]}"]
+    return [f"{found['type']}: {both}"]
+
+
+def _other_half(lines: Sequence[Line], at: int) -> int | None:
+    text = lines[at].text
+    wanted = _missing_rest(text)
+    if wanted is None and not _HALF_FRAME.match(text):
+        return None
+    for other in range(at + 1, min(at + 1 + _REACH, len(lines))):
+        rest = lines[other].text
+        if not rest.strip() or FRAME.match(rest):
+            continue
+        if rest.strip() == wanted or (wanted is None and FRAME.match(text + rest)):
+            return other
+    return None
+
+
+def _missing_rest(text: str) -> str | None:
+    """What a line lacks to be one of the fixed sentences of a traceback."""
+    if len(text) < _MIN_FRAGMENT or text[:1] not in "TD":
+        return None
+    for whole in (HEADER_TEXT, *LINK_TEXTS):
+        if whole.startswith(text) and text != whole:
+            return whole[len(text) :].strip()
+    return None

@@ -1,0 +1,149 @@
+"""Eight real processes that fail at once and write to one pipe, as the ranks of a job do.
+
+python crash_together.py STORY WAY PREFIX
+
+STORY   compile: all fail alike, in a chain; oom: one runs out of memory, the others lose their peer;
+        mixed: four fail in the compiler and four in a matmul
+WAY     uncaught: own interpreters, their exceptions printed by CPython; caught: printed by multiprocessing
+PREFIX  none, rank or worker
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+import traceback
+
+NUM_PROCESSES = 8
+
+
+class BackendCompilerFailed(RuntimeError):
+    pass
+
+
+class OutOfMemoryError(RuntimeError):
+    pass
+
+
+def create_arg(value: object, depth: int) -> object:
+    if depth == 0:
+        raise NotImplementedError(f"argument of type: {type(value)}")
+    return tuple(create_arg(part, depth - 1) for part in (value,))
+
+
+def trace(value: object) -> object:
+    return create_arg(value, 2)
+
+
+def inductor(value: object) -> object:
+    return trace(value)
+
+
+def call_backend(value: object) -> object:
+    try:
+        return inductor(value)
+    except Exception as error:
+        raise BackendCompilerFailed(f"backend={hex(id(value))} raised:\nNotImplementedError: {error}").with_traceback(
+            error.__traceback__
+        ) from None
+
+
+def capture_one_batch_size(rank: int) -> object:
+    return call_backend(rank)
+
+
+def fail_compile(rank: int) -> None:
+    try:
+        capture_one_batch_size(rank)
+    except RuntimeError as error:
+        raise Exception(
+            f"Capture cuda graph failed: {error}\n\nPossible solutions:\n1. set --mem-fraction-static to a smaller value"
+        ) from error
+
+
+def allocate(num_bytes: int) -> bytes:
+    raise OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes / 2**30:.2f} GiB.")
+
+
+def forward(rank: int) -> bytes:
+    return allocate(20 << 30)
+
+
+def matmul(left: int, right: int) -> None:
+    raise RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({left}x128 and {right}x64)")
+
+
+def all_reduce(rank: int) -> None:
+    raise RuntimeError(f"[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:{40000 + rank}")
+
+
+def fail(story: str, rank: int) -> None:
+    if story == "compile" or (story == "mixed" and rank % 2):
+        fail_compile(rank)
+    elif story == "mixed":
+        matmul(rank, 96)
+    elif rank == 3:
+        forward(rank)
+    else:
+        time.sleep(0.05)
+        all_reduce(rank)
+
+
+class Prefixed:
+    """A stream that puts a prefix in front of every line, one write for each write, as engines' workers have it."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix, self._stream, self._is_new = prefix, sys.stderr, True
+
+    def write(self, text: str) -> int:
+        out = ""
+        for part in text.splitlines(keepends=True):
+            out += self._prefix + part if self._is_new else part
+            self._is_new = part.endswith("\n")
+        return self._stream.write(out)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def work(story: str, rank: int, prefix: str, start: float) -> None:
+    if prefix == "worker":
+        sys.stderr = Prefixed(f"(Worker_TP{rank} pid={os.getpid()}) ")
+    elif prefix == "rank":
+        sys.stderr = Prefixed(f"[rank{rank}]: ")
+        sys.excepthook = lambda kind, error, where: print_prefixed(rank, error)
+    time.sleep(max(0.0, start - time.time()))
+    fail(story, rank)
+
+
+def print_prefixed(rank: int, error: BaseException) -> None:
+    text = "".join(traceback.format_exception(error))
+    sys.__stderr__.write("".join(f"[rank{rank}]: {line}" for line in text.splitlines(keepends=True)))
+
+
+def main() -> None:
+    story, way, prefix = sys.argv[1:4]
+    if len(sys.argv) > 4:
+        work(story, int(sys.argv[4]), prefix, float(sys.argv[5]))
+        return
+    start = time.time() + 1.0
+    if way == "caught":
+        workers = [multiprocessing.Process(target=work, args=(story, r, prefix, start)) for r in range(NUM_PROCESSES)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        return
+    jobs = [
+        subprocess.Popen([sys.executable, __file__, story, way, prefix, str(rank), str(start)])
+        for rank in range(NUM_PROCESSES)
+    ]
+    for job in jobs:
+        job.wait()
+
+
+if __name__ == "__main__":
+    main()
