@@ -69,8 +69,7 @@ _CARETS = re.compile(r"^\s+[\^~]+\s*$")
 _REPEATED = re.compile(r"^\s*\[Previous line repeated \d+ more times?\]\s*$")
 _MIN_MESSAGE = 12
 """Shorter messages may stand in any line by chance."""
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]{4,}")
-_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_NUMBER = re.compile(r"0x[0-9a-fA-F]{4,}|\d+(?:\.\d+)?")
 _LOG_LINE = re.compile(r"^(?:={8,}|-{20,}|Capturing batches|.*\d+%\||/\S+\.py:\d+: \w*Warning)")
 _ORIGINS: tuple[tuple[str, Origin], ...] = (
     ("Exception in thread ", "thread"),
@@ -84,9 +83,9 @@ def mask(text: str) -> str:
     """Without what differs between processes that fail alike.
 
     >>> mask("CUDA error on device 3: <Stream at 0x7f132db09880>, 1.5 GiB")
-    'CUDA error on device #: <Stream at 0x#>, # GiB'
+    'CUDA error on device #: <Stream at #>, # GiB'
     """
-    return _NUMBER.sub("#", _ADDRESS.sub("0x#", text))
+    return _NUMBER.sub("#", text)
 
 
 def cut(lines: Sequence[Line]) -> Cut:
@@ -178,8 +177,7 @@ def _messages_of(starts: set[str]) -> list[tuple[re.Pattern[str], str]]:
 
 def _unmasked(masked: str) -> str:
     """A pattern of the texts that :func:`mask` makes this text of."""
-    pattern = re.escape(masked).replace(r"0x\#", _ADDRESS.pattern)
-    return pattern.replace(r"\#", _NUMBER.pattern)
+    return re.escape(masked).replace(r"\#", f"(?:{_NUMBER.pattern})")
 
 
 def _without_torn(starts: set[str]) -> set[str]:
@@ -205,12 +203,12 @@ def _likeliest_missed_start(chunks: Sequence[Chunk]) -> str | None:
         if chunk.kind == "text":
             alike[chunk.key].append(chunk.text.split("\n"))
     for texts in alike.values():
-        shared = {mask(line) for line in min(texts, key=len)}
-        for text in texts:
-            for line in text[1:]:
-                read = exception_of(line)
-                if read and _EXCEPTION_NAME.search(read[0]) and (len(texts) == 1 or mask(line) not in shared):
-                    found[mask(line)] += 1
+        quoting = Counter(masked for text in texts for masked in {mask(line) for line in text[1:]})
+        for masked, number in quoting.items():
+            read = exception_of(masked)
+            # What most texts of a kind contain is a quotation.
+            if read and _EXCEPTION_NAME.search(read[0]) and (len(texts) == 1 or number <= len(texts) / 2):
+                found[masked] += number
     return found.most_common(1)[0][0] if found else None
 
 

@@ -55,7 +55,8 @@ class Failure:
 
     chain: tuple[Raised, ...]
     """In the order in which they were raised; the last is what the process died of. Empty for a fatal signal alone."""
-    kind: Literal["exception", "thread", "signal", "killed", "interrupted"] = "exception"
+    kind: Literal["exception", "thread", "signal", "killed", "interrupted", "ignored"] = "exception"
+    """``ignored``: printed by Python itself, which went on (an exception in ``__del__``, in logging)."""
     count: int = 1
     """How many processes printed it."""
     processes: tuple[Process, ...] = ()

@@ -9,13 +9,13 @@ and the stacks laid on top of each other.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from piecegraph.insight.chunks import Chunk, exception_of
+from piecegraph.insight.chunks import Chunk
 from piecegraph.insight.failure import TreeLine
 from piecegraph.insight.likelihood import IMPOSSIBLE, Likelihood
-from piecegraph.insight.stories import num_tellers
+from piecegraph.insight.stories import Link, num_tellers
 
 BEAM = 96
 MAX_CHUNKS = 4000
@@ -24,93 +24,54 @@ _MAX_OPTIONS = 6
 _BRANCH = 3.0
 _SIBLING = 1.5
 _ROOT = 0
+_State = tuple[int, tuple[tuple[int, int], ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class Told:
     """An exception with the frame it was raised at."""
 
     text: Chunk
-    """The first such text in the log."""
     frame: Chunk | None
+    link: Link
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What some of the processes told."""
+
+    chain: tuple[Told, ...]
     count: int
-    """How often the log holds this exception: certain."""
-    is_proven: bool
-    """Whether the frame is: its source raises this type, and no other frame's does."""
-    is_last: bool
-    """Whether a process ended with it; otherwise another exception follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reconstruction:
     """What can be said about processes that differ."""
 
-    count: int
-    pairs: tuple[Pair, ...]
+    endings: tuple[Ending, ...]
+    """In the order in which the first of each was complete."""
     tree: tuple[TreeLine, ...]
 
 
 def reconstruct(chunks: Sequence[Chunk]) -> Reconstruction:
     """Always an answer: where no tree explains the log, exceptions are paired with the frames they stand under."""
-    count = num_tellers(chunks)
-    best = _Search(chunks, count).run() if len(chunks) <= MAX_CHUNKS else None
-    if best is None:
-        return Reconstruction(count, _pair(chunks, _stands_under(chunks), {}), ())
-    parents: defaultdict[Hashable, Counter[Hashable]] = defaultdict(Counter)
-    num_continued: Counter[Hashable] = Counter()
-    for node in best.path:
-        chunk, before = best.chunk_of[node], best.chunk_of.get(best.parent_of[node])
-        if chunk.kind == "text" and before is not None and before.kind == "frame":
-            parents[chunk.key][before.key] += 1
-        if chunk.kind == "link" and before is not None:
-            num_continued[before.key] += 1
-    return Reconstruction(count, _pair(chunks, parents, num_continued), best.tree())
+    tree = _Search(chunks, num_tellers(chunks)).run() if len(chunks) <= MAX_CHUNKS else None
+    if tree is None:
+        return Reconstruction(_pair_neighbours(chunks), ())
+    return Reconstruction(tuple(sorted(tree.endings(), key=lambda ending: ending.chain[-1].text.end)), tree.lines())
 
 
-def _pair(
-    chunks: Sequence[Chunk],
-    parents: dict[Hashable, Counter[Hashable]],
-    num_continued: dict[Hashable, int],
-) -> tuple[Pair, ...]:
-    first: dict[Hashable, Chunk] = {}
-    for chunk in chunks:
-        known = first.setdefault(chunk.key, chunk)
-        if chunk.frame is not None and known.frame is not None and chunk.frame.source and not known.frame.source:
-            first[chunk.key] = replace(known, frame=chunk.frame)
-    totals = Counter(chunk.key for chunk in chunks if chunk.kind == "text")
-    pairs = []
-    for key, total in totals.items():
-        text = first[key]
-        raisers = [c for c in first.values() if c.kind == "frame" and _raises(c, text)]
-        is_last, left = total > num_continued.get(key, 0), total
-        place = parents.get(key) or Counter({raisers[0].key: total} if len(raisers) == 1 else {})
-        for frame_key, number in place.most_common():
-            taken = min(number, left)
-            left -= taken
-            if taken:
-                is_proven = [raiser.key for raiser in raisers] == [frame_key]
-                pairs.append(Pair(text, first[frame_key], taken, is_proven, is_last))
-        if left:
-            pairs.append(Pair(text, None, left, False, is_last))
-    return tuple(pairs)
-
-
-def _raises(frame: Chunk, text: Chunk) -> bool:
-    """Whether a frame's source raises this exception, or the one that its text quotes first."""
-    source = frame.frame.source if frame.frame else ""
-    if not source.startswith("raise "):
-        return False
-    quoted = next(filter(None, map(exception_of, text.text.split("\n")[1:3])), None)
-    name = quoted[0] if quoted else text.name
-    return source[6:].lstrip().startswith((name, name.rsplit(".", 1)[-1]))
-
-
-def _stands_under(chunks: Sequence[Chunk]) -> dict[Hashable, Counter[Hashable]]:
-    parents: defaultdict[Hashable, Counter[Hashable]] = defaultdict(Counter)
-    for above, chunk in zip(chunks, chunks[1:], strict=False):
-        if chunk.kind == "text" and above.kind == "frame":
-            parents[chunk.key][above.key] += 1
-    return parents
+def _pair_neighbours(chunks: Sequence[Chunk]) -> tuple[Ending, ...]:
+    """Each exception with the frame right above it, wherever that is not torn away."""
+    first: dict[Hashable, Told] = {}
+    for above, chunk in zip([None, *chunks], chunks, strict=False):
+        if chunk.kind != "text":
+            continue
+        told = Told(chunk, above if above is not None and above.kind == "frame" else None, "")
+        if chunk.key not in first or (first[chunk.key].frame is None and told.frame is not None):
+            first[chunk.key] = told
+    counts = Counter(chunk.key for chunk in chunks if chunk.kind == "text")
+    return tuple(Ending((told,), counts[key]) for key, told in first.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,29 +87,46 @@ class _Hypothesis:
 
 
 @dataclass(frozen=True, slots=True)
-class _Best:
+class _Tree:
     path: list[int]
+    """The node of every chunk of the log."""
+    waiting: tuple[tuple[int, int], ...]
+    """At which node the processes were at the end."""
     parent_of: dict[int, int]
     chunk_of: dict[int, Chunk]
 
-    def tree(self) -> tuple[TreeLine, ...]:
+    def endings(self) -> Iterator[Ending]:
+        for node, count in self.waiting:
+            chain: list[Told] = []
+            while node != _ROOT:
+                chunk, parent = self.chunk_of[node], self.parent_of[node]
+                if chunk.kind == "text":
+                    frame = self.chunk_of.get(parent)
+                    chain.append(Told(chunk, frame if frame is not None and frame.kind == "frame" else None, ""))
+                elif chunk.kind == "link" and chain:
+                    chain[-1] = replace(chain[-1], link="cause" if chunk.text == "cause" else "context")
+                node = parent
+            if chain:
+                yield Ending(tuple(reversed(chain)), count)
+
+    def lines(self) -> tuple[TreeLine, ...]:
         """The frames and exceptions with counts, depth first; depth grows only where the stacks part."""
         counts = Counter(self.path)
         children: defaultdict[int, list[int]] = defaultdict(list)
         for node in dict.fromkeys(self.path):
             children[self.parent_of[node]].append(node)
-        lines: list[TreeLine] = []
+        found: list[TreeLine] = []
         stack = [(node, 0) for node in reversed(children[_ROOT])]
         while stack:
             node, depth = stack.pop()
             chunk = self.chunk_of[node]
             if chunk.kind == "frame":
-                lines.append(TreeLine(depth, counts[node], chunk.frame))
+                found.append(TreeLine(depth, counts[node], chunk.frame))
             elif chunk.kind == "text":
-                lines.append(TreeLine(depth, counts[node], None, chunk.text.partition("\n")[0]))
+                found.append(TreeLine(depth, counts[node], None, chunk.text.partition("\n")[0]))
             parts = children[node]
             stack.extend((child, depth + (len(parts) > 1)) for child in reversed(parts))
-        return tuple(lines)
+        return tuple(found)
 
 
 class _Search:
@@ -162,10 +140,10 @@ class _Search:
         self._chunk_of: dict[int, Chunk] = {}
         self._children: defaultdict[int, int] = defaultdict(int)
 
-    def run(self) -> _Best | None:
+    def run(self) -> _Tree | None:
         beam = [_Hypothesis(0.0, 0, ((_ROOT, self._count),), _ROOT, None)]
         for chunk in self._chunks:
-            further: dict[tuple[int, tuple[tuple[int, int], ...]], _Hypothesis] = {}
+            further: dict[_State, _Hypothesis] = {}
             for hypothesis in beam:
                 self._extend(hypothesis, chunk, further)
             beam = sorted(further.values(), key=lambda h: h.price)[:BEAM]
@@ -177,9 +155,9 @@ class _Search:
         while step is not None:
             path.append(step[0])
             step = step[1]  # type: ignore[assignment]
-        return _Best(path[::-1], self._parent_of, self._chunk_of)
+        return _Tree(path[::-1], best.waiting, self._parent_of, self._chunk_of)
 
-    def _extend(self, hypothesis: _Hypothesis, chunk: Chunk, further: dict[object, _Hypothesis]) -> None:  # type: ignore[type-arg]
+    def _extend(self, hypothesis: _Hypothesis, chunk: Chunk, further: dict[_State, _Hypothesis]) -> None:
         options = []
         for node, _ in hypothesis.waiting:
             price = self._step_price(hypothesis, node, chunk)
