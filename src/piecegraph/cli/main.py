@@ -7,6 +7,7 @@ import sys
 import click
 
 from piecegraph.cli.env import env
+from piecegraph.cli.explain import explain
 from piecegraph.errors import PiecegraphError
 from piecegraph.version import VERSION
 
@@ -19,6 +20,7 @@ def group(debug: bool) -> None:
 
 
 group.add_command(env)
+group.add_command(explain)
 
 
 def main() -> None:

@@ -109,6 +109,8 @@ class Evidence:
 
     sources: tuple[str, ...]
     num_lines: int = 0
+    first_line: int = 1
+    """Where the run begins in a log that holds several."""
     processes: tuple[Process, ...] = ()
     """Every process seen, failing or not."""
     failures: tuple[Failure, ...] = ()
@@ -129,6 +131,8 @@ class Evidence:
     """The last statement about free device memory: ``12.33 GB``."""
     error_lines: tuple[tuple[str, int | None], ...] = ()
     """The first lines logged as errors outside of any traceback."""
+    telling_lines: tuple[tuple[str, int | None], ...] = ()
+    """Lines outside of any traceback by which a known issue is recognised."""
     last_line: tuple[str, int | None] | None = None
     tree: tuple[TreeLine, ...] = ()
     """Set when stacks had to be reconstructed: an ordering of the frames that explains the log, not the only one."""

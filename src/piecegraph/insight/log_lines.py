@@ -56,6 +56,7 @@ _RECORD_PREFIX = re.compile(
 _PROOF = re.compile(r'\s*(?:Traceback \(most recent call last\):|File "[^"]+", line \d+)')
 _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
 _MAX_PREFIXES = 4
+_MAX_KNOWN = 4096
 
 
 class PrefixReader:
@@ -73,6 +74,12 @@ class PrefixReader:
     def processes(self) -> tuple[Process, ...]:
         """Every process named by a line prefix so far."""
         return tuple(dict.fromkeys(self._known.values()))
+
+    def note(self, raw: str) -> None:
+        """Remember who wrote a line that is of no further interest."""
+        found = _LINE_PREFIX.match(raw)
+        if found is not None:
+            self._process(found)
 
     def read(self, number: int, raw: str) -> list[tuple[Process, Line]]:
         """The line, or the several that a progress bar wrote over each other."""
@@ -113,7 +120,9 @@ class PrefixReader:
             return _NOBODY
         known = self._known.get(prefix)
         if known is None:
-            known = self._known[prefix] = _describe(found)
+            known = _describe(found)
+            if len(self._known) < _MAX_KNOWN:
+                self._known[prefix] = known
         return known
 
 

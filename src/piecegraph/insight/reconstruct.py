@@ -18,7 +18,7 @@ from piecegraph.insight.likelihood import IMPOSSIBLE, Likelihood
 from piecegraph.insight.stories import Link, num_tellers
 
 BEAM = 96
-MAX_CHUNKS = 4000
+MAX_CHUNKS = 1500
 """Longer streams are paired by neighbourhood alone: the search would take minutes."""
 _MAX_OPTIONS = 6
 _BRANCH = 3.0
@@ -53,9 +53,10 @@ class Reconstruction:
     tree: tuple[TreeLine, ...]
 
 
-def reconstruct(chunks: Sequence[Chunk]) -> Reconstruction:
+def reconstruct(chunks: Sequence[Chunk], *, may_search: bool = True) -> Reconstruction:
     """Always an answer: where no tree explains the log, exceptions are paired with the frames they stand under."""
-    tree = _Search(chunks, num_tellers(chunks)).run() if len(chunks) <= MAX_CHUNKS else None
+    can_search = may_search and len(chunks) <= MAX_CHUNKS
+    tree = _Search(chunks, num_tellers(chunks)).run() if can_search else None
     if tree is None:
         return Reconstruction(_pair_neighbours(chunks), ())
     return Reconstruction(tuple(sorted(tree.endings(), key=lambda ending: ending.chain[-1].text.end)), tree.lines())

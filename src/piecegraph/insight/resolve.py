@@ -27,16 +27,20 @@ class Resolved:
     notes: tuple[str, ...] = ()
 
 
-def resolve(lines: Sequence[Line], process: Process) -> Resolved:
-    """Everything that one stream tells; ``process`` is what its prefix proves."""
+def resolve(lines: Sequence[Line], process: Process, *, may_search: bool = True) -> Resolved:
+    """Everything that one stream tells; ``process`` is what its prefix proves.
+
+    Args:
+        may_search: whether to spend time on the stacks of processes that differ.
+    """
     deaths = take_deaths(mend(lines), process)
-    woven = _resolve_tracebacks(cut(deaths.rest), process)
+    woven = _resolve_tracebacks(cut(deaths.rest), process, may_search)
     return Resolved(
         (*deaths.failures, *woven.failures), (*deaths.call_chains, *woven.call_chains), woven.tree, woven.notes
     )
 
 
-def _resolve_tracebacks(done: Cut, process: Process) -> Resolved:
+def _resolve_tracebacks(done: Cut, process: Process, may_search: bool) -> Resolved:
     if not done.chunks:
         return Resolved()
     stories = read_in_order(done.chunks)
@@ -48,7 +52,7 @@ def _resolve_tracebacks(done: Cut, process: Process) -> Resolved:
             return Resolved((failure,), notes=notes)
     if stories is not None:
         return _printed(stories, process)
-    found = reconstruct(done.chunks)
+    found = reconstruct(done.chunks, may_search=may_search)
     return Resolved(tuple(_reconstructed(ending, process) for ending in found.endings), tree=found.tree)
 
 

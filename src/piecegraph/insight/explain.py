@@ -1,0 +1,66 @@
+"""Logs in, a page out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Literal
+
+from piecegraph.errors import InputError
+from piecegraph.insight.echoes import judge
+from piecegraph.insight.failure import Evidence
+from piecegraph.insight.known_issues import load_catalogue, log_line_matcher
+from piecegraph.insight.log_source import Log, name_logs
+from piecegraph.insight.page import Page, compose
+from piecegraph.insight.scan import Scanner
+from piecegraph.progress import Progress
+
+_MIB = 1 << 20
+
+
+def explain_logs(paths: Sequence[str | os.PathLike[str]], *, progress: bool | Literal["auto"] = "auto") -> Page:
+    """Explain a failing run from its logs.
+
+    Args:
+        paths: one log, or one for each process of a run; ``-`` is standard input, gzip is unpacked.
+        progress: whether to show a bar on standard error; ``auto`` shows it on a terminal.
+
+    Raises:
+        InputError: a log cannot be read, is no text, or all of them are empty.
+    """
+    runs = read_evidence([os.fspath(path) for path in paths], progress=progress)
+    # Of several runs in one log, the last that failed is the one somebody is waiting for.
+    failed = [run for run in runs if judge(run).root is not None]
+    chosen = failed[-1] if failed else runs[-1]
+    return compose(chosen, other_runs=[run for run in runs if run is not chosen])
+
+
+def read_evidence(paths: Sequence[str], *, progress: bool | Literal["auto"] = False) -> tuple[Evidence, ...]:
+    """What the logs prove, a value for each run."""
+    logs = [Log(path) for path in paths]
+    names = name_logs(logs)
+    scanner = Scanner(is_one_log=len(logs) == 1, is_telling=log_line_matcher(load_catalogue()))
+    total = sum(log.num_bytes for log in logs) // _MIB
+    with Progress(progress).bar("explain", total) as bar:
+        before = 0
+        for log in logs:
+            scanner.begin_log(log.name, names[log.path])
+            shown = before
+
+            def advance(position: int) -> None:
+                nonlocal shown
+                while shown < min(before + position // _MIB, total):
+                    shown += 1
+                    bar.advance(f"MiB of {log.name}, {scanner.num_failures} tracebacks")  # noqa: B023
+
+            for lines in log.blocks(advance):
+                scanner.feed(lines)
+            before += log.num_bytes // _MIB
+    empty = [log for log in logs if not log.num_lines]
+    if len(empty) == len(logs):
+        raise InputError(
+            "PG602", f"{', '.join(log.name for log in empty)}: nothing to explain", why="the input is empty",
+            hint="give the output of the run, standard error included",
+        )  # fmt: skip
+    scanner.add_notes([*(f"{log.name} is empty" for log in empty), *(note for log in logs for note in log.notes)])
+    return scanner.finish()
