@@ -9,7 +9,7 @@ from typing import Literal
 from piecegraph.insight.failure import Evidence, Failure, Phase
 from piecegraph.insight.phases import layers_of
 
-Fit = Literal["fits", "does not fit", "at a cost", "only diagnoses", "not judged"]
+Fit = Literal["fits", "does not fit", "at a cost", "diagnosis", "not judged"]
 
 _MEMORY = re.compile(r"mem-fraction|mem_fraction|max-bs|memory.utilization|ALLOC_CONF|batch.?size|max.?model.?len|memory|max.num.seqs", re.I)
 _COMPILER = re.compile(r"torch.?compile|inductor|dynamo", re.I)
@@ -50,7 +50,7 @@ def memory_shortage(evidence: Evidence, root: Failure) -> str:
 def _judge(text: str, evidence: Evidence, root: Failure, phase: Phase | None) -> tuple[Fit, str]:
     layers = set(layers_of(frame for raised in root.chain for frame in raised.frames))
     if _DIAGNOSIS.search(text):
-        return "only diagnoses", "tells more, mends nothing"
+        return "diagnosis", "tells more, mends nothing"
     if _MEMORY.search(text):
         shortage = memory_shortage(evidence, root)
         if shortage:

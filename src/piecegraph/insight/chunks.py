@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from piecegraph.insight.failure import Frame
 from piecegraph.insight.log_lines import Line
@@ -22,11 +22,13 @@ from piecegraph.insight.torn import FRAME, LINK_TEXTS
 Kind = Literal["header", "frame", "text", "link"]
 Origin = Literal["", "thread", "ignored", "logging"]
 MAX_TEXT_LINES = 200
+MAX_REPAIRED_LINES = 20_000
+"""Longer streams are cut once: torn texts in them are lost."""
+_MAX_FRAME_LINES = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One write of one process."""
+class Chunk(NamedTuple):
+    """One write of one process. A tuple, because a log may hold a million."""
 
     kind: Kind
     key: Hashable
@@ -65,8 +67,6 @@ _EXCEPTION_NAME = re.compile(
     r"|StopAsyncIteration|Empty|Full|Died|Group|Dead|Refused)$"
 )
 _CLASS_IN_MODULE = re.compile(r"\._?[A-Z]\w*$")
-_CARETS = re.compile(r"^\s+[\^~]+\s*$")
-_REPEATED = re.compile(r"^\s*\[Previous line repeated \d+ more times?\]\s*$")
 _MIN_MESSAGE = 12
 """Shorter messages may stand in any line by chance."""
 _NUMBER = re.compile(r"0x[0-9a-fA-F]{4,}|\d+(?:\.\d+)?")
@@ -95,6 +95,8 @@ def cut(lines: Sequence[Line]) -> Cut:
     done = _Cutter(lines, starts).run()
     # Every header has one exception text. Where there are fewer, some were torn by another process's output, or never
     # stood right under a frame and were taken for a part of another's text: give the likeliest such line back.
+    if len(lines) > MAX_REPAIRED_LINES:
+        return replace(done, chunks=_with_settled_sources(done.chunks))
     if _count(done, "text") < _count(done, "header"):
         torn = _Cutter(lines, starts, are_torn=True).run()
         done = torn if _count(torn, "text") <= _count(torn, "header") else done
@@ -121,6 +123,18 @@ def kind_of(text: str) -> Kind | Literal["stack", "named", ""]:
     if text.startswith("Process ") and _NAMED.match(text):
         return "named"
     return "stack" if "tack" in text and _STACK_HEADER.match(text) else ""
+
+
+@lru_cache(maxsize=1 << 14)
+def _frame_of(text: str) -> tuple[str, int, str]:
+    found = FRAME.match(text)
+    assert found is not None
+    return found["file"], int(found["line"]), found["function"] or ""
+
+
+@lru_cache(maxsize=1 << 14)
+def _make_frame(file: str, line: int, function: str, source: str) -> Frame:
+    return Frame(file, line, function, source)
 
 
 def exception_of(text: str) -> tuple[str, str] | None:
@@ -155,10 +169,11 @@ def _learn_starts(lines: Sequence[Line]) -> set[str]:
     is_under_frame = False
     for line in lines:
         text = line.text
-        if kind_of(text) in ("frame", "header"):
+        kind = kind_of(text)
+        if kind == "frame" or kind == "header":
             is_under_frame = True
-        elif not (is_under_frame and text.startswith("   ") and text.strip()):
-            if is_under_frame and exception_of(text):
+        elif is_under_frame and not (text.startswith("   ") and text.strip()):
+            if exception_of(text):
                 starts.add(mask(text))
             is_under_frame = False
     return starts
@@ -222,7 +237,7 @@ def _with_settled_sources(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
     return tuple(
         chunk
         if chunk.frame is None or settled.get(chunk.key, "") == chunk.frame.source
-        else replace(chunk, frame=replace(chunk.frame, source=settled[chunk.key]), anchor="")
+        else chunk._replace(frame=replace(chunk.frame, source=settled[chunk.key]), anchor="")
         for chunk in chunks
     )
 
@@ -291,28 +306,32 @@ class _Cutter:
         )
 
     def _frame(self, at: int) -> int:
-        line, end = self._lines[at], at + 1
-        found = FRAME.match(line.text)
-        assert found is not None
+        lines, line, end = self._lines, self._lines[at], at + 1
         sources, anchor = [], ""
-        while end < len(self._lines) and end < at + 12:
-            text = self._lines[end].text
-            if _CARETS.match(text):
-                under = self._lines[end - 1].text
+        while end < len(lines) and end < at + _MAX_FRAME_LINES:
+            text = lines[end].text
+            if not text.startswith("   "):
+                break
+            stripped = text.strip()
+            if stripped[:1] in ("^", "~") and not stripped.strip("^~"):
+                under = lines[end - 1].text
                 anchor = anchor or under[len(text) - len(text.lstrip()) : len(text.rstrip())]
-            elif _REPEATED.match(text) or (text.startswith("   ") and text.strip() and not kind_of(text)):
-                sources.append(text.strip())
+            elif stripped and not kind_of(text):
+                sources.append(stripped)
             else:
                 break
             end += 1
-        frame = Frame(found["file"], int(found["line"]), found["function"] or "", self._own_source(sources))
-        key = (frame.file, frame.line, frame.function)
-        last = self._lines[end - 1].number
-        self._chunks.append(Chunk("frame", key, line.number, last, frame=frame, anchor=anchor))
+        file, number, function = _frame_of(line.text)
+        frame = _make_frame(file, number, function, self._own_source(sources))
+        self._chunks.append(
+            Chunk("frame", (file, number, function), line.number, lines[end - 1].number, "", frame, "", anchor)
+        )
         return end
 
     def _own_source(self, sources: list[str]) -> str:
         """The source line of the frame being read. Frames torn from their source stand in a row, then their sources do."""
+        if len(sources) < 2:
+            return sources[0] if sources else ""
         torn = 0
         while len(sources) > torn + 1 and torn < len(self._chunks):
             before = self._chunks[-1 - torn]
@@ -322,8 +341,8 @@ class _Cutter:
         for place in range(torn):
             before = self._chunks[place - torn]
             assert before.frame is not None
-            self._chunks[place - torn] = replace(before, frame=replace(before.frame, source=sources[place]))
-        return sources[torn] if sources else ""
+            self._chunks[place - torn] = before._replace(frame=replace(before.frame, source=sources[place]))
+        return sources[torn]
 
     def _text(self, at: int) -> int:
         line, end = self._lines[at], at + 1

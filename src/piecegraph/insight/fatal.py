@@ -14,6 +14,7 @@ _FATAL = re.compile(r"^(?:Fatal Python error|Windows fatal exception): (?P<reaso
 _THREAD = re.compile(r"^(?P<which>Current thread|Thread) 0x[0-9a-fA-F]+.*\(most recent call first\):\s*$|^Stack \(most recent call first\):\s*$")
 _TERMINATE = re.compile(r"terminate called after throwing an instance of '(?P<type>[^']+)'")
 _WHAT = re.compile(r"^\s*what\(\):\s+(?P<message>.*)$")
+_WORDS = ("atal ", "(most recent call first)", "terminate called")
 _REACH = 4
 """How many lines below "terminate called" its message may stand."""
 
@@ -30,6 +31,8 @@ class Deaths:
 
 def take_deaths(lines: Sequence[Line], process: Process) -> Deaths:
     """Take the dumps out of a stream."""
+    if not any(word in line.text for line in lines for word in _WORDS):
+        return Deaths((), (), tuple(lines))
     failures: list[Failure] = []
     chains: list[tuple[Frame, ...]] = []
     rest: list[Line] = []

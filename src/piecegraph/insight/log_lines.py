@@ -55,6 +55,8 @@ _RECORD_PREFIX = re.compile(
 )
 _PROOF = re.compile(r'\s*(?:Traceback \(most recent call last\):|File "[^"]+", line \d+)')
 _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
+_LINE_PREFIX_STARTS = ("[", "(", "2")
+_RECORD_STARTS = frozenset("DIWECF[0123456789")
 _MAX_PREFIXES = 4
 _MAX_KNOWN = 4096
 
@@ -92,13 +94,15 @@ class PrefixReader:
     def _read_one(self, number: int, text: str) -> tuple[Process, Line]:
         who = _NOBODY
         for _ in range(_MAX_PREFIXES):
-            found = _LINE_PREFIX.match(text) if text[:1] in "[(2" else None
+            if text.startswith("  ") and "task" not in self._weak:
+                break  # a frame or its source: only padded task numbers begin like this
+            found = _LINE_PREFIX.match(text) if text[:1] in _LINE_PREFIX_STARTS else None
             found = found or self._weak_prefix(text)
             if found is None:
                 break
             who = _inside(who, self._process(found))
             text = text[found.end() :]
-        record = _RECORD_PREFIX.match(text)
+        record = _RECORD_PREFIX.match(text) if text[:1] in _RECORD_STARTS else None
         if record is not None:
             text = text[record.end() :]
             style = record["place"] or record["source"] or "logged"

@@ -28,7 +28,7 @@ _ADVICE_HEAD = re.compile(r"(?i)(?:possible solutions?|suggestions?|you can try)
 _NUMBERED = re.compile(r"^\s*(?:\d+\.|[-*])\s+(?P<advice>\S.*)$")
 _ADVICE = re.compile(
     r"(?:[Tt]ry (?:increasing|decreasing|reducing|setting|lowering)|[Cc]onsider (?:setting|reducing|using|passing)"
-    r"|Please (?:set|try|increase|reduce)|Set TORCHDYNAMO_VERBOSE|[Rr]un with NCCL_DEBUG)[^.\n]{4,120}"
+    r"|Please (?:set|try|increase|reduce)|Set TORCHDYNAMO_VERBOSE|[Rr]un with NCCL_DEBUG)[^.(\n]{2,120}"
 )
 _SAVED = re.compile(
     r"(?i:saved|written|dumped|dumping|wrote|writing|stored)\b[^/\n]{0,40}?(?P<path>/[^\s,;'\")]+)"
@@ -50,7 +50,10 @@ WORDS = (
 
 def may_be_observed(text: str) -> bool:
     """Whether it is worth to observe a line."""
-    return any(word in text for word in WORDS)  # a regular expression of them takes twice the time
+    for word in WORDS:  # a regular expression of them takes twice the time, any() half as much again
+        if word in text:
+            return True
+    return False
 
 
 @dataclass(slots=True)

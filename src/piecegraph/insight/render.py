@@ -61,9 +61,7 @@ def _about(page: Page) -> str:
 
 def _text_lines(row: Row, width: int) -> list[str]:
     """A row with its label in front; labels stand in a column, words wrap, code does not."""
-    if not row.label and row.is_code and row.text.startswith(" "):
-        return ["  " + row.text]
-    indent = " " * (_LABEL + 2) if row.label or row.tone == "quiet" and row.is_code else "  "
+    indent = " " * (_LABEL + 2) if row.label or row.is_detail else "  "
     first = f"  {row.label:<{_LABEL}}" if row.label else indent
     if row.is_code:
         return [first + row.text]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from piecegraph.insight.chunks import Chunk, Cut, cut
@@ -25,19 +25,41 @@ class Resolved:
     call_chains: tuple[tuple[Frame, ...], ...] = ()
     tree: tuple[TreeLine, ...] = ()
     notes: tuple[str, ...] = ()
+    rest_from: int | None = None
+    """From this line on, nothing was resolved yet."""
 
 
-def resolve(lines: Sequence[Line], process: Process, *, may_search: bool = True) -> Resolved:
+def resolve(
+    lines: Sequence[Line], process: Process, *, may_search: bool = True, is_open: bool = False
+) -> Resolved:
     """Everything that one stream tells; ``process`` is what its prefix proves.
 
     Args:
         may_search: whether to spend time on the stacks of processes that differ.
+        is_open: whether the stream goes on, so that what is unfinished must wait.
     """
     deaths = take_deaths(mend(lines), process)
-    woven = _resolve_tracebacks(cut(deaths.rest), process, may_search)
+    done = cut(deaths.rest)
+    part = _complete_part(done) if is_open else done
+    woven = _resolve_tracebacks(part, process, may_search)
+    rest_from = done.chunks[len(part.chunks)].line if len(part.chunks) < len(done.chunks) else None
+    died = tuple(death for death in deaths.failures if rest_from is None or (death.line or 0) < rest_from)
     return Resolved(
-        (*deaths.failures, *woven.failures), (*deaths.call_chains, *woven.call_chains), woven.tree, woven.notes
+        (*died, *woven.failures), (*deaths.call_chains, *woven.call_chains), woven.tree, woven.notes, rest_from
     )
+
+
+def _complete_part(done: Cut) -> Cut:
+    """The chunks up to the last header at which no traceback is unfinished; all of them where there is no such place."""
+    num_open, place = 0, 0
+    for at, chunk in enumerate(done.chunks):
+        if chunk.kind == "header":
+            if num_open == 0 and at and done.chunks[at - 1].kind == "text":
+                place = at
+            num_open += 1
+        elif chunk.kind == "text":
+            num_open = max(0, num_open - 1)
+    return replace(done, chunks=done.chunks[:place]) if place else done
 
 
 def _resolve_tracebacks(done: Cut, process: Process, may_search: bool) -> Resolved:

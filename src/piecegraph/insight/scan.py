@@ -16,20 +16,21 @@ from piecegraph.insight.log_lines import Line, PrefixReader
 from piecegraph.insight.observations import Observations, may_be_observed
 from piecegraph.insight.phases import milestone_of
 from piecegraph.insight.resolve import Resolved, resolve
+from piecegraph.insight.tail import Tail
 
-MAX_STREAM_LINES = 50_000
+MAX_STREAM_LINES = 20_000
 """A stream is resolved when it holds as many lines, even if it goes on."""
 MAX_DISTINCT_FAILURES = 200
 """More are counted and not kept."""
 MAX_SEARCHED_LINES = 10_000
 """So many lines of processes that differ are reconstructed; behind them exceptions are counted."""
+MAX_READ_LINES = 250_000
+"""So many lines of tracebacks are read. Of more, all but the end is counted by exception: see :class:`Tail`."""
 MAX_PROCESSES = 4096
 MAX_CALL_CHAINS = 20
 QUIET_LINES = 200
 """A traceback has ended when as many lines without a part of one have passed."""
 
-_OPENING = ("(most recent call", 'File "', "Fatal Python error", "terminate called after", "Process ", "Exception i",
-            "--- Logging error", " above exception")  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -144,7 +145,8 @@ class Scanner:
         self._run = _Run()
         self._reader = PrefixReader()
         self._streams: dict[Process, _Stream] = {}
-        self._num_searched = 0
+        self._num_searched = self._num_read = 0
+        self._tail: Tail | None = None
 
     def add_notes(self, notes: Iterable[str]) -> None:
         """Remarks on the logs themselves."""
@@ -157,6 +159,7 @@ class Scanner:
 
     def begin_log(self, name: str, label: str) -> None:
         """What follows is another log; ``label`` names it where there are several."""
+        self._read_tail()
         self._close_streams()
         self._collect_processes()
         self._sources.append(name)
@@ -168,10 +171,7 @@ class Scanner:
         for raw in lines:
             self._number += 1
             if self._streams or _is_opening(raw) or may_be_observed(raw) or self._run.seen.is_listing(self._number):
-                for process, line in self._reader.read(self._number, raw):
-                    self._take(process, line, raw)
-                if self._streams and not self._number % QUIET_LINES:
-                    self._close_streams(only_quiet=True)
+                self._look_at(raw)
             elif raw[:1] in ("[", "("):
                 self._reader.note(raw)
         self._run.num_lines += len(lines)
@@ -181,12 +181,27 @@ class Scanner:
 
     def finish(self) -> tuple[Evidence, ...]:
         """The evidence of every run, in order."""
+        self._read_tail()
         self._close_streams()
         self._collect_processes()
         self._end_run()
         return tuple(self._finished)
 
-    def _take(self, process: Process, line: Line, raw: str) -> None:
+    def _look_at(self, raw: str) -> None:
+        if self._tail is not None and not (may_be_observed(raw) or self._run.seen.is_listing(self._number)):
+            self._tail.add(self._number, raw)
+            return
+        for process, line in self._reader.read(self._number, raw):
+            if self._tail is None:
+                self._gather(process, line)
+            if not line.text.startswith("    ") and kind_of(line.text) != "frame":
+                self._observe(line, raw)
+        if self._tail is not None:
+            self._tail.add(self._number, raw)
+        elif self._streams and not self._number % QUIET_LINES:
+            self._close_streams(only_quiet=True)
+
+    def _gather(self, process: Process, line: Line) -> None:
         if self._label:
             process = replace(process, label=f"{self._label} {process.label}".rstrip())
         is_part = _is_opening(line.text)
@@ -198,9 +213,7 @@ class Scanner:
             if is_part:
                 stream.latest = self._number
             if len(stream.lines) >= MAX_STREAM_LINES:
-                self._resolve_part(process, stream)
-        if not line.text.startswith("    ") and not (is_part and kind_of(line.text) == "frame"):
-            self._observe(line, raw)
+                stream.lines = self._resolve(stream.lines, process, is_open=True)
 
     def _observe(self, line: Line, raw: str) -> None:
         seen = self._run.seen
@@ -224,21 +237,35 @@ class Scanner:
                 del self._streams[process]
                 self._resolve(stream.lines, process)
 
-    def _resolve_part(self, process: Process, stream: _Stream) -> None:
-        """A stream is full: resolve it up to the last header, which most likely begins something new."""
-        headers = [at for at, line in enumerate(stream.lines) if at and kind_of(line.text) == "header"]
-        place = headers[-1] if headers else len(stream.lines)
-        done, stream.lines = stream.lines[:place], stream.lines[place:]
-        self._resolve(done, process)
-
-    def _resolve(self, lines: list[Line], process: Process) -> None:
+    def _resolve(self, lines: list[Line], process: Process, *, is_open: bool = False) -> list[Line]:
+        """Resolve a stream; what is left of an open one, because it is not complete, comes back."""
+        self._num_read += len(lines)
+        if self._num_read > MAX_READ_LINES and self._tail is None:
+            self._tail = Tail()
         may_search = self._num_searched < MAX_SEARCHED_LINES
-        found = resolve(lines, process, may_search=may_search)
+        found = resolve(lines, process, may_search=may_search, is_open=is_open)
         if any(failure.certainty == "reconstructed" for failure in found.failures):
             self._num_searched += len(lines)
             if not may_search:
                 self._run.notes["interleaved tracebacks were too many to reconstruct all: exceptions were counted"] += 1
         self._run.add(found)
+        if found.rest_from is None:
+            return []
+        place = next(at for at, line in enumerate(lines) if line.number >= found.rest_from)
+        return lines[place:]
+
+    def _read_tail(self) -> None:
+        """Read the end of a log that was too long to read whole: it tells what the run died of."""
+        if self._tail is None:
+            return
+        tail, self._tail = self._tail, None
+        for number, raw in tail.lines():
+            for process, line in self._reader.read(number, raw):
+                self._gather(process, line)
+        self._run.notes.update(tail.notes(MAX_READ_LINES))
+        self._close_streams()
+        self._tail = None
+        self._num_read = 0
 
     def _collect_processes(self) -> None:
         named = [Process(self._label)] if self._label else []
@@ -253,7 +280,17 @@ class Scanner:
 
 
 def _is_opening(text: str) -> bool:
-    return any(word in text for word in _OPENING)
+    """Whether a line is, or announces, a part of a traceback. Written out because it is asked for every line."""
+    return (
+        'File "' in text
+        or "(most recent call" in text
+        or "Process " in text
+        or "Exception i" in text
+        or " above exception" in text
+        or "Fatal Python error" in text
+        or "terminate called after" in text
+        or "--- Logging error" in text
+    )
 
 
 def _identity(failure: Failure) -> Hashable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from piecegraph.insight.log_lines import Line
 
@@ -14,6 +15,7 @@ LINK_TEXTS = {
 }
 FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:,? in (?P<function>.+?))?\s*$')
 
+_BEGINNINGS = ("Traceback", "During h", "The abov")
 _GLUED = re.compile(r'(?<=\S)(?=  File "[^"]+", line \d+, in \S)')
 _HALF_FRAME = re.compile(r'^\s*File "(?:[^"]*|[^"]+"(?:,(?: (?:l|li|lin|line|line \d*)?)?)?)$')
 _TWINS = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?P=type): : (?P<messages>.+)$")
@@ -24,18 +26,32 @@ _REACH = 6
 
 def mend(lines: Sequence[Line]) -> list[Line]:
     """Split glued frames and join torn ones."""
-    whole = [part for line in lines for part in _unglue(line)]
-    mended: list[Line] = []
+    whole: list[Line] = []
+    for line in lines:
+        if _may_be_glued(line.text):
+            whole += _unglue(line)
+        else:
+            whole.append(line)
     used: set[int] = set()
     for at, line in enumerate(whole):
-        if at in used:
-            continue
-        other = _other_half(whole, at)
-        if other is not None:
-            used.add(other)
-            line = line._replace(text=line.text + whole[other].text)
-        mended.append(line)
-    return mended
+        if at not in used and _may_be_half(line.text):
+            other = _other_half(whole, at)
+            if other is not None:
+                used.add(other)
+                whole[at] = line._replace(text=line.text + whole[other].text)
+    return [line for at, line in enumerate(whole) if at not in used] if used else whole
+
+
+@lru_cache(maxsize=1 << 14)
+def _may_be_glued(text: str) -> bool:
+    """Cheaper than trying: whole lines, which repeat, are most of a log."""
+    if 'File "' in text:
+        return not FRAME.match(text)
+    return HEADER_TEXT in text or " exception" in text or ": : " in text
+
+
+def _may_be_half(text: str) -> bool:
+    return text.startswith((*_BEGINNINGS, "  File ", " File ", "File "))
 
 
 def _unglue(line: Line) -> list[Line]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from piecegraph.insight.advice import Suggestion
 from piecegraph.insight.failure import Frame, TreeLine
 from piecegraph.insight.launcher import describe_code
 from piecegraph.insight.ownership import place_of
@@ -16,6 +17,8 @@ MAX_GROUPS = 6
 MAX_TREE_LINES = 30
 MAX_STACK_LINES = 24
 MAX_ARTEFACTS = 6
+MAX_PLACE = 64
+"""Sources stand in a column behind the frames, but for frames that are longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,8 @@ class Row:
     text: str
     tone: Tone = ""
     is_code: bool = False
+    is_detail: bool = False
+    """Whether it belongs to the row above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,7 @@ def _root_rows(page: Page) -> list[Row]:
         rows.append(Row("shown as" if shown.how == "wraps" else "then", text))
         if shown.how != "wraps":
             how = "as its direct consequence" if shown.how == "cause" else "while the first was being handled"
-            rows.append(Row("", f"raised {how}" + (f", at {_at(shown.frame)}" if shown.frame else ""), "quiet"))
+            rows.append(Row("", f"raised {how}" + (f", at {_at(shown.frame)}" if shown.frame else ""), "quiet", is_detail=True))
     if root.is_asynchronous:
         rows.append(Row("mind", "the GPU reports such an error late: the frame may be innocent", "quiet"))
     return rows
@@ -195,16 +200,18 @@ def _stack_rows(page: Page) -> list[Row]:
             half = MAX_STACK_LINES // 2
             hidden = StackLine(None, f"{len(lines) - 2 * half} more lines")
             lines = (*lines[:half], hidden, *lines[-half:])
-        rows += [_stack_row(line) for line in lines]
+        widths = [len(_at(line.frame)) for line in lines if line.frame is not None and line.frame.source]
+        width = max((number for number in widths if number <= MAX_PLACE), default=0)
+        rows += [_stack_row(line, width) for line in lines]
     return rows or [Row("", "this log holds no frames")]
 
 
-def _stack_row(line: StackLine) -> Row:
+def _stack_row(line: StackLine, width: int) -> Row:
     if line.frame is None:
-        return Row("", f"    ... {line.folded}", "quiet")
+        return Row("", f"    ... {line.folded}", "quiet", is_code=True)
     mark = ">" if line.is_innermost else " "
-    source = f"   {line.frame.source}" if line.frame.source else ""
-    return Row("", f"  {mark} {_at(line.frame)}{source}", "strong" if line.is_innermost else "", is_code=True)
+    place = f"{_at(line.frame):<{width}}   {line.frame.source}" if line.frame.source else _at(line.frame)
+    return Row("", f"  {mark} {place}", "strong" if line.is_innermost else "", is_code=True)
 
 
 def _tree_row(line: TreeLine) -> Row:
@@ -219,15 +226,18 @@ def _advice_rows(page: Page) -> list[Row]:
     if page.outcome == "failure" and not page.known:
         rows.append(Row("known issue", "none of the catalogue matches", "quiet"))
     for suggestion in page.suggestions:
-        verdict = f"  [{suggestion.why}]" if suggestion.why else ""
-        where = f", {_line(suggestion.line)}" if suggestion.line is not None else ""
-        tone: Tone = "quiet" if suggestion.fit == "does not fit" else ""
-        rows.append(Row("printed" if suggestion.fit == "not judged" else suggestion.fit, f"{suggestion.text}{where}{verdict}", tone))
+        rows.append(_suggestion_row(suggestion))
     if page.outcome == "call chains":
         rows.append(Row("", "if a run did fail, give all of its output: the exception is not in this part"))
     if page.outcome in ("nothing", "exits"):
         rows.append(Row("", "if a run did fail, look for the standard error of its workers, or run it again with a recorder"))
     return rows
+
+
+def _suggestion_row(suggestion: Suggestion) -> Row:
+    where = f" (printed at {_line(suggestion.line)})" if suggestion.line is not None else " (printed)"
+    why = f": {suggestion.why}" if suggestion.why else ""
+    return Row(suggestion.fit, f'"{suggestion.text}"{where}{why}', "quiet" if suggestion.fit == "does not fit" else "")
 
 
 def _known_rows(known: KnownMatch) -> list[Row]:
@@ -255,7 +265,7 @@ def _exits(page: Page) -> str:
 
 def _frame_rows(label: str, frame: Frame, note: str = "") -> list[Row]:
     rows = [Row(label, f"{_at(frame)}{note}")]
-    return [*rows, Row("", frame.source, "quiet", is_code=True)] if frame.source else rows
+    return [*rows, Row("", frame.source, "quiet", is_code=True, is_detail=True)] if frame.source else rows
 
 
 def _at(frame: Frame) -> str:
