@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import time
-import traceback
 
 NUM_PROCESSES = 8
 
@@ -93,56 +92,62 @@ def fail(story: str, rank: int) -> None:
 
 
 class Prefixed:
-    """A stream that puts a prefix in front of every line, one write for each write, as engines' workers have it."""
+    """A stream that puts a prefix in front of every line, as engines' workers have it."""
 
     def __init__(self, prefix: str) -> None:
-        self._prefix, self._stream, self._is_new = prefix, sys.stderr, True
+        self._prefix, self._stream, self._pending = prefix, sys.stderr, ""
 
     def write(self, text: str) -> int:
-        out = ""
-        for part in text.splitlines(keepends=True):
-            out += self._prefix + part if self._is_new else part
-            self._is_new = part.endswith("\n")
-        return self._stream.write(out)
+        *lines, self._pending = (self._pending + text).split("\n")
+        if lines:
+            self._stream.write("".join(f"{self._prefix}{line}\n" for line in lines))
+        return len(text)
 
     def flush(self) -> None:
         self._stream.flush()
 
 
-def work(story: str, rank: int, prefix: str, start: float) -> None:
+def work(story: str, rank: int, prefix: str, ready: int, go: int) -> None:
+    """Fail, at the same moment as the others: when nobody holds the other end of ``go`` any more."""
     if prefix == "worker":
         sys.stderr = Prefixed(f"(Worker_TP{rank} pid={os.getpid()}) ")
     elif prefix == "rank":
         sys.stderr = Prefixed(f"[rank{rank}]: ")
-        sys.excepthook = lambda kind, error, where: print_prefixed(rank, error)
-    time.sleep(max(0.0, start - time.time()))
+    os.write(ready, b".")
+    os.read(go, 1)
     fail(story, rank)
 
 
-def print_prefixed(rank: int, error: BaseException) -> None:
-    text = "".join(traceback.format_exception(error))
-    sys.__stderr__.write("".join(f"[rank{rank}]: {line}" for line in text.splitlines(keepends=True)))
+def work_forked(story: str, rank: int, prefix: str, ready: int, go: int, other_end: int) -> None:
+    os.close(other_end)
+    work(story, rank, prefix, ready, go)
 
 
 def main() -> None:
     story, way, prefix = sys.argv[1:4]
     if len(sys.argv) > 4:
-        work(story, int(sys.argv[4]), prefix, float(sys.argv[5]))
+        rank, ready, go = map(int, sys.argv[4:])
+        work(story, rank, prefix, ready, go)
         return
-    start = time.time() + 1.0
+    (ready_out, ready), (go, go_in) = os.pipe(), os.pipe()
     if way == "caught":
-        workers = [multiprocessing.Process(target=work, args=(story, r, prefix, start)) for r in range(NUM_PROCESSES)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        return
-    jobs = [
-        subprocess.Popen([sys.executable, __file__, story, way, prefix, str(rank), str(start)])
-        for rank in range(NUM_PROCESSES)
-    ]
-    for job in jobs:
-        job.wait()
+        fork = multiprocessing.get_context("fork")
+        arguments = [(story, rank, prefix, ready, go, go_in) for rank in range(NUM_PROCESSES)]
+        jobs = [fork.Process(target=work_forked, args=each) for each in arguments]
+        for job in jobs:
+            job.start()
+        wait = [job.join for job in jobs]
+    else:
+        command = [sys.executable, __file__, story, way, prefix]
+        wait = [
+            subprocess.Popen([*command, str(rank), str(ready), str(go)], pass_fds=(ready, go)).wait
+            for rank in range(NUM_PROCESSES)
+        ]
+    for _ in range(NUM_PROCESSES):
+        os.read(ready_out, 1)
+    os.close(go_in)
+    for job_ends in wait:
+        job_ends()
 
 
 if __name__ == "__main__":

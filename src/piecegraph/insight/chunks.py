@@ -242,6 +242,22 @@ def _with_settled_sources(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
     )
 
 
+def representatives(chunks: Sequence[Chunk]) -> dict[Hashable, Chunk]:
+    """One chunk for each key, at the place of the first; of exceptions the wording that most have, as some are torn."""
+    first: dict[Hashable, Chunk] = {}
+    wordings: defaultdict[Hashable, Counter[str]] = defaultdict(Counter)
+    by_wording: dict[tuple[Hashable, str], str] = {}
+    for chunk in chunks:
+        first.setdefault(chunk.key, chunk)
+        if chunk.kind == "text":
+            masked = mask(chunk.text)
+            wordings[chunk.key][masked] += 1
+            by_wording.setdefault((chunk.key, masked), chunk.text)
+    for key, votes in wordings.items():
+        first[key] = first[key]._replace(text=by_wording[key, votes.most_common(1)[0][0]])
+    return first
+
+
 def _count(done: Cut, kind: Kind) -> int:
     return sum(chunk.kind == kind for chunk in done.chunks)
 

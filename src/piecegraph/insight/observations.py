@@ -6,6 +6,7 @@ Everything kept is bounded, so a log of any size is observed with the same memor
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from piecegraph.insight.failure import Exit, Milestone, Phase, Process
@@ -48,9 +49,14 @@ WORDS = (
 """A line that says something observed here holds one of these: looking for them is far cheaper than the patterns."""
 
 
-def may_be_observed(text: str) -> bool:
-    """Whether it is worth to observe a line."""
-    for word in WORDS:  # a regular expression of them takes twice the time, any() half as much again
+def words_in(text: str, words: Iterable[str] = WORDS) -> tuple[str, ...]:
+    """Those of the words that a block of a log holds: only they need to be looked for in each of its lines."""
+    return tuple(word for word in words if word in text)
+
+
+def has_any(text: str, words: tuple[str, ...]) -> bool:
+    """Whether a line holds one of the words. A regular expression takes twice the time, any() half as much again."""
+    for word in words:  # noqa: SIM110
         if word in text:
             return True
     return False

@@ -11,7 +11,7 @@ from piecegraph.insight.echoes import Verdict, judge
 from piecegraph.insight.failure import Certainty, Evidence, Exit, Failure, Frame, Phase, Process, TreeLine
 from piecegraph.insight.ownership import place_of
 from piecegraph.insight.phases import PHASES, layers_of, phase_of
-from piecegraph.insight.root_cause import RootCause, find_root_cause, first_line
+from piecegraph.insight.root_cause import RootCause, find_root_cause
 
 Outcome = Literal["failure", "exits", "call chains", "nothing"]
 
@@ -218,9 +218,8 @@ def _who(evidence: Evidence, verdict: Verdict) -> Who:
 
 
 def _group(failure: Failure, role: Literal["root", "other", "echo", "survived"]) -> Group:
-    first = failure.chain[0] if failure.chain else None
-    name = first.type if first else failure.kind
-    message = first_line(first.message) if first else ""
+    cause = find_root_cause(failure) if failure.chain else None
+    name, message = (cause.type, cause.message) if cause else (failure.kind, "")
     return Group(name, message, failure.count, failure.processes, role, failure.line, failure.certainty)
 
 

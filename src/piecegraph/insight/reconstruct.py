@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from piecegraph.insight.chunks import Chunk
+from piecegraph.insight.chunks import Chunk, representatives
 from piecegraph.insight.failure import TreeLine
 from piecegraph.insight.likelihood import IMPOSSIBLE, Likelihood
 from piecegraph.insight.stories import Link, num_tellers
@@ -135,6 +135,7 @@ class _Search:
 
     def __init__(self, chunks: Sequence[Chunk], count: int) -> None:
         self._chunks, self._count = chunks, count
+        self._shown = representatives(chunks)
         self._likelihood = Likelihood(chunks)
         self._ids: dict[tuple[int, Hashable], int] = {}
         self._parent_of: dict[int, int] = {}
@@ -192,7 +193,7 @@ class _Search:
         node = self._ids.get((parent, chunk.key))
         if node is None:
             node = self._ids[parent, chunk.key] = len(self._ids) + 1
-            self._parent_of[node], self._chunk_of[node] = parent, chunk
+            self._parent_of[node], self._chunk_of[node] = parent, self._shown[chunk.key]
             self._children[parent] |= 1 << node
         return node
 

@@ -64,7 +64,8 @@ def _text_lines(row: Row, width: int) -> list[str]:
     indent = " " * (_LABEL + 2) if row.label or row.is_detail else "  "
     first = f"  {row.label:<{_LABEL}}" if row.label else indent
     if row.is_code:
-        return [first + row.text]
+        line = first + row.text
+        return [line if len(line) <= width else line[: width - 3] + "..."]
     wrapped = textwrap.wrap(row.text, max(width - len(indent), 30), break_long_words=False, break_on_hyphens=False)
     return [first + wrapped[0], *(indent + line for line in wrapped[1:])] if wrapped else [first.rstrip()]
 

@@ -13,7 +13,7 @@ from piecegraph.insight.chunks import kind_of, mask
 from piecegraph.insight.failure import Evidence, Failure, Frame, Process, TreeLine
 from piecegraph.insight.launcher import exits_of_table
 from piecegraph.insight.log_lines import Line, PrefixReader
-from piecegraph.insight.observations import Observations, may_be_observed
+from piecegraph.insight.observations import Observations, has_any, words_in
 from piecegraph.insight.phases import milestone_of
 from piecegraph.insight.resolve import Resolved, resolve
 from piecegraph.insight.tail import Tail
@@ -24,13 +24,23 @@ MAX_DISTINCT_FAILURES = 200
 """More are counted and not kept."""
 MAX_SEARCHED_LINES = 10_000
 """So many lines of processes that differ are reconstructed; behind them exceptions are counted."""
-MAX_READ_LINES = 250_000
+MAX_READ_LINES = 200_000
 """So many lines of tracebacks are read. Of more, all but the end is counted by exception: see :class:`Tail`."""
 MAX_PROCESSES = 4096
 MAX_CALL_CHAINS = 20
 QUIET_LINES = 200
-"""A traceback has ended when as many lines without a part of one have passed."""
+"""A traceback has ended when as many lines without a part of one have passed ..."""
+PATIENCE_LINES = 5000
+"""... or as many in which only other streams had one."""
+MAX_GATHERED_LINES = 60_000
+"""Of all streams together; the fullest is resolved when there are more."""
 
+
+OPENING = (
+    *('File "', "(most recent call", "Process ", "Exception i", " above exception"),
+    *("Fatal Python error", "terminate called after", "--- Logging error"),
+)
+"""A line that is, or announces, a part of a traceback holds one of these."""
 
 
 @dataclass(slots=True)
@@ -147,6 +157,8 @@ class Scanner:
         self._streams: dict[Process, _Stream] = {}
         self._num_searched = self._num_read = 0
         self._tail: Tail | None = None
+        self._watched: tuple[str, ...] = ()  # the words in the present block
+        self._opening: tuple[str, ...] = ()
 
     def add_notes(self, notes: Iterable[str]) -> None:
         """Remarks on the logs themselves."""
@@ -168,9 +180,14 @@ class Scanner:
 
     def feed(self, lines: list[str]) -> None:
         """The next lines of the log."""
-        for raw in lines:
+        block = "\n".join(lines)
+        self._watched, self._opening = words_in(block), words_in(block, OPENING)
+        for at, raw in enumerate(lines):
+            if self._tail is not None:
+                self._pass_by(lines[at:], self._tail)
+                break
             self._number += 1
-            if self._streams or _is_opening(raw) or may_be_observed(raw) or self._run.seen.is_listing(self._number):
+            if self._streams or has_any(raw, self._opening) or self._is_worth_observing(raw):
                 self._look_at(raw)
             elif raw[:1] in ("[", "("):
                 self._reader.note(raw)
@@ -188,23 +205,30 @@ class Scanner:
         return tuple(self._finished)
 
     def _look_at(self, raw: str) -> None:
-        if self._tail is not None and not (may_be_observed(raw) or self._run.seen.is_listing(self._number)):
-            self._tail.add(self._number, raw)
-            return
+        is_worth_observing = self._is_worth_observing(raw)
         for process, line in self._reader.read(self._number, raw):
-            if self._tail is None:
-                self._gather(process, line)
-            if not line.text.startswith("    ") and kind_of(line.text) != "frame":
+            self._gather(process, line)
+            if is_worth_observing and not line.text.startswith("    ") and kind_of(line.text) != "frame":
                 self._observe(line, raw)
-        if self._tail is not None:
-            self._tail.add(self._number, raw)
-        elif self._streams and not self._number % QUIET_LINES:
+        if self._streams and not self._number % QUIET_LINES:
             self._close_streams(only_quiet=True)
+
+    def _pass_by(self, lines: list[str], tail: Tail) -> None:
+        """Observe lines of a log of which no more tracebacks are read."""
+        tail.add(self._number + 1, lines)
+        for raw in lines:
+            self._number += 1
+            if raw[:2] != "  " and self._is_worth_observing(raw):
+                for _, line in self._reader.read(self._number, raw):
+                    self._observe(line, raw)
+
+    def _is_worth_observing(self, raw: str) -> bool:
+        return has_any(raw, self._watched) or self._run.seen.is_listing(self._number)
 
     def _gather(self, process: Process, line: Line) -> None:
         if self._label:
             process = replace(process, label=f"{self._label} {process.label}".rstrip())
-        is_part = _is_opening(line.text)
+        is_part = has_any(line.text, OPENING)
         stream = self._streams.get(process)
         if stream is None and is_part:
             stream = self._streams[process] = _Stream()
@@ -217,8 +241,6 @@ class Scanner:
 
     def _observe(self, line: Line, raw: str) -> None:
         seen = self._run.seen
-        if not may_be_observed(raw) and not seen.is_listing(line.number):
-            return
         milestone = milestone_of(line.text, line.number)
         if milestone is not None:
             if self._is_one_log and milestone.phase == "init" and milestone.state == "begun":
@@ -232,10 +254,15 @@ class Scanner:
             self._run.telling.append((line.text, line.number))
 
     def _close_streams(self, *, only_quiet: bool = False) -> None:
+        latest = max((stream.latest for stream in self._streams.values()), default=0)
+        is_quiet = not only_quiet or self._number - latest >= QUIET_LINES
         for process, stream in list(self._streams.items()):
-            if not only_quiet or self._number - stream.latest >= QUIET_LINES:
+            if is_quiet or self._number - stream.latest >= PATIENCE_LINES:
                 del self._streams[process]
                 self._resolve(stream.lines, process)
+        if sum(len(stream.lines) for stream in self._streams.values()) > MAX_GATHERED_LINES:
+            process, fullest = max(self._streams.items(), key=lambda item: len(item[1].lines))
+            fullest.lines = self._resolve(fullest.lines, process, is_open=True)
 
     def _resolve(self, lines: list[Line], process: Process, *, is_open: bool = False) -> list[Line]:
         """Resolve a stream; what is left of an open one, because it is not complete, comes back."""
@@ -277,20 +304,6 @@ class Scanner:
         self._collect_processes()
         self._finished.append(self._run.evidence(tuple(self._sources)))
         self._run = _Run(first_line=self._number)
-
-
-def _is_opening(text: str) -> bool:
-    """Whether a line is, or announces, a part of a traceback. Written out because it is asked for every line."""
-    return (
-        'File "' in text
-        or "(most recent call" in text
-        or "Process " in text
-        or "Exception i" in text
-        or " above exception" in text
-        or "Fatal Python error" in text
-        or "terminate called after" in text
-        or "--- Logging error" in text
-    )
 
 
 def _identity(failure: Failure) -> Hashable:

@@ -15,18 +15,28 @@ class Tail:
     """Keeps the last lines and counts the exceptions in those that it lets go."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[int, str]] = deque()
+        self._blocks: deque[tuple[int, list[str]]] = deque()
+        self._num_kept = 0
         self._is_under_frame = False
         self._counts: Counter[str] = Counter()
 
-    def add(self, number: int, raw: str) -> None:
-        self._kept.append((number, raw))
-        if len(self._kept) > TAIL_LINES:
-            _, gone = self._kept.popleft()
+    def add(self, first: int, lines: list[str]) -> None:
+        """The next lines, of which the first has this number. Whole blocks are let go: a line by itself costs too much."""
+        self._blocks.append((first, lines))
+        self._num_kept += len(lines)
+        while self._num_kept - len(self._blocks[0][1]) >= TAIL_LINES:
+            _, gone = self._blocks.popleft()
+            self._num_kept -= len(gone)
             self._count(gone)
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        return iter(self._kept)
+        """The last lines with their numbers; call it once, at the end."""
+        first, lines = self._blocks.popleft() if self._blocks else (0, [])
+        num_surplus = max(0, self._num_kept - TAIL_LINES)
+        self._count(lines[:num_surplus])
+        yield from enumerate(lines[num_surplus:], first + num_surplus)
+        for number, block in self._blocks:
+            yield from enumerate(block, number)
 
     def notes(self, num_read: int) -> list[str]:
         """What to say about the lines that were let go."""
@@ -39,12 +49,15 @@ class Tail:
             f"most often ({number:,}) {text[:100]}; the last {TAIL_LINES:,} lines were read"
         ]
 
-    def _count(self, raw: str) -> None:
-        if raw.startswith("  "):
-            self._is_under_frame = True
-            return
-        if self._is_under_frame and exception_of(raw.rstrip("\r")):
-            text = mask(raw)
-            if text in self._counts or len(self._counts) < MAX_KINDS:
-                self._counts[text] += 1
-        self._is_under_frame = False
+    def _count(self, lines: list[str]) -> None:
+        is_under_frame = self._is_under_frame
+        for raw in lines:
+            if raw[:2] == "  ":
+                is_under_frame = True
+            elif is_under_frame:
+                is_under_frame = False
+                if exception_of(raw.rstrip("\r")):
+                    text = mask(raw)
+                    if text in self._counts or len(self._counts) < MAX_KINDS:
+                        self._counts[text] += 1
+        self._is_under_frame = is_under_frame

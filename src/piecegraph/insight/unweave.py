@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from piecegraph.insight.chunks import Chunk
+from piecegraph.insight.chunks import Chunk, representatives
 from piecegraph.insight.likelihood import IMPOSSIBLE, STEP, Likelihood
 from piecegraph.insight.stories import Act, Link, Story, num_tellers
 
@@ -50,9 +50,7 @@ def unweave(chunks: Sequence[Chunk]) -> SameStory | None:
     if repeats is None:
         return None
     likelihood = Likelihood(chunks)
-    first = {}
-    for chunk in chunks:
-        first.setdefault(chunk.key, chunk)
+    first = representatives(chunks)
     readings = [_Reading((), (count,), 0.0, 0)]
     for chunk in chunks:
         further: dict[tuple[tuple[Hashable, ...], tuple[int, ...]], _Reading] = {}

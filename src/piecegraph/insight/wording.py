@@ -139,11 +139,12 @@ def _who_rows(page: Page) -> list[Row]:
 
 def _group_row(group: Group, *, is_alone: bool) -> Row:
     label = {"root": "failed", "other": "also failed", "echo": "echo", "survived": "survived"}[group.role]
-    names = f" by {describe_processes(group.processes)}" if group.processes else ""
+    names = describe_processes(group.processes)
     if is_alone:
-        return Row("printed", names.strip())
+        return Row("failed", names)
     line = f", complete at {_line(group.line)}" if group.line is not None else ""
-    return Row(label, f"{group.count} x {group.type}: {group.message[:100]}{names}{line}")
+    shown = f"{group.type}: {group.message[:100]}" if group.message else group.type
+    return Row(label, f"{group.count} x {shown}{f', by {names}' if names else ''}{line}")
 
 
 def _certainty_rows(page: Page) -> list[Row]:
@@ -160,6 +161,8 @@ def _certainty_rows(page: Page) -> list[Row]:
         rows.append(Row("likely", "where each was raised and what followed: interleaved tracebacks, reconstructed"))
     elif "unwoven" in kinds:
         rows.append(Row("certain", "all of them: interleaved tracebacks, of which every line has its place in this story"))
+    elif not unnamed:
+        rows.append(Row("certain", "who failed: the lines of every traceback carry a rank"))
     if unnamed and page.who.num_tracebacks > 1:
         why = " (it does not matter: all are alike)" if len(groups) == 1 else ""
         rows.append(Row("cannot tell", f"which rank printed which traceback: no line of this log says it{why}"))
@@ -188,9 +191,10 @@ def _phase_row(row: PhaseRow) -> Row:
 def _stack_rows(page: Page) -> list[Row]:
     if page.tree:
         rows = [Row("", "reconstructed from interleaved tracebacks that differ; the number is how many passed here", "quiet")]
-        rows += [_tree_row(line) for line in page.tree[:MAX_TREE_LINES]]
-        if len(page.tree) > MAX_TREE_LINES:
-            rows.append(Row("", f"... {len(page.tree) - MAX_TREE_LINES} more lines", "quiet"))
+        told = [line for line in page.tree if line.frame is None or place_of(line.frame.file).owner != "python"]
+        rows += [_tree_row(line) for line in told[:MAX_TREE_LINES]]
+        if len(told) > MAX_TREE_LINES:
+            rows.append(Row("", f"... {len(told) - MAX_TREE_LINES} more lines", "quiet"))
         return rows
     rows = []
     for number, part in enumerate(page.stack, 1):
