@@ -30,7 +30,7 @@ CHUNKS = (
 def ordinary(number: int) -> str:
     return (
         f"[2025-10-21 19:{number // 60 % 60:02}:{number % 60:02} TP{number % 8}] Decode. #running-req: {number % 97}, "
-        f"#token: {number}, token usage: 0.{number % 100:02}, gen throughput (token/s): {number % 997}.22, #queue-req: 0\n"
+        f"#token: {number}, token usage: 0.{number % 100:02}, gen throughput (token/s): {number % 997}.22\n"
     )
 
 

@@ -19,7 +19,7 @@ import time
 NUM_PROCESSES = 8
 
 
-class BackendCompilerFailed(RuntimeError):
+class BackendCompilerFailed(RuntimeError):  # noqa: N818 - torch's name
     pass
 
 
@@ -59,7 +59,7 @@ def fail_compile(rank: int) -> None:
         capture_one_batch_size(rank)
     except RuntimeError as error:
         raise Exception(
-            f"Capture cuda graph failed: {error}\n\nPossible solutions:\n1. set --mem-fraction-static to a smaller value"
+            f"Capture cuda graph failed: {error}\n\nPossible solutions:\n1. set --mem-fraction-static to a lower value"
         ) from error
 
 

@@ -24,7 +24,7 @@ group.add_command(explain)
 
 
 def main() -> None:
-    """Run the command. Our own errors are one line on standard error, and exit code 1, or 2 for input that is unusable."""
+    """Run the command. Our own errors are one line on standard error; the exit code is 1, or 2 for unusable input."""
     try:
         group()
     except PiecegraphError as error:

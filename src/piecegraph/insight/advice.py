@@ -11,7 +11,10 @@ from piecegraph.insight.phases import layers_of
 
 Fit = Literal["fits", "does not fit", "at a cost", "diagnosis", "not judged"]
 
-_MEMORY = re.compile(r"mem-fraction|mem_fraction|max-bs|memory.utilization|ALLOC_CONF|batch.?size|max.?model.?len|memory|max.num.seqs", re.I)
+_MEMORY = re.compile(
+    r"mem-fraction|mem_fraction|max-bs|memory.utilization|ALLOC_CONF|batch.?size|max.?model.?len|memory|max.num.seqs",
+    re.I,
+)
 _COMPILER = re.compile(r"torch.?compile|inductor|dynamo", re.I)
 _GRAPHS = re.compile(r"cuda.?graph|enforce.?eager", re.I)
 _DIAGNOSIS = re.compile(r"VERBOSE|LAUNCH_BLOCKING|NCCL_DEBUG|TORCH_LOGS|TORCH_USE_CUDA_DSA|DISTRIBUTED_DEBUG")
@@ -31,9 +34,7 @@ class Suggestion:
 
 def judge_suggestions(evidence: Evidence, root: Failure, phase: Phase | None) -> tuple[Suggestion, ...]:
     """Every suggestion with whether it fits."""
-    return tuple(
-        Suggestion(text, line, *_judge(text, evidence, root, phase)) for text, line in evidence.suggestions
-    )
+    return tuple(Suggestion(text, line, *_judge(text, evidence, root, phase)) for text, line in evidence.suggestions)
 
 
 def memory_shortage(evidence: Evidence, root: Failure) -> str:

@@ -1,9 +1,10 @@
 """Lines cut into the pieces that a process writes at once.
 
-Note [Chunks]: the ``traceback`` module prints one *entry* with one write: the head line, one frame with its source, the
-whole text of an exception however long, or the sentence that links two exceptions. So the output of several processes
-mixes between entries and not inside them. CPython up to 3.12 prints an exception nobody caught line by line, so the source
-line may be torn from its frame: frames are told apart by file, line and function, never by their source.
+Note [Chunks]: the ``traceback`` module prints one *entry* with one write: the head line, one frame with its source,
+the whole text of an exception however long, or the sentence that links two exceptions. So the output of several
+processes mixes between entries and not inside them. CPython up to 3.12 prints an exception nobody caught line by
+line, so the source line may be torn from its frame: frames are told apart by file, line and function, never by their
+source.
 """
 
 from __future__ import annotations
@@ -315,10 +316,15 @@ class _Cutter:
     def _header(self, at: int) -> Chunk:
         line = self._lines[at]
         before = self._lines[at - 1].text if at else ""
-        origin = next((kind for words, kind in _ORIGINS if before.startswith(words)), "")
+        origins: list[Origin] = [origin for words, origin in _ORIGINS if before.startswith(words)]
         named = _NAMED.match(before) if at and self._lines[at - 1].number == line.number - 1 else None
         return Chunk(
-            "header", ("header",), line.number, line.number, name=named["name"] if named else line.claim, origin=origin
+            "header",
+            ("header",),
+            line.number,
+            line.number,
+            name=named["name"] if named else line.claim,
+            origin=origins[0] if origins else "",
         )
 
     def _frame(self, at: int) -> int:
@@ -345,7 +351,7 @@ class _Cutter:
         return end
 
     def _own_source(self, sources: list[str]) -> str:
-        """The source line of the frame being read. Frames torn from their source stand in a row, then their sources do."""
+        """The source line of the frame being read. Torn frames stand in a row, then their sources do."""
         if len(sources) < 2:
             return sources[0] if sources else ""
         torn = 0

@@ -9,8 +9,8 @@ from piecegraph.insight.failure import Evidence, Failure
 
 _ECHO_TYPES = re.compile(
     r"(?:ChildFailedError|ProcessRaisedException|ProcessExitedException|BrokenPipeError|ConnectionResetError"
-    r"|ConnectionRefusedError|ConnectionAbortedError|EOFError|EngineDeadError|ActorDiedError|RayActorError|WorkerCrashedError"
-    r"|BrokenProcessPool|CancelledError|BrokenBarrierError|DistStoreError|DistNetworkError|KeyboardInterrupt|SystemExit"
+    r"|ConnectionRefusedError|ConnectionAbortedError|EOFError|EngineDeadError|ActorDiedError|RayActorError"
+    r"|WorkerCrashedError|BrokenProcessPool|CancelledError|BrokenBarrierError|DistStoreError|DistNetworkError|KeyboardInterrupt|SystemExit"
     r"|ExceptionGroup|IncompleteReadError)$"
 )
 _ECHO_MESSAGES = re.compile(
@@ -19,7 +19,8 @@ _ECHO_MESSAGES = re.compile(
     r"|timed out (?:after \d+ ?m?s )?(?:on|in|while|waiting)|wait timeout after|collective operation timeout"
     r"|monitoredbarrier|heartbeat|peer (?:has )?(?:died|disconnected))"
     r"|ncclRemoteError|ncclSystemError|\[Rank \d+\].*[Tt]imeout|Engine core initialization failed"
-    r"|EngineCore encountered an issue|WorkerProc initialization failed|[Ss]ee (?:the )?(?:root cause|stack trace) above"
+    r"|EngineCore encountered an issue|WorkerProc initialization failed"
+    r"|[Ss]ee (?:the )?(?:root cause|stack trace) above"
     r"|Rank \d+ scheduler died|Initialization failed\. Please see the error messages above"
 )
 
@@ -65,6 +66,6 @@ def judge(evidence: Evidence) -> Verdict:
         root,
         tuple(failure for failure in echoes if failure is not root),
         tuple(failure for failure in (*candidates, *ignored) if failure is not root),
-        tuple((*survived, *ignored)),
+        (*survived, *ignored),
         not candidates,
     )

@@ -13,7 +13,7 @@ from piecegraph.insight.known_issues import load_catalogue, log_line_matcher
 from piecegraph.insight.log_source import Log, name_logs
 from piecegraph.insight.page import Page, compose
 from piecegraph.insight.scan import Scanner
-from piecegraph.progress import Progress
+from piecegraph.progress import Bar, Progress
 
 _MIB = 1 << 20
 
@@ -42,20 +42,12 @@ def read_evidence(paths: Sequence[str], *, progress: bool | Literal["auto"] = Fa
     scanner = Scanner(is_one_log=len(logs) == 1, is_telling=log_line_matcher(load_catalogue()))
     total = sum(log.num_bytes for log in logs) // _MIB
     with Progress(progress).bar("explain", total) as bar:
-        before = 0
+        meter = _Meter(bar, total, scanner)
         for log in logs:
             scanner.begin_log(log.name, names[log.path])
-            shown = before
-
-            def advance(position: int) -> None:
-                nonlocal shown
-                while shown < min(before + position // _MIB, total):
-                    shown += 1
-                    bar.advance(f"MiB of {log.name}, {scanner.num_failures} tracebacks")  # noqa: B023
-
-            for lines in log.blocks(advance):
+            for lines in log.blocks(meter.show):
                 scanner.feed(lines)
-            before += log.num_bytes // _MIB
+            meter.end_log(log)
     empty = [log for log in logs if not log.num_lines]
     if len(empty) == len(logs):
         raise InputError(
@@ -64,3 +56,20 @@ def read_evidence(paths: Sequence[str], *, progress: bool | Literal["auto"] = Fa
         )  # fmt: skip
     scanner.add_notes([*(f"{log.name} is empty" for log in empty), *(note for log in logs for note in log.notes)])
     return scanner.finish()
+
+
+class _Meter:
+    """Moves the bar with the bytes that were read."""
+
+    def __init__(self, bar: Bar, total: int, scanner: Scanner) -> None:
+        self._bar, self._total, self._scanner = bar, total, scanner
+        self._num_before = self._num_shown = 0
+
+    def show(self, position: int) -> None:
+        """The present log was read up to here."""
+        while self._num_shown < min((self._num_before + position) // _MIB, self._total):
+            self._num_shown += 1
+            self._bar.advance(f"MiB, {self._scanner.num_failures} tracebacks")
+
+    def end_log(self, log: Log) -> None:
+        self._num_before += log.num_bytes

@@ -1,7 +1,8 @@
-"""The nouns of a failing run. A log and a folder of records both end in one :class:`Evidence`, from which the page is written.
+"""The nouns of a failing run. A log and a folder of records both end in one :class:`Evidence`, from which the page is
+written.
 
-The one invariant: nothing is claimed that the source does not prove. What is unknown is ``None`` or empty, and what was
-put together again from interleaved pieces says so in :attr:`Failure.certainty`.
+The one invariant: nothing is claimed that the source does not prove. What is unknown is ``None`` or empty, and what
+was put together again from interleaved pieces says so in :attr:`Failure.certainty`.
 """
 
 from __future__ import annotations

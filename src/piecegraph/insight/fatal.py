@@ -11,7 +11,7 @@ from piecegraph.insight.log_lines import Line
 from piecegraph.insight.torn import FRAME
 
 _FATAL = re.compile(r"^(?:Fatal Python error|Windows fatal exception): (?P<reason>.+)$")
-_THREAD = re.compile(r"^(?P<which>Current thread|Thread) 0x[0-9a-fA-F]+.*\(most recent call first\):\s*$|^Stack \(most recent call first\):\s*$")
+_THREAD = re.compile(r"^(?:(?P<which>Current thread|Thread) 0x[0-9a-fA-F]+.*|Stack) \(most recent call first\):\s*$")
 _TERMINATE = re.compile(r"terminate called after throwing an instance of '(?P<type>[^']+)'")
 _WHAT = re.compile(r"^\s*what\(\):\s+(?P<message>.*)$")
 _WORDS = ("atal ", "(most recent call first)", "terminate called")

@@ -28,7 +28,9 @@ def exit_of_line(text: str, line: int | None) -> Exit | None:
     found = _LINE.search(text)
     if found is None:
         return None
-    return Exit(process=Process(f"local rank {found['local']}", pid=int(found["pid"])), code=int(found["code"]), line=line)
+    return Exit(
+        process=Process(f"local rank {found['local']}", pid=int(found["pid"])), code=int(found["code"]), line=line
+    )
 
 
 def describe_code(code: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
@@ -27,7 +28,7 @@ class Likelihood:
         self._places: defaultdict[Hashable, list[int]] = defaultdict(list)
         for at, chunk in enumerate(chunks):
             self._places[chunk.key].append(at)
-        self._neighbours = Counter((a.key, b.key) for a, b in zip(chunks, chunks[1:], strict=False))
+        self._neighbours = Counter((a.key, b.key) for a, b in itertools.pairwise(chunks))
         self._prices: dict[tuple[Hashable, Hashable], float] = {}
 
     def price(self, before: Chunk | None, after: Chunk) -> float:

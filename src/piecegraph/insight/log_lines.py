@@ -1,9 +1,9 @@
 """What stands in front of a line of a log: who wrote it, and through which logger.
 
-Two kinds of prefix are told apart. A *line prefix* (``[rank3]:``, ``(Worker_TP0 pid=7)``) is put in front of every line of a
-process, so it proves who wrote the line. A *record prefix* (``ERROR 05-08 19:06:38 [core.py:962]``) is put in front of a log
-record, of which a traceback may be the unprefixed rest; it separates log lines from tracebacks but proves nothing about the
-lines below it.
+Two kinds of prefix are told apart. A *line prefix* (``[rank3]:``, ``(Worker_TP0 pid=7)``) is put in front of every
+line of a process, so it proves who wrote the line. A *record prefix* (``ERROR 05-08 19:06:38 [core.py:962]``) is put
+in front of a log record, of which a traceback may be the unprefixed rest; it separates log lines from tracebacks but
+proves nothing about the lines below it.
 """
 
 from __future__ import annotations
@@ -34,22 +34,25 @@ _LINE_PREFIX = re.compile(
   | \((?:(?P<worker>[^()\s][^()]{0,79}?)[ ])?pid=(?P<pid>\d+)(?:,[ ]ip=(?P<ip>[\w.:]+))?\)[ ]?    # vLLM, Ray
   | \[(?:[\w.@-]*@)?(?P<job>\d+),(?P<mpi>\d+)\]<std(?:err|out)>:[ ]?          # mpirun --tag-output
   | \[pod/(?P<pod>[^\]\s]+)\][ ]                                              # kubectl logs --prefix
-  | (?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d)[ ](?:std(?:out|err)[ ][FP][ ])?)   # docker, k8s
+  | (?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d)[ ]      # docker logs -t
+        (?:std(?:out|err)[ ][FP][ ])?)                                        # Kubernetes
     """,
     re.VERBOSE,
 )
 _WEAK_PREFIX = re.compile(r"[ ]{0,4}(?P<task>\d{1,5}):[ ]|(?P<service>[A-Za-z][\w.-]{0,62})[ ]+\|[ ]")
 """srun --label and docker compose. Ordinary text may look the same, so see :class:`PrefixReader`."""
 
+_LEVELS = "DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL"
 _RECORD_PREFIX = re.compile(
-    r"""
-    (?:DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)[ ]\d\d-\d\d[ ]\d\d:\d\d:\d\d[ ]\[(?P<place>[^\]\s]+:\d+)\][ ]?   # vLLM
-  | \[\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?
-        (?:[ ](?P<claim>(?:(?:ATTN_)?(?:DP|TP|PP|EP|CP)\d+)(?:[ ](?:DP|TP|PP|EP|CP)\d+)*))?\][ ]?                 # SGLang
-  | \[?[DIWEF]\d{4}[ ]\d\d:\d\d:\d\d\.\d+[ ](?:\d+[ ])?(?P<source>[\w./<>-]+:\d+)\][ ]?(?:\[\d+/\d+(?:_\d+)?\][ ]?)?  # glog, torch
-  | \d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:[ ]?[-|:]?[ ][\w.]+)?(?:[ ]?[-|:]?[ ](?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b)?
-        (?:[ ]?[-|:]|(?=[ ]))[ ]?                                                                                  # logging
-  | (?:DEBUG|INFO|WARNING|ERROR|CRITICAL):[\w.]+:                                                                  # basicConfig
+    rf"""
+    (?:{_LEVELS})[ ]\d\d-\d\d[ ]\d\d:\d\d:\d\d[ ]\[(?P<place>[^\]\s]+:\d+)\][ ]?     # vLLM
+  | \[\d{{4}}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?                                # SGLang
+        (?:[ ](?P<claim>(?:ATTN_)?(?:DP|TP|PP|EP|CP)\d+(?:[ ](?:DP|TP|PP|EP|CP)\d+)*))?\][ ]?
+  | \[?[DIWEF]\d{{4}}[ ]\d\d:\d\d:\d\d\.\d+[ ](?:\d+[ ])?(?P<source>[\w./<>-]+:\d+)\][ ]?   # glog, torch
+        (?:\[\d+/\d+(?:_\d+)?\][ ]?)?                                                # compile id
+  | \d{{4}}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?                                  # logging
+        (?:[ ]?[-|:]?[ ][\w.]+)?(?:[ ]?[-|:]?[ ](?:{_LEVELS})\b)?(?:[ ]?[-|:]|(?=[ ]))[ ]?
+  | (?:{_LEVELS}):[\w.]+:                                                             # logging.basicConfig
     """,
     re.VERBOSE,
 )
@@ -64,8 +67,8 @@ _MAX_KNOWN = 4096
 class PrefixReader:
     """Takes the prefixes off the lines of one log.
 
-    A weak prefix (``3: ``, ``worker-1  | ``) is believed from the first line on that has the head or a frame of a traceback
-    behind it, because then the launcher labels every line.
+    A weak prefix (``3: ``, ``worker-1  | ``) is believed from the first line on that has the head or a frame of a
+    traceback behind it, because then the launcher labels every line.
     """
 
     def __init__(self) -> None:
@@ -94,7 +97,7 @@ class PrefixReader:
     def _read_one(self, number: int, text: str) -> tuple[Process, Line]:
         who = _NOBODY
         for _ in range(_MAX_PREFIXES):
-            if text.startswith("  ") and "task" not in self._weak:
+            if text.startswith("  ") and not text[2:6].lstrip()[:1].isdigit():
                 break  # a frame or its source: only padded task numbers begin like this
             found = _LINE_PREFIX.match(text) if text[:1] in _LINE_PREFIX_STARTS else None
             found = found or self._weak_prefix(text)

@@ -1,7 +1,7 @@
 """Logs as blocks of lines: files, standard input, gzip. A log of any size is read with the same memory.
 
-In come paths, out come lists of decoded lines. Every input either gives lines or raises :class:`InputError`; bytes that are
-no text are replaced, never fatal.
+In come paths, out come lists of decoded lines. Every input either gives lines or raises :class:`InputError`; bytes
+that are no text are replaced, never fatal.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Log:
         return os.path.getsize(self.path) if os.path.isfile(self.path) else 0
 
     def blocks(self, on_bytes: Callable[[int], None] = lambda position: None) -> Iterator[list[str]]:
-        """The lines without their ends, about a MiB at a time; ``on_bytes`` is told how far into the file they reach."""
+        """The lines without their ends, a MiB at a time; ``on_bytes`` is told how far into the file they reach."""
         raw = self._open()
         try:
             first = raw.read(BLOCK_BYTES)
-            unpacked: IO[bytes] = raw
+            unpacked: IO[bytes] | gzip.GzipFile = raw
             if first.startswith(_GZIP_MAGIC):
                 unpacked = gzip.GzipFile(fileobj=_Rejoined(first, raw))
                 first = self._read(unpacked)
@@ -84,7 +84,7 @@ class Log:
             why = (error.strerror or str(error)).lower()
             raise InputError("PG601", f"{self.path} cannot be read", why=why, hint="check the path") from error
 
-    def _read(self, stream: IO[bytes]) -> bytes:
+    def _read(self, stream: IO[bytes] | gzip.GzipFile) -> bytes:
         try:
             return stream.read(BLOCK_BYTES)
         except EOFError:
@@ -97,7 +97,7 @@ class Log:
         for mark, encoding in _WIDE:
             if first.startswith(mark):
                 return codecs.getincrementaldecoder(encoding)("replace")
-        head = first[: MAX_LINE]
+        head = first[:MAX_LINE]
         if head and len(head) - len(head.translate(None, _CONTROL)) > _BINARY_SHARE * len(head):
             raise InputError("PG603", f"{self.name} is no text", why="it holds binary data", hint=_BINARY_HINT)
         return codecs.getincrementaldecoder("utf-8")("replace")

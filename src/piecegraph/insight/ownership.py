@@ -20,12 +20,14 @@ class Place(NamedTuple):
     """Whether it lies in site-packages."""
 
 
-_ENGINES = frozenset("sglang vllm thunder tensorrt_llm lmdeploy megatron deepspeed nemo fairseq trl verl axolotl".split())
+_ENGINES = frozenset(
+    "sglang vllm thunder tensorrt_llm lmdeploy megatron deepspeed nemo fairseq trl verl axolotl".split()
+)
 """The code at work: shown, like the user's."""
 _LIBRARIES = frozenset(
-    "torch triton transformers flashinfer flash_attn xformers accelerate safetensors tokenizers huggingface_hub numpy ray "
-    "sgl_kernel cutlass apex torchvision torchaudio torchao bitsandbytes peft diffusers nvidia cuda mpi4py pydantic uvicorn "
-    "fastapi starlette zmq nvfuser jax".split()
+    "torch triton transformers flashinfer flash_attn xformers accelerate safetensors tokenizers huggingface_hub numpy "
+    "ray sgl_kernel cutlass apex torchvision torchaudio torchao bitsandbytes peft diffusers nvidia cuda mpi4py "
+    "pydantic uvicorn fastapi starlette zmq nvfuser jax".split()
 )
 _TORCH_PARTS = re.compile(
     r"torch/(?:_|nn/|fx/|cuda/|utils/|distributed/|autograd/|optim/|functional|multiprocessing/|ops/|library|serialization"

@@ -11,7 +11,8 @@ PHASES: tuple[Phase, ...] = ("init", "load", "kv cache", "compile", "capture", "
 """In the order in which a healthy start passes them."""
 
 _MARKS: tuple[tuple[Phase, str, str], ...] = (
-    ("init", "begun", r"Init torch distributed begin|Initializing an? (?:V1 )?LLM engine|vLLM API server version|server_args=ServerArgs"),
+    ("init", "begun", r"Init torch distributed begin|Initializing an? (?:V1 )?LLM engine"
+                      r"|vLLM API server version|server_args=ServerArgs"),
     ("init", "done", r"Init torch distributed ends|rank \d+ in world size \d+ is assigned as"),
     ("load", "begun", r"Load weight begin|Starting to load model|Loading (?:safetensors )?checkpoint shards:\s+0%"),
     ("load", "done", r"Load weight end|Loading weights took|Model loading took|checkpoint shards: 100%"),
@@ -20,7 +21,8 @@ _MARKS: tuple[tuple[Phase, str, str], ...] = (
     ("compile", "done", r"torch\.compile takes [\d.]+ s in total"),
     ("capture", "begun", r"Capture cuda graph b|Capturing (?:batches|CUDA graph|cudagraph)"),
     ("capture", "done", r"Capture cuda graph end|Graph capturing finished"),
-    ("serve", "begun", r"The server is fired up|Application startup complete|Uvicorn running on|Prefill batch|Engine 0\d\d: Avg prompt"),
+    ("serve", "begun", r"The server is fired up|Application startup complete|Uvicorn running on|Prefill batch"
+                       r"|Engine 0\d\d: Avg prompt"),
 )  # fmt: skip
 _MARK = re.compile("|".join(f"(?P<m{number}>{pattern})" for number, (_, _, pattern) in enumerate(_MARKS)))
 MARK_WORDS = (
@@ -32,7 +34,8 @@ MARK_WORDS = (
 _SIZE = re.compile(r"\b(?:bs=\d+|num_tokens=\d+)|\bbs \[(?P<one>\d+)\]|batch size (?P<size>\d+)")
 
 _LAYERS: tuple[tuple[str, Phase | None, str], ...] = (
-    ("CUDA graph capture", "capture", r"cuda_graph_runner\.py|cudagraph_utils|torch/cuda/graphs\.py|cuda_graph\.py|graph_runner\.py"),
+    ("CUDA graph capture", "capture", r"cuda_graph_runner\.py|cudagraph_utils|torch/cuda/graphs\.py|cuda_graph\.py"
+                                      r"|graph_runner\.py"),
     ("Dynamo", "compile", r"torch/_dynamo/"),
     ("thunder", "compile", r"/thunder/"),
     ("Inductor", "compile", r"torch/_inductor/"),

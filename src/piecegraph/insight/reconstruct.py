@@ -1,9 +1,9 @@
 """Interleaved tracebacks of processes that tell different stories.
 
-Which frame belongs to which process is then not proven by the log. What is certain is which exceptions were raised and how
-often. The rest is reconstructed: the smallest tree of chunks of which the log can be a shuffle of root-to-leaf paths, where
-every new branch must be paid for (see :mod:`likelihood`). From it come the frame each exception was most likely raised at,
-and the stacks laid on top of each other.
+Which frame belongs to which process is then not proven by the log. What is certain is which exceptions were raised
+and how often. The rest is reconstructed: the smallest tree of chunks of which the log can be a shuffle of root-to-
+leaf paths, where every new branch must be paid for (see :mod:`likelihood`). From it come the frame each exception was
+most likely raised at, and the stacks laid on top of each other.
 """
 
 from __future__ import annotations
@@ -199,7 +199,5 @@ class _Search:
 
     def _num_unfinished(self, hypothesis: _Hypothesis) -> int:
         return sum(
-            number
-            for node, number in hypothesis.waiting
-            if node == _ROOT or self._chunk_of[node].kind != "text"
+            number for node, number in hypothesis.waiting if node == _ROOT or self._chunk_of[node].kind != "text"
         )

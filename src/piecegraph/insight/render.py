@@ -120,7 +120,8 @@ h1 { font-size: 1.3rem; margin: 0; } h2 { font-size: .85rem; letter-spacing: .08
 <section>
 <h2>{{ block.title }}</h2>
 {% for row in block.rows %}
-<div class="row"><span class="label">{{ row.label }}</span><span class="text {{ row.tone }}{{ ' code' if row.is_code }}">{{ row.text }}</span></div>
+<div class="row"><span class="label">{{ row.label }}</span>
+<span class="text {{ row.tone }}{{ ' code' if row.is_code }}">{{ row.text }}</span></div>
 {% endfor %}
 </section>
 {% endfor %}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,9 +30,7 @@ class Resolved:
     """From this line on, nothing was resolved yet."""
 
 
-def resolve(
-    lines: Sequence[Line], process: Process, *, may_search: bool = True, is_open: bool = False
-) -> Resolved:
+def resolve(lines: Sequence[Line], process: Process, *, may_search: bool = True, is_open: bool = False) -> Resolved:
     """Everything that one stream tells; ``process`` is what its prefix proves.
 
     Args:
@@ -50,7 +49,7 @@ def resolve(
 
 
 def _complete_part(done: Cut) -> Cut:
-    """The chunks up to the last header at which no traceback is unfinished; all of them where there is no such place."""
+    """The chunks up to the last header at which no traceback is unfinished; all of them where there is none."""
     num_open, place = 0, 0
     for at, chunk in enumerate(done.chunks):
         if chunk.kind == "header":
@@ -107,7 +106,7 @@ def _teller(story: Story, process: Process) -> tuple[Process, ...]:
     header = story[0].header
     parts = [part for act in story for part in (act.header, *act.frames, act.text) if part is not None]
     # Between chained exceptions stand a link and blank lines.
-    is_unbroken = all(b.line - a.end <= 4 for a, b in zip(parts, parts[1:], strict=False))
+    is_unbroken = all(b.line - a.end <= 4 for a, b in itertools.pairwise(parts))
     return (Process(header.name),) if header is not None and header.name and is_unbroken else ()
 
 

@@ -58,7 +58,7 @@ def find_root_cause(failure: Failure) -> RootCause:
     origin = inner or first
     shown = [ShownAs(first.type, first_line(first.message), "wraps", None)] if inner else []
     for raised in failure.chain[1:]:
-        how = "cause" if raised.link == "cause" else "context"
+        how: Literal["cause", "context"] = "cause" if raised.link == "cause" else "context"
         shown.append(ShownAs(raised.type, first_line(raised.message), how, innermost(raised.frames)))
     frame = innermost(origin.frames)
     reached = next((f for f in reversed(origin.frames) if place_of(f.file).owner in ("user", "engine")), None)
@@ -94,6 +94,7 @@ def first_line(message: str) -> str:
 
 
 def innermost(frames: tuple[Frame, ...]) -> Frame | None:
+    """The frame in which it was raised."""
     return frames[-1] if frames else None
 
 

@@ -1,10 +1,11 @@
-"""One pass over logs: ordinary lines are observed, tracebacks are gathered stream by stream and resolved as soon as they end.
+"""One pass over logs: ordinary lines are observed, tracebacks are gathered stream by stream and resolved when they end.
 
 In come lines, out comes one :class:`Evidence` for each run. A run ends where another one begins behind a failure.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
@@ -144,9 +145,7 @@ class Scanner:
     Several logs are taken for one run, each written by its own process; one log may hold several runs.
     """
 
-    def __init__(
-        self, *, is_one_log: bool = True, is_telling: Callable[[str], object] = lambda line: False
-    ) -> None:
+    def __init__(self, *, is_one_log: bool = True, is_telling: Callable[[str], object] = lambda line: False) -> None:
         self._is_one_log, self._is_telling = is_one_log, is_telling
         self._finished: list[Evidence] = []
         self._sources: list[str] = []
@@ -286,7 +285,9 @@ class Scanner:
         if self._tail is None:
             return
         tail, self._tail = self._tail, None
-        for number, raw in tail.lines():
+        # A traceback of which the head was let go would look like another failure.
+        whole = itertools.dropwhile(lambda line: "Traceback (most recent call last)" not in line[1], tail.lines())
+        for number, raw in whole:
             for process, line in self._reader.read(number, raw):
                 self._gather(process, line)
         self._run.notes.update(tail.notes(MAX_READ_LINES))

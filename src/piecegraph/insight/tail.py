@@ -21,7 +21,7 @@ class Tail:
         self._counts: Counter[str] = Counter()
 
     def add(self, first: int, lines: list[str]) -> None:
-        """The next lines, of which the first has this number. Whole blocks are let go: a line by itself costs too much."""
+        """The next lines, of which the first has this number. Whole blocks are let go: one by one costs too much."""
         self._blocks.append((first, lines))
         self._num_kept += len(lines)
         while self._num_kept - len(self._blocks[0][1]) >= TAIL_LINES:

@@ -1,9 +1,9 @@
 """Interleaved tracebacks of processes that all tell the same story.
 
-Note [Same story]: N processes that print the same sequence of chunks, interleaved in any way, print every chunk a multiple
-of N times, and a chunk appears for the first time only after the one before it did. So a sequence without repetition is
-simply the order of first appearance; only where a chunk occurs more than once in the story must places be tried out, which
-is a search over a handful of readings.
+Note [Same story]: N processes that print the same sequence of chunks, interleaved in any way, print every chunk a
+multiple of N times, and a chunk appears for the first time only after the one before it did. So a sequence without
+repetition is simply the order of first appearance; only where a chunk occurs more than once in the story must places
+be tried out, which is a search over a handful of readings.
 """
 
 from __future__ import annotations

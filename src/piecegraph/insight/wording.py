@@ -77,21 +77,27 @@ def _root_rows(page: Page) -> list[Row]:
         return _no_root_rows(page)
     rows = []
     if page.who.has_only_echoes:
-        rows.append(Row("only echoes", "this log holds only what a failure elsewhere caused; the first of them:", "quiet"))
+        rows.append(
+            Row("only echoes", "this log holds only what a failure elsewhere caused; the first of them:", "quiet")
+        )
     rows.append(Row("", f"{root.type}: {root.message}" if root.message else root.type, "bad"))
     is_guess = page.who.groups[0].certainty == "reconstructed"
     if root.frame is not None:
         rows += _frame_rows("raised at", root.frame, "  (reconstructed)" if is_guess else "")
     if root.reached_from is not None:
         place = place_of(root.reached_from.file)
-        note = "innermost frame outside the libraries" if place.is_installed else "innermost frame outside site-packages"
+        note = (
+            "innermost frame outside the libraries" if place.is_installed else "innermost frame outside site-packages"
+        )
         rows += _frame_rows("reached from", root.reached_from, f"  ({note})")
     for shown in root.shown_as:
         text = f"{shown.type}: {shown.message}" if shown.how != "wraps" else f"{shown.type}, which wraps it"
         rows.append(Row("shown as" if shown.how == "wraps" else "then", text))
         if shown.how != "wraps":
             how = "as its direct consequence" if shown.how == "cause" else "while the first was being handled"
-            rows.append(Row("", f"raised {how}" + (f", at {_at(shown.frame)}" if shown.frame else ""), "quiet", is_detail=True))
+            rows.append(
+                Row("", f"raised {how}" + (f", at {_at(shown.frame)}" if shown.frame else ""), "quiet", is_detail=True)
+            )
     if root.is_asynchronous:
         rows.append(Row("mind", "the GPU reports such an error late: the frame may be innocent", "quiet"))
     return rows
@@ -160,7 +166,9 @@ def _certainty_rows(page: Page) -> list[Row]:
         rows.append(Row("certain", "which exceptions were raised, and how often: counted in the log"))
         rows.append(Row("likely", "where each was raised and what followed: interleaved tracebacks, reconstructed"))
     elif "unwoven" in kinds:
-        rows.append(Row("certain", "all of them: interleaved tracebacks, of which every line has its place in this story"))
+        rows.append(
+            Row("certain", "all of them: interleaved tracebacks, of which every line has its place in this story")
+        )
     elif not unnamed:
         rows.append(Row("certain", "who failed: the lines of every traceback carry a rank"))
     if unnamed and page.who.num_tracebacks > 1:
@@ -184,13 +192,19 @@ def _phase_row(row: PhaseRow) -> Row:
     at = f"  {_line(row.line)}" if row.line is not None else ""
     size = f"  {row.size}" if row.size else ""
     if row.state == "failed":
-        return Row("FAILED", f"{row.phase:<9}{size}{f'  begun at {_line(row.line)}' if row.line is not None else ''}", "bad")
+        return Row(
+            "FAILED", f"{row.phase:<9}{size}{f'  begun at {_line(row.line)}' if row.line is not None else ''}", "bad"
+        )
     return Row(row.state, f"{row.phase:<9}{at}{size}", "good" if row.state == "done" else "")
 
 
 def _stack_rows(page: Page) -> list[Row]:
     if page.tree:
-        rows = [Row("", "reconstructed from interleaved tracebacks that differ; the number is how many passed here", "quiet")]
+        rows = [
+            Row(
+                "", "reconstructed from interleaved tracebacks that differ; the number is how many passed here", "quiet"
+            )
+        ]
         told = [line for line in page.tree if line.frame is None or place_of(line.frame.file).owner != "python"]
         rows += [_tree_row(line) for line in told[:MAX_TREE_LINES]]
         if len(told) > MAX_TREE_LINES:
@@ -234,7 +248,9 @@ def _advice_rows(page: Page) -> list[Row]:
     if page.outcome == "call chains":
         rows.append(Row("", "if a run did fail, give all of its output: the exception is not in this part"))
     if page.outcome in ("nothing", "exits"):
-        rows.append(Row("", "if a run did fail, look for the standard error of its workers, or run it again with a recorder"))
+        rows.append(
+            Row("", "if a run did fail, look for the standard error of its workers, or run it again with a recorder")
+        )
     return rows
 
 
@@ -245,7 +261,11 @@ def _suggestion_row(suggestion: Suggestion) -> Row:
 
 
 def _known_rows(known: KnownMatch) -> list[Row]:
-    rows = [Row("known issue", f"{known.title}  ({known.id})", "strong"), Row("means", known.meaning), Row("fix", known.fix)]
+    rows = [
+        Row("known issue", f"{known.title}  ({known.id})", "strong"),
+        Row("means", known.meaning),
+        Row("fix", known.fix),
+    ]
     if known.fixed_in:
         rows.append(Row("fixed in", known.fixed_in))
     return [*rows, Row("rule", known.rule, "quiet"), Row("source", known.source, "quiet")]
@@ -260,7 +280,9 @@ def _artefact_rows(page: Page) -> list[Row]:
 
 def _exits(page: Page) -> str:
     first = next((exit for exit in page.who.exits if exit.is_first), None)
-    told = f"{describe_processes([first.process])} was the first to end ({describe_code(first.code)}); " if first else ""
+    told = (
+        f"{describe_processes([first.process])} was the first to end ({describe_code(first.code)}); " if first else ""
+    )
     by_code: dict[int, int] = {}
     for exit in page.who.exits:
         by_code[exit.code] = by_code.get(exit.code, 0) + 1
