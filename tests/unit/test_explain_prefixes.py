@@ -104,7 +104,9 @@ def test_a_worker_named_in_the_header_is_believed_if_nothing_stands_between() ->
 
 
 def test_a_log_line_ends_the_text_of_an_exception() -> None:
-    (failure,) = scan(TRACEBACK + "\n[2025-10-21 19:07:51 TP1] still here\nINFO 05-08 19:06:38 [a.py:1] so am I").failures
+    (failure,) = scan(
+        TRACEBACK + "\n[2025-10-21 19:07:51 TP1] still here\nINFO 05-08 19:06:38 [a.py:1] so am I"
+    ).failures
     assert shape(failure) == WHOLE
 
 
@@ -173,6 +175,8 @@ def test_a_dump_of_threads_that_go_on_is_no_failure() -> None:
 
 
 def test_a_cpp_exception() -> None:
-    text = "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [Rank 2] Watchdog caught it"
+    text = (
+        "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [Rank 2] Watchdog caught it"
+    )
     (failure,) = scan(text).failures
     assert (failure.chain[0].type, failure.chain[0].message) == ("c10::DistBackendError", "[Rank 2] Watchdog caught it")
