@@ -52,7 +52,7 @@ class Log:
         """The lines without their ends, a MiB at a time; ``on_bytes`` is told how far into the file they reach."""
         raw = self._open()
         try:
-            first = raw.read(BLOCK_BYTES)
+            first = self._read(raw)
             unpacked: IO[bytes] | gzip.GzipFile = raw
             if first.startswith(_GZIP_MAGIC):
                 unpacked = gzip.GzipFile(fileobj=_Rejoined(first, raw))
@@ -85,13 +85,19 @@ class Log:
             raise InputError("PG601", f"{self.path} cannot be read", why=why, hint="check the path") from error
 
     def _read(self, stream: IO[bytes] | gzip.GzipFile) -> bytes:
-        try:
+        if not isinstance(stream, gzip.GzipFile):
             return stream.read(BLOCK_BYTES)
+        parts, missing = [], BLOCK_BYTES
+        try:
+            # In small steps: a file that ends early gives everything up to its end.
+            while missing > 0 and (part := stream.read1(missing)):
+                parts.append(part)
+                missing -= len(part)
         except EOFError:
             self.notes.append(f"{self.name}: the compressed file ends early; what it holds up to there was read")
-            return b""
         except (OSError, zlib.error) as error:
             raise InputError("PG601", f"{self.name} cannot be read", why=str(error), hint="unpack it first") from error
+        return b"".join(parts)
 
     def _decoder(self, first: bytes) -> codecs.IncrementalDecoder:
         for mark, encoding in _WIDE:

@@ -50,7 +50,7 @@ def resolve(lines: Sequence[Line], process: Process, *, may_search: bool = True,
 
 def _complete_part(done: Cut) -> Cut:
     """The chunks up to the last header at which no traceback is unfinished; all of them where there is none."""
-    num_open, place = 0, 0
+    num_open = place = 0
     for at, chunk in enumerate(done.chunks):
         if chunk.kind == "header":
             if num_open == 0 and at and done.chunks[at - 1].kind == "text":
@@ -58,7 +58,7 @@ def _complete_part(done: Cut) -> Cut:
             num_open += 1
         elif chunk.kind == "text":
             num_open = max(0, num_open - 1)
-    return replace(done, chunks=done.chunks[:place]) if place else done
+    return replace(done, chunks=done.chunks[:place]) if num_open and place else done
 
 
 def _resolve_tracebacks(done: Cut, process: Process, may_search: bool) -> Resolved:

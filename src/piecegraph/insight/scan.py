@@ -5,7 +5,6 @@ In come lines, out comes one :class:`Evidence` for each run. A run ends where an
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
@@ -182,8 +181,8 @@ class Scanner:
         block = "\n".join(lines)
         self._watched, self._opening = words_in(block), words_in(block, OPENING)
         for at, raw in enumerate(lines):
-            if self._tail is not None:
-                self._pass_by(lines[at:], self._tail)
+            if self._num_read > MAX_READ_LINES:
+                self._pass_by(lines[at:])
                 break
             self._number += 1
             if self._streams or has_any(raw, self._opening) or self._is_worth_observing(raw):
@@ -212,9 +211,15 @@ class Scanner:
         if self._streams and not self._number % QUIET_LINES:
             self._close_streams(only_quiet=True)
 
-    def _pass_by(self, lines: list[str], tail: Tail) -> None:
+    def _pass_by(self, lines: list[str]) -> None:
         """Observe lines of a log of which no more tracebacks are read."""
-        tail.add(self._number + 1, lines)
+        if self._tail is None:
+            self._tail = Tail()
+            for process, stream in self._streams.items():
+                if sum(kind_of(line.text) == "header" for line in stream.lines) > 1:
+                    self._resolve(stream.lines, process, is_open=True)
+            self._streams.clear()  # what is unfinished ends in the lines that are passed by, and is counted there
+        self._tail.add(self._number + 1, lines)
         for raw in lines:
             self._number += 1
             if raw[:2] != "  " and self._is_worth_observing(raw):
@@ -266,8 +271,6 @@ class Scanner:
     def _resolve(self, lines: list[Line], process: Process, *, is_open: bool = False) -> list[Line]:
         """Resolve a stream; what is left of an open one, because it is not complete, comes back."""
         self._num_read += len(lines)
-        if self._num_read > MAX_READ_LINES and self._tail is None:
-            self._tail = Tail()
         may_search = self._num_searched < MAX_SEARCHED_LINES
         found = resolve(lines, process, may_search=may_search, is_open=is_open)
         if any(failure.certainty == "reconstructed" for failure in found.failures):
@@ -284,16 +287,11 @@ class Scanner:
         """Read the end of a log that was too long to read whole: it tells what the run died of."""
         if self._tail is None:
             return
-        tail, self._tail = self._tail, None
-        # A traceback of which the head was let go would look like another failure.
-        whole = itertools.dropwhile(lambda line: "Traceback (most recent call last)" not in line[1], tail.lines())
-        for number, raw in whole:
+        tail, self._tail, self._num_read = self._tail, None, 0
+        for number, raw in tail.lines():
             for process, line in self._reader.read(number, raw):
                 self._gather(process, line)
         self._run.notes.update(tail.notes(MAX_READ_LINES))
-        self._close_streams()
-        self._tail = None
-        self._num_read = 0
 
     def _collect_processes(self) -> None:
         named = [Process(self._label)] if self._label else []

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
 
 from piecegraph.insight.chunks import exception_of, mask
+from piecegraph.insight.torn import HEADER_TEXT
 
 TAIL_LINES = 5000
 MAX_KINDS = 1000
@@ -29,14 +29,14 @@ class Tail:
             self._num_kept -= len(gone)
             self._count(gone)
 
-    def lines(self) -> Iterator[tuple[int, str]]:
-        """The last lines with their numbers; call it once, at the end."""
-        first, lines = self._blocks.popleft() if self._blocks else (0, [])
-        num_surplus = max(0, self._num_kept - TAIL_LINES)
-        self._count(lines[:num_surplus])
-        yield from enumerate(lines[num_surplus:], first + num_surplus)
-        for number, block in self._blocks:
-            yield from enumerate(block, number)
+    def lines(self) -> list[tuple[int, str]]:
+        """The last lines with their numbers, from the head of a traceback on; call it once, at the end."""
+        kept = [numbered for first, lines in self._blocks for numbered in enumerate(lines, first)]
+        start = max(0, len(kept) - TAIL_LINES)
+        while start < len(kept) and HEADER_TEXT not in kept[start][1]:
+            start += 1  # a traceback of which the head was let go would look like another failure
+        self._count([raw for _, raw in kept[:start]])
+        return kept[start:]
 
     def notes(self, num_read: int) -> list[str]:
         """What to say about the lines that were let go."""
