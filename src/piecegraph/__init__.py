@@ -13,6 +13,7 @@ from piecegraph.version import VERSION
 __version__ = VERSION
 
 _HOMES = {
+    "LLM": "piecegraph.llm.llm",
     "compile": "piecegraph.api",
     "install": "piecegraph.api",
     "eager": "piecegraph.api",
@@ -21,13 +22,14 @@ _HOMES = {
     "errors": "piecegraph.errors",
 }
 
-__all__ = ["__version__", "compile", "eager", "eager_op", "errors", "install", "register_cut_op"]
+__all__ = ["LLM", "__version__", "compile", "eager", "eager_op", "errors", "install", "register_cut_op"]
 
 if TYPE_CHECKING:
     from piecegraph import errors
     from piecegraph.api import compile, eager, install
     from piecegraph.breakable import eager_op
     from piecegraph.cut_rules import register_cut_op
+    from piecegraph.llm.llm import LLM
 
 
 def __getattr__(name: str) -> Any:

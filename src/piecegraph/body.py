@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from piecegraph import torch_compat
-from piecegraph.program import Program, Slot
+from piecegraph.program import Program, RunStep, Slot, run_plainly
 from piecegraph.record import Recorder
 from piecegraph.sources import Fixed, FromCall, FromGraph, FromSize, Weight
 from piecegraph.structure import Structure, atoms
@@ -100,11 +100,11 @@ class TracedBody:
         self.written_calls = traced.written_calls
         self.written_state = tuple(weight.tensor for weight in traced.written_weights)
 
-    def run(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
-        return self._program.at(sizes).run(tensors)
+    def run(self, tensors: Sequence[torch.Tensor], sizes: Sizes, run_step: RunStep = run_plainly) -> list[Any]:
+        return self._program.at(sizes).run(tensors, run_step)
 
     def record(self, recorder: Recorder, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
-        outputs = self._program.at(sizes).run(tensors, recorder.run_step)
+        outputs = self.run(tensors, sizes, recorder.run_step)
         return recorder.outputs(outputs, self._program.outputs)
 
     def output_shape(self, index: int, sizes: Sizes) -> tuple[int, ...] | None:

@@ -17,7 +17,7 @@ def describe_environment() -> dict[str, str]:
     from piecegraph import torch_compat
 
     found = {"piecegraph": VERSION, "python": platform.python_version(), "platform": platform.platform()}
-    found |= {package: _version(package) for package in PACKAGES}
+    found |= {package: installed_version(package) or "not installed" for package in PACKAGES}
     found["torch"] = str(torch.__version__)
     found["cuda (torch build)"] = torch.version.cuda or "none"
     if not torch.cuda.is_available():
@@ -30,8 +30,9 @@ def describe_environment() -> dict[str, str]:
     return found
 
 
-def _version(package: str) -> str:
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, from what pip left on disk: nothing is imported."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return None

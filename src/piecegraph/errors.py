@@ -8,7 +8,9 @@
     ├── CallError                         PG5xx  a call cannot be served from the plan
     │   ├── FallbackError                        ... and ``on_fallback="raise"`` was asked for
     │   └── AddressError                         ... because memory a graph reads has moved
-    └── InputError                        PG6xx  a file given to a command cannot be used
+    ├── InputError                        PG60x  a file given to a command cannot be used
+    ├── RequestError (also ValueError)    PG65x  one request cannot be served; the others go on
+    └── ModelError                        PG66x  a language model cannot be loaded or run as it is
 
 The text of an error always says, in this order: what happened, where, why, what to do.
 """
@@ -25,6 +27,8 @@ CODES: dict[str, str] = {
     "PG105": "not something that can be compiled",
     "PG106": "called after close()",
     "PG107": "an eager op was traced",
+    "PG108": "a sampling parameter is out of range",
+    "PG120": "a catalogue of known issues cannot be used",
     "PG201": "the model cannot be traced as one graph",
     "PG202": "forward changes Python state",
     "PG203": "an argument is of a type the plan cannot watch",
@@ -53,6 +57,18 @@ CODES: dict[str, str] = {
     "PG601": "an input cannot be read",
     "PG602": "an input is empty",
     "PG603": "an input is no text",
+    "PG651": "the prompt is empty",
+    "PG652": "the prompt is longer than the model may read",
+    "PG653": "the prompt holds something that is no token of the model",
+    "PG654": "the request needs more cache than there is",
+    "PG655": "the logits of the request are not numbers",
+    "PG656": "a request of this id is already there",
+    "PG661": "there is no model at that path",
+    "PG662": "a model of this kind cannot be run",
+    "PG663": "the model cannot be traced",
+    "PG664": "the model's answers differ from those of transformers",
+    "PG665": "the cache does not fit into memory",
+    "PG666": "the model has no tokenizer",
 }
 
 
@@ -116,6 +132,14 @@ class InputError(PiecegraphError):
     """A file given to a command cannot be used; the command ends as if it had been called wrongly."""
 
     exit_code = 2
+
+
+class RequestError(PiecegraphError, ValueError):
+    """One request to a language model cannot be served; the others go on."""
+
+
+class ModelError(PiecegraphError):
+    """A language model cannot be loaded, or not be run as it is."""
 
 
 class PiecegraphWarning(UserWarning):

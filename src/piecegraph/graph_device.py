@@ -70,6 +70,8 @@ class CudaGraphs:
         self.pool = torch.cuda.MemPool()
         self.stream = torch.cuda.Stream(self._index)
         self._retired: list[torch.cuda.MemPool] = []
+        self._anchors: list[torch.cuda.CUDAGraph] = []
+        """A graph in every pool that stays: torch 2.11 cannot capture into a pool again whose last graph has gone."""
         self._capturing: torch.cuda.CUDAGraph | None = None
         self._ranges: list[tuple[int, int]] = []
         self._outside: set[int] = set()
@@ -96,9 +98,17 @@ class CudaGraphs:
             torch.cuda.empty_cache()  # what warm-up runs left behind on the capture stream serves nobody else
 
     def begin(self) -> None:
-        self._capturing = torch.cuda.CUDAGraph()
+        if len(self._anchors) == len(self._retired):
+            self._anchors.append(self._begin())
+            torch.zeros(1, device=f"cuda:{self._index}")
+            self._anchors[-1].capture_end()
+        self._capturing = self._begin()
+
+    def _begin(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
         # thread_local: other threads (a NCCL watchdog, a data loader) may make calls that a capture forbids.
-        self._capturing.capture_begin(pool=self.pool.id, capture_error_mode="thread_local")  # type: ignore[arg-type]
+        graph.capture_begin(pool=self.pool.id, capture_error_mode="thread_local")  # type: ignore[arg-type]
+        return graph
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)

@@ -206,8 +206,13 @@ def fake_like(tensor: torch.Tensor, neighbour: Any) -> torch.Tensor:
 
 
 def run_fake(function: Callable[..., Any], *fakes: Any) -> Any:
-    """What a function would make of fake tensors."""
-    with fakes[0].fake_mode, torch.no_grad():
+    """What a function would make of fake tensors.
+
+    Without the Python dispatcher, torch 2.11 runs composite ops in C++, which knows no symbolic sizes.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+
+    with enable_python_dispatcher(), fakes[0].fake_mode, torch.no_grad():
         return function(*fakes)
 
 

@@ -38,6 +38,8 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         ".ci/run",
         "scripts/gpu_check.sh",  # needs a GPU; test_scripts_parse
         "piecegraph env",
+        "piecegraph doctor",  # test_doctor_page
+        "piecegraph doctor --json",
     }
 
 

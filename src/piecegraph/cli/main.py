@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from piecegraph.cli.doctor import doctor
 from piecegraph.cli.env import env
 from piecegraph.cli.explain import explain
 from piecegraph.errors import PiecegraphError
@@ -19,6 +20,7 @@ def group(debug: bool) -> None:
     """Piecewise CUDA graphs for any PyTorch model."""
 
 
+group.add_command(doctor)
 group.add_command(env)
 group.add_command(explain)
 

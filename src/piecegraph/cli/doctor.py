@@ -1,0 +1,31 @@
+"""``piecegraph doctor``: what on this machine would break, and how to mend it."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
+def doctor(as_json: bool) -> None:
+    """Check this machine: what would break, and how to mend it.
+
+    Ends with 1 if something is broken, with 0 otherwise. Reads only; changes nothing.
+    """
+    from piecegraph.insight.doctor.checks import counts, examine
+    from piecegraph.insight.doctor.page import as_document, as_table
+    from piecegraph.insight.doctor.read import read_machine
+    from piecegraph.json_text import to_json
+    from piecegraph.progress import Progress
+
+    machine = read_machine(progress=Progress("auto"))
+    findings = examine(machine)
+    if as_json:
+        click.echo(to_json(as_document(machine, findings)))
+    else:
+        from rich.console import Console
+
+        Console(highlight=False).print(as_table(machine, findings))
+    sys.exit(1 if counts(findings)["broken"] else 0)

@@ -1,0 +1,1 @@
+"""Language models of transformers, run as they are through the tape: paged cache, continuous batching, sampling."""

@@ -1,0 +1,1 @@
+"""Attention over the paged cache: kernels that share one contract, and the choice among them."""

@@ -1,0 +1,144 @@
+"""How the work of the Triton kernels is cut into tiles: pure functions of a layer and the size of a bucket.
+
+``benchmarks/attention.py --tune`` prints the alternatives side by side on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MAX_SPLITS = 32
+MIN_TILE = 16  # what a product of tiles takes at least
+COMBINED_AT_ONCE = 8192  # numbers of partial results that one program holds in registers
+MAX_COMBINED = 8 * COMBINED_AT_ONCE  # what the last split adds up; more would take longer than it saves
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """One way to cut the work."""
+
+    block_m: int
+    """Rows: queries times the heads that share a key."""
+    block_n: int
+    """Keys of one step."""
+    tile_heads: int
+    """How many heads of a group are in one tile."""
+    num_warps: int
+    num_stages: int
+    num_splits: int = 1
+    """Programs that share the keys of one sequence and kv head; decode only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the tiles of a layer depend on."""
+
+    num_kv_heads: int
+    group: int
+    """Query heads of each kv head."""
+    key_width: int
+    value_width: int
+    dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        return padded(max(self.key_width, self.value_width))
+
+
+def padded(width: int) -> int:
+    """The width of the tile that holds a width.
+
+    >>> padded(80), padded(8), padded(128), padded(0)
+    (128, 16, 128, 16)
+    """
+    return max(MIN_TILE, power_of_two(width))
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def key_parts(width: int) -> tuple[int, int]:
+    """A key's width as one or two parts, whichever wastes less: see Note [Two parts of a key].
+
+    >>> key_parts(128), key_parts(192), key_parts(112), key_parts(80), key_parts(8)
+    ((128, 0), (128, 64), (112, 0), (64, 16), (8, 0))
+    """
+    whole = padded(width)
+    first = whole // 2
+    if first < MIN_TILE or width <= first or first + padded(width - first) >= whole:
+        return width, 0
+    return first, width - first
+
+
+def prefill_tiles(shape: Shape, num_tokens: int, max_query_len: int, num_processors: int) -> Tiles:
+    """Large tiles for long sequences; smaller ones as long as processors would be idle, or rows unused."""
+    largest, block_n, num_stages = _prefill_limits(shape)
+    tile_heads = min(shape.group, largest)
+    rows = power_of_two(max_query_len * tile_heads)
+    block_m = max(MIN_TILE, power_of_two(tile_heads), min(largest, rows))
+    while (
+        block_m > max(64, power_of_two(tile_heads))
+        and _num_programs(shape, num_tokens, block_m, tile_heads) < num_processors
+    ):
+        block_m //= 2
+    wide = shape.width > 256
+    return Tiles(block_m, block_n, tile_heads, 8 if block_m >= 128 or wide else 4, num_stages)
+
+
+def _prefill_limits(shape: Shape) -> tuple[int, int, int]:
+    """(rows at most, keys of a step, stages of the pipeline) that registers and shared memory allow."""
+    if shape.dtype == torch.float32:  # no tensor cores: all of a tile's products are written out one by one
+        return 16, 32 if shape.width <= 128 else 16, 1
+    if shape.width <= 128:
+        return 128, 64, 3
+    return (128, 64, 2) if shape.width <= 256 else (64, 32, 2)
+
+
+def _num_programs(shape: Shape, num_tokens: int, block_m: int, tile_heads: int) -> int:
+    queries = block_m // tile_heads
+    return -(-num_tokens // queries) * shape.num_kv_heads * -(-shape.group // tile_heads)
+
+
+def decode_tiles(shape: Shape, num_seqs: int, max_seq_len: int, num_processors: int) -> Tiles:
+    """As many splits as keep all processors busy, twice over; a sequence too short for them leaves some idle."""
+    block_n, num_stages = _decode_limits(shape)
+    tile_heads = min(shape.group, MIN_TILE)
+    while tile_heads > 4 and _num_parts(shape, num_seqs, tile_heads) * _max_splits(shape, tile_heads) < num_processors:
+        tile_heads = -(-tile_heads // 2)
+    wanted = 2 * num_processors // _num_parts(shape, num_seqs, tile_heads)
+    num_splits = max(1, min(_max_splits(shape, tile_heads), wanted, -(-max_seq_len // block_n)))
+    return Tiles(MIN_TILE, block_n, tile_heads, 4, num_stages, num_splits)
+
+
+def combine_shape(shape: Shape, tiles: Tiles) -> tuple[int, int]:
+    """(splits, columns) of the tile in which the last split adds up the partial results, all heads of its tile at once.
+
+    One compiled kernel serves every number of splits above one, unless the tile would be much too large for that.
+    """
+    if tiles.num_splits == 1:
+        return 1, padded(shape.value_width)
+    heads = power_of_two(tiles.tile_heads)
+    whole = MAX_SPLITS * heads * padded(shape.value_width) <= MAX_COMBINED
+    splits = MAX_SPLITS if whole else power_of_two(tiles.num_splits)
+    return splits, min(padded(shape.value_width), COMBINED_AT_ONCE // (splits * heads))
+
+
+def _max_splits(shape: Shape, tile_heads: int) -> int:
+    return min(MAX_SPLITS, MAX_COMBINED // (power_of_two(tile_heads) * padded(shape.value_width)))
+
+
+def _decode_limits(shape: Shape) -> tuple[int, int]:
+    """(keys of a step, stages of the pipeline)."""
+    if shape.dtype == torch.float32:
+        return (32, 1) if shape.width <= 128 else (16, 1)
+    if shape.width <= 128:
+        return 64, 3
+    return (64, 2) if shape.width <= 256 else (32, 2)
+
+
+def _num_parts(shape: Shape, num_seqs: int, tile_heads: int) -> int:
+    return num_seqs * shape.num_kv_heads * -(-shape.group // tile_heads)

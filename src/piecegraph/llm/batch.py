@@ -1,0 +1,360 @@
+"""A step's numbers in static buffers: one builder for warm-up, capture and replay.
+
+A :class:`~piecegraph.llm.step.StepPlan` comes in; tensors at fixed addresses hold what the device needs to run it. All
+small fields lie in one buffer that is written on the host and sent in one copy; block tables are sent by their changes
+(:mod:`piecegraph.llm.block_tables`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from piecegraph.llm.block_tables import BlockTables
+from piecegraph.llm.groups import SequenceBlocks
+from piecegraph.llm.layers import AttentionBatch
+from piecegraph.llm.request import Request, SamplingParams
+from piecegraph.llm.sampling import SamplingMode, mode_of, uniforms
+from piecegraph.llm.step import Bucket, StepPlan, Work
+
+_ALIGNMENT = 128
+"""Bytes: kernels load wide from addresses that are aligned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """How large the buffers are, and which of the optional ones there are."""
+
+    max_tokens: int
+    max_seqs: int
+    max_model_len: int
+    block_size: int
+    num_groups: int
+    has_mrope: bool = False
+    """Whether positions are three numbers."""
+    embed_width: int = 0
+    """Hidden size, if requests may bring embeddings of their own; 0 for none."""
+    embed_dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def max_blocks(self) -> int:
+        """Entries of a row of a block table."""
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchViews:
+    """The device tensors of one bucket, always at the same addresses. T tokens, S sequences, padding included."""
+
+    input_ids: torch.Tensor
+    """int64 [T]."""
+    positions: torch.Tensor
+    """int64 [T]."""
+    mrope_positions: torch.Tensor | None
+    """int64 [3, T]."""
+    input_embeds: torch.Tensor | None
+    """[T, embed_width]; in place of an id's embedding where ``has_embeds`` says so, garbage elsewhere."""
+    has_embeds: torch.Tensor | None
+    """bool [T]."""
+    attention: tuple[AttentionBatch, ...]
+    """One for each group."""
+    query_starts: torch.Tensor
+    """int32 [S + 1]. Layers with state: a sequence with as many queries as its ``seq_lens`` begins in this step."""
+    seq_lens: torch.Tensor
+    """int32 [S]."""
+    state_slots: torch.Tensor
+    """int64 [S]."""
+    logit_rows: torch.Tensor
+    """int64 [S]: the last token of each sequence, whether it samples or not."""
+    temperature: torch.Tensor
+    """float32 [S]."""
+    top_p: torch.Tensor
+    """float32 [S]."""
+    top_k: torch.Tensor
+    """int64 [S]."""
+    uniform: torch.Tensor
+    """float32 [S]."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    per: Literal["token", "seq"]
+    pad: float
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class BatchBuffers:
+    """The static buffers of every bucket.
+
+    What a padded entry holds, by field (Note [Padding of a batch]):
+
+    =================  =================  ====================================================================
+    field              padded entry       why
+    =================  =================  ====================================================================
+    input_ids          0                  a valid index; its result is never looked at
+    positions          0                  valid for every table of rotations
+    mrope_positions    0                  the same
+    has_embeds         False              nothing is read from ``input_embeds``, which is not padded
+    slots              0                  block 0 belongs to no sequence and is never read
+    query_starts       real tokens        a padded sequence has no queries
+    seq_lens           0                  and no keys
+    block table        0                  rows of sequences that left are cleared, and so are blocks given back
+    state_slots        0                  slot 0 belongs to no sequence
+    logit_rows         0                  a valid row; what is chosen from it is ignored
+    temperature        0                  greedy: nothing is drawn
+    top_k, top_p       0, 1               off
+    uniform            0                  not used
+    =================  =================  ====================================================================
+
+    Args:
+        limits: see there.
+        device: where the model runs.
+    """
+
+    def __init__(self, limits: BatchLimits, device: torch.device | str) -> None:
+        self.limits = limits
+        self.device = torch.device(device)
+        self.sampling_mode: SamplingMode = "greedy"
+        """What the sequences of the last step need (Note [Sampling modes])."""
+        self._fields = _fields(limits)
+        num_bytes = sum(-(-field.num_bytes // _ALIGNMENT) * _ALIGNMENT for field in self._fields)
+        is_cuda = self.device.type == "cuda"
+        self._staging = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        self._host = {name: view.numpy() for name, view in _carve(self._staging, self._fields).items()}
+        self._tensors = _carve(self._buffer, self._fields)
+        self.tables = BlockTables(limits.num_groups, limits.max_seqs, max(1, limits.max_blocks), self.device)
+        width = limits.embed_width
+        self._embeds = (
+            torch.zeros((limits.max_tokens, width), dtype=limits.embed_dtype, device=self.device) if width else None
+        )
+        self._seeds = np.zeros(limits.max_seqs, np.uint64)
+        self._count = np.arange(max(limits.max_tokens, limits.max_seqs) + 1)
+        self._rows: list[Request] = []
+        self._views: dict[Bucket, BatchViews] = {}
+        self._sent = torch.cuda.Event() if is_cuda else None
+
+    # ------------------------------------------------------------------ what the device sees
+
+    def views(self, bucket: Bucket) -> BatchViews:
+        """The tensors of a bucket: the same objects every time."""
+        if bucket not in self._views:
+            self._views[bucket] = self._make_views(bucket)
+        return self._views[bucket]
+
+    def attention_batch(self, group: int, bucket: Bucket) -> AttentionBatch:
+        """What the attention of one group of layers needs."""
+        return self.views(bucket).attention[group]
+
+    def _make_views(self, bucket: Bucket) -> BatchViews:
+        limits, tensors = self.limits, self._tensors
+        num_tokens, num_seqs = bucket.num_tokens, bucket.num_seqs
+        cut = {
+            field.name: tensors[field.name][..., : num_tokens if field.per == "token" else num_seqs]
+            for field in self._fields
+        }
+        query_starts, slots = tensors["query_starts"][: num_seqs + 1], cut.pop("slots")
+        del cut["query_starts"]
+        attention = tuple(
+            AttentionBatch(
+                query_starts=query_starts,
+                seq_lens=cut["seq_lens"],
+                block_table=self.tables.device[g, :num_seqs],
+                slots=slots[g],
+                block_size=limits.block_size,
+                max_query_len=1 if bucket.kind == "decode" else min(num_tokens, limits.max_model_len),
+                max_seq_len=limits.max_model_len,
+            )
+            for g in range(limits.num_groups)
+        )
+        return BatchViews(
+            attention=attention,
+            query_starts=query_starts,
+            input_embeds=self._embeds[:num_tokens] if self._embeds is not None else None,
+            mrope_positions=cut.pop("mrope_positions", None),
+            has_embeds=cut.pop("has_embeds", None),
+            **cut,
+        )
+
+    # ------------------------------------------------------------------ what the host writes
+
+    def fill(self, plan: StepPlan, bucket: Bucket, *, fed: torch.Tensor | None = None) -> None:
+        """Write a step and send it, without waiting for the device.
+
+        Args:
+            plan: the step.
+            bucket: the size it runs at.
+            fed: for a decode step: its tokens, which only the device knows yet.
+        """
+        num_tokens, num_seqs = plan.num_tokens, plan.num_seqs
+        assert num_tokens <= bucket.num_tokens <= self.limits.max_tokens, (num_tokens, bucket)
+        assert num_seqs <= bucket.num_seqs <= self.limits.max_seqs, (num_seqs, bucket)
+        assert plan.kind == "decode" or bucket.kind == "mixed", bucket
+        if self._sent is not None:
+            self._sent.synchronize()  # the copy of the last step reads the memory that is written now
+        self._place(plan.works)
+        rows, starts = self._write_sequences(plan)
+        self._write_tokens(plan, rows, starts, is_fed=fed is not None)
+        if self.sampling_mode != "greedy":
+            host = self._host
+            host["uniform"][:num_seqs] = uniforms(self._seeds[:num_seqs], host["seq_lens"][:num_seqs])
+        self._pad(num_tokens, num_seqs, bucket)
+        self._buffer.copy_(self._staging, non_blocking=True)
+        if fed is not None:
+            self._tensors["input_ids"][:num_tokens].copy_(fed[:num_tokens])
+        self.tables.send()
+        if self._sent is not None:
+            self._sent.record()
+
+    def fill_dummy(self, bucket: Bucket, *, context: int = 0) -> None:
+        """Fill a bucket with sequences that read and write block 0 alone, for warm-up and capture.
+
+        Args:
+            context: tokens of each sequence that are in the cache already; for a decode bucket at least one.
+        """
+        limits = self.limits
+        context = min(max(context, 1 if bucket.kind == "decode" else 0), limits.max_model_len - 1)
+        num_seqs = min(bucket.num_seqs, bucket.num_tokens)
+        share, rest = divmod(bucket.num_tokens, num_seqs)
+        works = []
+        for i in range(num_seqs):
+            num_tokens = min(share + (i < rest), limits.max_model_len - context)
+            request = Request(f"warm-up {i}", [0] * (context + num_tokens), SamplingParams())
+            request.blocks = blocks = SequenceBlocks(limits.num_groups)
+            blocks.tables = [[0] * -(-len(request.tokens) // limits.block_size)] * limits.num_groups
+            works.append(Work(request, context, num_tokens, True))
+        self.fill(StepPlan(tuple(works), sum(work.num_tokens for work in works), bucket.kind), bucket)
+
+    def _place(self, works: Sequence[Work]) -> None:
+        """Bring the block tables up to date, and what a sequence keeps from step to step."""
+        place = self.tables.place
+        for row, work in enumerate(works):
+            place(row, work.request.blocks)
+        requests = [work.request for work in works]
+        if requests == self._rows:
+            return
+        for row in range(len(requests), len(self._rows)):
+            place(row, None)
+        self._rows = requests
+        host, all_params = self._host, [request.params for request in requests]
+        num_seqs = len(requests)
+        host["temperature"][:num_seqs] = [params.temperature for params in all_params]
+        host["top_p"][:num_seqs] = [params.top_p for params in all_params]
+        host["top_k"][:num_seqs] = [min(params.top_k, 1 << 31) for params in all_params]
+        self._seeds[:num_seqs] = [request.seed for request in requests]
+        modes = {mode_of(params) for params in all_params}
+        self.sampling_mode = "truncated" if "truncated" in modes else "plain" if "plain" in modes else "greedy"
+
+    def _write_sequences(self, plan: StepPlan) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
+        """The fields of each sequence; returns the sequence of each token, and the first position of each sequence."""
+        host, works, num_seqs = self._host, plan.works, plan.num_seqs
+        starts = np.array([work.start for work in works])
+        query_starts = host["query_starts"]
+        if plan.kind == "decode":
+            rows = self._count[:num_seqs]
+            query_starts[: num_seqs + 1] = self._count[: num_seqs + 1]
+            host["seq_lens"][:num_seqs] = starts + 1
+            host["logit_rows"][:num_seqs] = rows
+        else:
+            lengths = np.array([work.num_tokens for work in works])
+            rows = np.repeat(self._count[:num_seqs], lengths)
+            query_starts[0] = 0
+            np.cumsum(lengths, out=query_starts[1 : num_seqs + 1])
+            host["seq_lens"][:num_seqs] = starts + lengths
+            host["logit_rows"][:num_seqs] = query_starts[1 : num_seqs + 1] - 1
+        host["state_slots"][:num_seqs] = [work.request.state_slot for work in works]
+        return rows, starts
+
+    def _write_tokens(
+        self, plan: StepPlan, rows: NDArray[np.integer], starts: NDArray[np.integer], *, is_fed: bool
+    ) -> None:
+        """The fields of each token."""
+        host, num_tokens, size = self._host, plan.num_tokens, self.limits.block_size
+        positions = host["positions"][:num_tokens]
+        if plan.kind == "decode":
+            positions[:] = starts
+            if not is_fed:
+                host["input_ids"][:num_tokens] = [work.request.tokens[work.start] for work in plan.works]
+        else:
+            np.add(self._count[:num_tokens], (starts - host["query_starts"][: plan.num_seqs])[rows], out=positions)
+            ids, first = host["input_ids"], 0
+            for request, start, length, _ in plan.works:
+                ids[first : first + length] = request.tokens[start : start + length]
+                first += length
+        indices, offsets = np.divmod(positions, size)
+        slots = host["slots"]
+        for g in range(self.limits.num_groups):
+            np.add(self.tables.mirror[g][rows, indices].astype(np.int64) * size, offsets, out=slots[g, :num_tokens])
+        if self.limits.has_mrope or self._embeds is not None:
+            self._write_extras(plan.works)
+
+    def _write_extras(self, works: Sequence[Work]) -> None:
+        """Positions in three dimensions and embeddings, where a request brings its own."""
+        host, first = self._host, 0
+        for request, start, length, _ in works:
+            end = first + length
+            num_given = max(0, min(length, request.num_prompt - start))
+            if self.limits.has_mrope:
+                mrope = host["mrope_positions"]
+                mrope[:, first:end] = host["positions"][first:end] + request.mrope_delta
+                if request.mrope_positions is not None:
+                    mrope[:, first : first + num_given] = request.mrope_positions[:, start : start + num_given]
+            if self._embeds is not None:
+                embeds = request.input_embeds
+                host["has_embeds"][first:end] = False
+                if embeds is not None and num_given:
+                    host["has_embeds"][first : first + num_given] = True
+                    self._embeds[first : first + num_given].copy_(embeds[start : start + num_given], non_blocking=True)
+            first = end
+
+    def _pad(self, num_tokens: int, num_seqs: int, bucket: Bucket) -> None:
+        for field in self._fields:
+            real, end = (num_tokens, bucket.num_tokens) if field.per == "token" else (num_seqs, bucket.num_seqs)
+            if real < end:
+                self._host[field.name][..., real:end] = field.pad
+        self._host["query_starts"][num_seqs : bucket.num_seqs + 1] = num_tokens
+
+
+def _fields(limits: BatchLimits) -> tuple[_Field, ...]:
+    tokens, seqs = limits.max_tokens, limits.max_seqs
+    fields = [
+        _Field("seq_lens", torch.int32, (seqs,), "seq", 0),
+        _Field("state_slots", torch.int64, (seqs,), "seq", 0),
+        _Field("logit_rows", torch.int64, (seqs,), "seq", 0),
+        _Field("temperature", torch.float32, (seqs,), "seq", 0),
+        _Field("top_p", torch.float32, (seqs,), "seq", 1),
+        _Field("top_k", torch.int64, (seqs,), "seq", 0),
+        _Field("uniform", torch.float32, (seqs,), "seq", 0),
+        _Field("input_ids", torch.int64, (tokens,), "token", 0),
+        _Field("positions", torch.int64, (tokens,), "token", 0),
+        _Field("slots", torch.int64, (limits.num_groups, tokens), "token", 0),
+        # One entry more than sequences; its padding is written apart.
+        _Field("query_starts", torch.int32, (seqs + 1,), "seq", 0),
+    ]
+    if limits.has_mrope:
+        fields.append(_Field("mrope_positions", torch.int64, (3, tokens), "token", 0))
+    if limits.embed_width:
+        fields.append(_Field("has_embeds", torch.bool, (tokens,), "token", 0))
+    return tuple(fields)
+
+
+def _carve(buffer: torch.Tensor, fields: Sequence[_Field]) -> dict[str, torch.Tensor]:
+    """A view of the buffer for each field."""
+    views, first = {}, 0
+    for field in fields:
+        flat = buffer[first : first + field.num_bytes].view(field.dtype)
+        views[field.name] = flat.view(field.shape)
+        first += -(-field.num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return views

@@ -1,0 +1,198 @@
+"""One step of the model: from the static buffers to chosen tokens, recorded once for each bucket and replayed.
+
+The same three parts run in every mode: the decoder's program, the head on the rows that are asked for, the sampler. In
+*full* mode all of it is one graph; in *piecewise* mode the cut ops run eagerly between graphs; without graphs everything
+is called directly. Which mode a kind of step has is decided from what its kernels say of themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from piecegraph import torch_compat
+from piecegraph.events import Event, EventLog
+from piecegraph.graph_device import GraphDevice
+from piecegraph.llm import ops
+from piecegraph.llm.batch import BatchBuffers
+from piecegraph.llm.memory import Memory
+from piecegraph.llm.sampling import SamplingMode, sample
+from piecegraph.llm.step import Bucket, StepKind
+from piecegraph.llm.traced_model import TracedModel
+from piecegraph.plan import Decision
+from piecegraph.program import RunStep, run_plainly
+from piecegraph.progress import Progress
+from piecegraph.record import Recorder
+from piecegraph.tape import DirectTape, Tape
+
+
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """What a tape is recorded for."""
+
+    bucket: Bucket
+    sampling: SamplingMode
+
+    def __str__(self) -> str:
+        size = f"{self.bucket.num_tokens} tokens"
+        if self.bucket.kind == "mixed":
+            size += f" of {self.bucket.num_seqs} sequences"
+        return f"{self.bucket.kind} {size}" + (f", {self.sampling}" if self.sampling != "greedy" else "")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """How long a tape took to record, and what it takes."""
+
+    key: StepKey
+    num_graphs: int
+    num_eager: int
+    seconds: float
+    num_bytes: int
+
+
+class Forward:
+    """Runs steps.
+
+    Args:
+        model: the compiled model.
+        memory: its caches.
+        buffers: where steps are written to.
+        device: what captures graphs; None to call everything directly.
+        modes: ``"full"`` or ``"piecewise"`` for each kind of step, with the reason.
+        events: where losses are told.
+    """
+
+    def __init__(
+        self,
+        model: TracedModel,
+        memory: Memory,
+        buffers: BatchBuffers,
+        device: GraphDevice | None,
+        modes: Mapping[StepKind, Decision],
+        events: EventLog,
+    ) -> None:
+        self._model = model
+        self._memory = memory
+        self._buffers = buffers
+        self._device = device
+        self.modes = dict(modes)
+        self._events = events
+        self._uncapturable: dict[int, str] = {}
+        self.tapes: dict[StepKey, Tape] = {}
+        self.recorded: list[RecordedStep] = []
+        self.num_steps = 0
+        self.num_replays = 0
+
+    def run(self, key: StepKey) -> Sequence[torch.Tensor]:
+        """Run the step that was written to the buffers: (chosen tokens, logits, hidden states).
+
+        The results are valid until the next step.
+        """
+        self.num_steps += 1
+        tape = self.tapes.get(key)
+        with ops.current_sites(self._memory):
+            self._memory.views = self._buffers.views(key.bucket)
+            if tape is None:
+                return self._compute(key)
+            self.num_replays += 1
+            assert self._device is not None
+            self._device.use_caller_stream()
+            return tape.run()
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of rows of hidden states, outside of any graph."""
+        return self._model.head(hidden)
+
+    # -- recording
+
+    def record(self, keys: Iterable[StepKey], progress: Progress) -> None:
+        """Record steps, largest first, so that smaller ones reuse the memory of larger ones."""
+        device = self._device
+        if device is None:
+            return
+        ordered = sorted(keys, key=lambda key: (key.bucket.num_tokens, key.bucket.num_seqs), reverse=True)
+        with torch_compat.without_trace([self._buffers.device]), device.session(), ops.current_sites(self._memory):
+            with progress.bar("record", len(ordered)) as bar:
+                for key in ordered:
+                    self._record_or_drop(device, key)
+                    free = device.free_bytes()
+                    bar.advance(str(key) + (f", {free / 2**30:.1f} GiB free" if free is not None else ""))
+
+    def forget(self) -> None:
+        """Drop every tape: the caches have moved."""
+        self.tapes.clear()
+        self.recorded.clear()
+
+    def _record_or_drop(self, device: GraphDevice, key: StepKey) -> None:
+        start, bytes_before = time.perf_counter(), device.reserved_bytes()
+        self._buffers.fill_dummy(key.bucket)
+        self._memory.views = self._buffers.views(key.bucket)
+        try:
+            self._compute(key)  # creates workspaces and tunes kernels, on the capture stream
+            tape = self._record_tape(device, key)
+        except torch.OutOfMemoryError as error:
+            device.abandon()
+            reason = str(error).partition(". ")[0]
+            self._events.emit(Event("PG402", str(key), reason, "free memory, or leave the size out"))
+            return
+        finally:
+            device.end_size()
+        self.tapes[key] = tape
+        num_graphs = sum(hasattr(step, "replay") for step in tape.steps)
+        seconds, num_bytes = time.perf_counter() - start, device.reserved_bytes() - bytes_before
+        self.recorded.append(RecordedStep(key, num_graphs, len(tape.steps) - num_graphs, seconds, num_bytes))
+
+    def _record_tape(self, device: GraphDevice, key: StepKey) -> Tape:
+        kind = key.bucket.kind
+        recorder = Recorder(device, self._events, self._uncapturable)
+        if self.modes[kind].choice == "full":
+            try:
+                return self._record_full(device, recorder, key)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                recorder.abandon()
+                reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                self._events.emit(Event("PG401", f"a {kind} step as one graph", reason))
+                self.modes[kind] = Decision(f"{kind} steps", "piecewise", f"one graph could not be captured: {reason}")
+                recorder = Recorder(device, self._events, self._uncapturable)
+        return self._record_pieces(device, recorder, key)
+
+    def _record_full(self, device: GraphDevice, recorder: Recorder, key: StepKey) -> Tape:
+        recorder.begin()
+        outputs = device.call(self._compute, (key,), {})
+        recorder.end("the whole step")
+        return self._tape(recorder, outputs)
+
+    def _record_pieces(self, device: GraphDevice, recorder: Recorder, key: StepKey) -> Tape:
+        hidden = self._decode(key.bucket, recorder.run_step)
+        recorder.begin()
+        outputs = device.call(self._choose, (key, hidden), {})
+        recorder.end("head and sampler")
+        return self._tape(recorder, outputs)
+
+    def _tape(self, recorder: Recorder, outputs: Sequence[torch.Tensor]) -> Tape:
+        held = recorder.outputs(outputs)
+        return Tape(recorder.steps, held, self._model.decoder.weights(), recorder.cells, check_always=False)
+
+    # -- the step itself
+
+    def _compute(self, key: StepKey) -> tuple[torch.Tensor, ...]:
+        return self._choose(key, self._decode(key.bucket, run_plainly))
+
+    def _decode(self, bucket: Bucket, run_step: RunStep) -> torch.Tensor:
+        views = self._buffers.views(bucket)
+        decoder = self._model.decoder
+        hidden: torch.Tensor = decoder.run((views.input_ids, views.positions), (bucket.num_tokens,), run_step)[0]
+        return hidden
+
+    def _choose(self, key: StepKey, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        views = self._buffers.views(key.bucket)
+        rows = hidden if key.bucket.kind == "decode" else hidden.index_select(0, views.logit_rows)
+        logits = self._model.head(rows)
+        tokens = sample(logits, views.temperature, views.top_k, views.top_p, views.uniform, mode=key.sampling)
+        return tokens, logits, hidden

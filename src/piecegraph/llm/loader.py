@@ -1,0 +1,147 @@
+"""From a path to a model on its device, with our plugs in it, and what is refused before any time is spent."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+
+from piecegraph.errors import ModelError
+from piecegraph.llm import plug
+from piecegraph.plan import Decision
+
+LoadFormat = Literal["auto", "dummy"]
+
+_WRONG_FAMILIES = {
+    "minimax": "its lightning attention keeps a cache of its own, which paging cannot follow",
+    "deepseek_v4": "its attention reads a compressed cache of its own, which paging cannot follow",
+}
+"""Families that would run and answer wrongly."""
+
+_MOVING_ROPES = ("dynamic", "longrope")
+"""Rotations that depend on the longest sequence of a batch, so that neighbours would change each other's answers."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model as transformers gives it."""
+
+    model: Any
+    tokenizer: Any | None
+    tokenizer_error: str
+    """Why there is no tokenizer."""
+    experts: tuple[torch.nn.Module, ...]
+    max_positions: int
+    """Tokens of a sequence that the model was made for."""
+    decisions: tuple[Decision, ...]
+
+
+def load(
+    path: str, *, dtype: torch.dtype | Literal["auto"], device: torch.device, load_format: LoadFormat
+) -> LoadedModel:
+    """Load a causal language model and its tokenizer.
+
+    Args:
+        path: a folder with a model, or a name that transformers can find.
+        dtype: of the weights; ``"auto"`` takes the checkpoint's.
+        device: where to put it.
+        load_format: ``"dummy"`` fills the weights with small random numbers and needs only the configuration.
+    """
+    config = _read_config(path)
+    reason = _WRONG_FAMILIES.get(config.model_type)
+    if reason is not None:
+        raise ModelError("PG662", f"models of family {config.model_type!r} are refused", why=reason)
+    made = _make(path, config, dtype, load_format, device)
+    model = made.to(device).eval().requires_grad_(False)
+    decisions = tuple(_fix_ropes(model))
+    tokenizer, tokenizer_error = _read_tokenizer(path)
+    max_positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
+    return LoadedModel(
+        model, tokenizer, tokenizer_error, plug.number_experts(model), int(max_positions), decisions
+    )
+
+
+def _read_config(path: str) -> Any:
+    folder = Path(path).expanduser()
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise ModelError(
+            "PG661", f"{path} is no model", why="it holds no config.json", hint="give the folder that save_pretrained wrote"
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            "PG661",
+            f"{path} is no model",
+            why=str(error).strip().splitlines()[0],
+            hint="give the folder of a transformers model",
+        ) from error
+
+
+def _make(path: str, config: Any, dtype: torch.dtype | str, load_format: LoadFormat, device: torch.device) -> Any:
+    plugs = {"attn_implementation": plug.NAME, "experts_implementation": plug.NAME}
+    try:
+        if load_format == "dummy":
+            return _make_dummy(config, dtype, device, plugs)
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **plugs)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ModelError(
+            "PG661",
+            f"the model at {path} cannot be loaded",
+            why=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
+            hint="check that the files are complete, or load it with transformers to see more",
+        ) from error
+
+
+def _make_dummy(config: Any, dtype: torch.dtype | str, device: torch.device, plugs: dict[str, str]) -> Any:
+    """A model of the right shapes, made on its device without touching a disk."""
+    config = copy.deepcopy(config)  # from_config writes the plugs into it
+    wanted = config.dtype if dtype == "auto" else dtype
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=wanted or torch.float32, **plugs)
+    model.to_empty(device=device)
+    model.init_weights()
+    return model
+
+
+def _fix_ropes(model: torch.nn.Module) -> Iterator[Decision]:
+    """Make rotations that follow the longest sequence of a batch stay as they were initialised."""
+    for name, module in model.named_modules():
+        kinds = getattr(module, "rope_type", None)
+        kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
+        if moving := sorted(kinds & set(_MOVING_ROPES)):
+            # Inside the decorators is the plain rotation by the frequencies that the module holds.
+            module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)
+            reason = f"{', '.join(moving)} would choose frequencies by the longest sequence of a batch"
+            yield Decision(f"rotation {name}", "the frequencies of short sequences", reason)
+
+
+def _read_tokenizer(path: str) -> tuple[Any | None, str]:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path), ""
+    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
+        return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+
+
+@contextlib.contextmanager
+def without_plugs(model: Any) -> Iterator[None]:
+    """Run a model as transformers would: for comparison."""
+    model.set_attn_implementation("eager")
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(plug.NAME)
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation(plug.NAME)

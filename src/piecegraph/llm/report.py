@@ -1,0 +1,83 @@
+"""How a language model is run, as text and as numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from piecegraph.events import EventLog
+from piecegraph.llm.startup import Started
+from piecegraph.plan import Cut, Piece
+
+
+def explain_llm(started: Started, events: EventLog) -> str:
+    """Everything that was decided, and what it cost."""
+    stats = stats_of_llm(started, events)
+    lines = [f"{stats['model']} on {stats['device']}, {stats['dtype']}"]
+    lines += ["", "start-up"]
+    lines += [f"  {stage:<22} {seconds:8.2f} s" for stage, seconds in stats["stages"].items()]
+    lines += [f"  {'total':<22} {sum(stats['stages'].values()):8.2f} s", "", "decoder"]
+    lines.append(f"  {stats['num_pieces']} pieces, {stats['num_compiles']} distinct (each compiled once)")
+    lines += [f"  {count} cuts at {op}: {reason}" for (op, reason), count in _cuts(started).items()]
+    lines += ["", "cache", *(f"  {line}" for line in _cache_lines(started))]
+    lines += ["", "decisions", *(f"  {decision}" for decision in started.decisions)]
+    lines += ["", "recorded", *(f"  {line}" for line in _recorded_lines(started))]
+    lines += ["", f"steps  {stats['num_steps']}, replayed {stats['num_replays']} ({stats['coverage']:.0%})"]
+    losses = [f"  {count} x {text}" for text, count in _losses(events)]
+    lines += ["fallbacks", *(losses or ["  none"])]
+    return "\n".join(lines)
+
+
+def stats_of_llm(started: Started, events: EventLog) -> dict[str, Any]:
+    """The same as numbers."""
+    model, forward = started.loaded.model, started.engine.forward
+    steps = forward.num_steps
+    return {
+        "model": type(model).__name__,
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "stages": dict(started.stages),
+        "num_pieces": sum(isinstance(step, Piece) for step in started.model.steps),
+        "num_compiles": started.model.num_compiles,
+        "cache_bytes": started.cache_bytes,
+        "num_steps": steps,
+        "num_replays": forward.num_replays,
+        "coverage": forward.num_replays / steps if steps else 0.0,
+        "fallbacks": dict(_losses(events)),
+    }
+
+
+def _cuts(started: Started) -> dict[tuple[str, str], int]:
+    counts: dict[tuple[str, str], int] = {}
+    for step in started.model.steps:
+        if isinstance(step, Cut):
+            key = (step.op, step.reason)
+            counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def _cache_lines(started: Started) -> list[str]:
+    size = started.engine.scheduler.cache.block_size
+    lines = [f"{started.cache_bytes / 2**30:.2f} GiB in blocks of {size} tokens"]
+    for group in started.cache_groups:
+        reach = f"window of {group.window}" if group.window else f"chunks of {group.chunk}" if group.chunk else "all tokens"
+        lines.append(f"{(group.num_blocks - 1) * size} tokens for layers that see {reach}")
+    return lines
+
+
+def _recorded_lines(started: Started) -> list[str]:
+    recorded = started.engine.forward.recorded
+    if not recorded:
+        return ["nothing: steps are called directly"]
+    lines = []
+    for kind in ("decode", "mixed"):
+        mine = [entry for entry in recorded if entry.key.bucket.kind == kind]
+        if mine:
+            sizes = sorted({entry.key.bucket.num_tokens for entry in mine})
+            seconds, mib = sum(e.seconds for e in mine), sum(e.num_bytes for e in mine) / 2**20
+            shown = ", ".join(map(str, sizes[:4])) + (f", ... {sizes[-1]}" if len(sizes) > 4 else "")
+            lines.append(f"{kind}: {len(mine)} sizes ({shown}) in {seconds:.2f} s, {mib:.0f} MiB")
+    return lines
+
+
+def _losses(events: EventLog) -> list[tuple[str, int]]:
+    return [(f"{event.code} {event.subject}: {event.reason}", count) for event, count in events.distinct]

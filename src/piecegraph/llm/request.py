@@ -1,0 +1,219 @@
+"""One request to a language model: what was asked for, and how far it has come.
+
+:class:`SamplingParams` is validated once and never changes. A :class:`Request` is changed by the scheduler alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from piecegraph.errors import ConfigError, RequestError
+from piecegraph.llm.blocks import Digest
+from piecegraph.llm.groups import SequenceBlocks
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+RequestState = Literal["waiting", "running", "finished", "failed"]
+
+_LARGEST_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, when it ends, and what is told about it.
+
+    >>> SamplingParams(temperature=0.7, stop="###").stop
+    ('###',)
+    >>> SamplingParams(top_p=1.5)
+    Traceback (most recent call last):
+        ...
+    piecegraph.errors.ConfigError: PG108 top_p is 1.5: it must be a number above 0 and at most 1
+    """
+
+    max_new_tokens: int = 16
+    temperature: float = 0.0
+    """0: always the most likely token."""
+    top_p: float = 1.0
+    """Only the most likely tokens that together reach this probability. 1: all."""
+    top_k: int = 0
+    """Only so many of the most likely tokens. 0: all."""
+    seed: int | None = None
+    """Fixes what is sampled, whatever else runs beside it. None: the engine chooses one."""
+    stop: tuple[str, ...] = ()
+    """Texts at which the answer ends; they are not part of it."""
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """For each new token: its log-probability, and those of so many most likely tokens."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    return_hidden_states: bool = False
+
+    def __post_init__(self) -> None:
+        _check_int("max_new_tokens", self.max_new_tokens, 1)
+        _check_int("top_k", self.top_k, 0)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, _LARGEST_SEED)
+        if not (_is_number(self.temperature) and self.temperature >= 0):
+            raise _bad("temperature", self.temperature, "a finite number that is not negative")
+        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise _bad("top_p", self.top_p, "a number above 0 and at most 1")
+        for name in ("ignore_eos", "return_hidden_states"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad(name, getattr(self, name), "True or False")
+        object.__setattr__(self, "stop", _stop_texts(self.stop))
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def wants_every_row(self) -> bool:
+        """Whether something is told about every token of the prompt, so that each has to be computed."""
+        return self.prompt_logprobs is not None or self.return_hidden_states
+
+
+class Request:
+    """A prompt and the progress made on it.
+
+    Args:
+        request_id: tells requests apart until they are finished.
+        prompt: token ids.
+        params: how to go on from the prompt.
+        seed: used if ``params`` has none.
+        cache_key: requests share cached prefixes only if their keys are equal; None: never.
+        input_embeds: [tokens of the prompt, hidden size], used in place of the embeddings of the prompt's ids.
+        mrope_positions: [3, tokens of the prompt], for models that place tokens in three dimensions.
+
+    Raises:
+        RequestError: the prompt is empty or not made of integers.
+    """
+
+    __slots__ = (
+        "arrival_time",
+        "blocks",
+        "cache_key",
+        "digests",
+        "error",
+        "finish_reason",
+        "finish_time",
+        "first_token_time",
+        "id",
+        "input_embeds",
+        "max_len",
+        "mrope_delta",
+        "mrope_positions",
+        "num_cached",
+        "num_computed",
+        "num_delivered",
+        "num_preemptions",
+        "num_prompt",
+        "params",
+        "seed",
+        "state",
+        "state_slot",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int = 0,
+        cache_key: str | None = "",
+        input_embeds: torch.Tensor | None = None,
+        mrope_positions: NDArray[np.integer] | None = None,
+    ) -> None:
+        self.id = request_id
+        self.params = params
+        self.tokens = _token_array(request_id, prompt)
+        """The prompt and what was generated. A preempted request keeps them all, and computes them again."""
+        self.num_prompt = len(self.tokens)
+        self.seed = seed if params.seed is None else params.seed
+        self.cache_key = cache_key
+        self.input_embeds = input_embeds
+        self.mrope_positions = mrope_positions
+        self.mrope_delta = 0 if mrope_positions is None else int(mrope_positions.max()) + 1 - self.num_prompt
+        self.max_len = self.num_prompt + params.max_new_tokens
+        """Tokens in all at which the request ends; the scheduler lowers it to the model's limit."""
+
+        self.state: RequestState = "waiting"
+        self.finish_reason: FinishReason | None = None
+        self.error: RequestError | None = None
+        self.num_computed = 0
+        """Tokens whose keys and values are in the cache."""
+        self.num_delivered = 0
+        """The highest ``num_computed`` so far: rows below it are not told about again after a preemption."""
+        self.num_cached = 0
+        """Tokens found in the prefix cache when the request first ran."""
+        self.num_preemptions = 0
+        self.blocks: SequenceBlocks | None = None
+        self.digests: list[Digest] = []
+        self.state_slot = 0
+        self.arrival_time = time.perf_counter()
+        self.first_token_time: float | None = None
+        self.finish_time: float | None = None
+
+    @property
+    def generated(self) -> list[int]:
+        """The new tokens so far, the one that ended the request included."""
+        return self.tokens[self.num_prompt :].tolist()
+
+    @property
+    def is_done(self) -> bool:
+        return self.finish_reason is not None
+
+    def __repr__(self) -> str:
+        num_new = len(self.tokens) - self.num_prompt
+        return f"Request({self.id!r}, {self.state}, {self.num_prompt} + {num_new} tokens, {self.num_computed} computed)"
+
+
+def _token_array(request_id: str, prompt: Sequence[int]) -> array[int]:
+    try:
+        tokens = array("q", prompt)
+    except (TypeError, OverflowError) as error:
+        raise RequestError(
+            "PG653", f"the prompt of request {request_id!r} is not a list of token ids", why=str(error)
+        ) from error
+    if not tokens:
+        raise RequestError(
+            "PG651",
+            f"the prompt of request {request_id!r} is empty",
+            why="a model needs a token to go on from",
+            hint="begin with the model's token for the beginning of a text",
+        )
+    return tokens
+
+
+def _stop_texts(given: Any) -> tuple[str, ...]:
+    texts = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (None,)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise _bad("stop", given, "a text or a list of texts, none of them empty")
+    return texts
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_int(name: str, value: Any, smallest: int, largest: int | None = None) -> None:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or value < smallest or (largest is not None and value > largest):
+        limits = f"an integer that is at least {smallest}" + (f" and at most {largest}" if largest is not None else "")
+        raise _bad(name, value, limits)
+
+
+def _bad(name: str, value: Any, must_be: str) -> ConfigError:
+    return ConfigError("PG108", f"{name} is {value!r}", why=f"it must be {must_be}")

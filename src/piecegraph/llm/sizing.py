@@ -1,0 +1,113 @@
+"""How many blocks the cache gets, and which sizes of steps are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from piecegraph.buckets import ladder
+from piecegraph.errors import ModelError
+from piecegraph.llm.groups import CacheGroup
+from piecegraph.llm.layers import Reach
+from piecegraph.llm.step import Bucket, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheNeeds:
+    """What the sequences could use at most."""
+
+    reaches: tuple[Reach, ...]
+    bytes_per_block: tuple[int, ...]
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
+    max_batch_tokens: int
+
+    def most_blocks(self, group: int) -> int:
+        """More than this many blocks of a group are never held at once. Block 0 is not counted."""
+        reach = self.reaches[group]
+        kind = CacheGroup(num_blocks=2, window=reach.window, chunk=reach.chunk)
+        per_sequence = kind.most_blocks(self.max_model_len, self.block_size)
+        # A chunk of a prompt is written before what lies behind its window is given back.
+        in_flight = -(-self.max_batch_tokens // self.block_size) + self.max_num_seqs
+        whole = -(-self.max_model_len // self.block_size)
+        return min(self.max_num_seqs * per_sequence + in_flight, self.max_num_seqs * whole)
+
+
+def size_cache(needs: CacheNeeds, budget_bytes: int) -> tuple[int, ...]:
+    """Blocks of each group, block 0 included: all that can be used, or as many as the budget allows.
+
+    Groups with a window are cheap and come first; the others share what is left, token for token.
+    """
+    if not needs.reaches:
+        return ()
+    groups = range(len(needs.reaches))
+    blocks = [needs.most_blocks(group) + 1 for group in groups]
+    limited = [group for group in groups if needs.reaches[group] != Reach()]
+    full = [group for group in groups if group not in limited]
+    total = sum(blocks[group] * needs.bytes_per_block[group] for group in groups)
+    if total > budget_bytes:
+        shrinking = full or limited
+        left = budget_bytes - sum(blocks[g] * needs.bytes_per_block[g] for g in groups if g not in shrinking)
+        fitting = left // sum(needs.bytes_per_block[group] for group in shrinking)
+        for group in shrinking:
+            blocks[group] = min(blocks[group], fitting)
+    if min(blocks) < 3:
+        raise ModelError(
+            "PG665",
+            f"there is no room for the cache in {budget_bytes / 2**20:.0f} MiB",
+            why=f"a block of {needs.block_size} tokens takes {sum(needs.bytes_per_block) / 2**20:.2f} MiB",
+            hint="free memory, raise memory_fraction, or lower max_num_seqs and max_model_len",
+        )
+    return tuple(blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The sizes that steps are padded to; empty where steps run at their own size."""
+
+    decode: tuple[int, ...]
+    tokens: tuple[int, ...]
+    seqs: tuple[int, ...]
+
+    def bucket_for(self, plan: StepPlan) -> Bucket:
+        """The smallest recorded bucket, or the step's own size if none is large enough."""
+        if plan.kind == "decode":
+            size = _fit(plan.num_seqs, self.decode)
+            return Bucket(size, size, "decode")
+        return _mixed(_fit(plan.num_tokens, self.tokens), _fit(plan.num_seqs, self.seqs))
+
+    def at_start(self) -> list[Bucket]:
+        """What is recorded when the model is loaded. Mixed steps of many sequences are rare, and recorded when used."""
+        return [bucket for bucket in self.all() if bucket.kind == "decode" or bucket.num_seqs <= self.seqs[0]]
+
+    def all(self) -> list[Bucket]:
+        """Everything that may be recorded."""
+        mixed = dict.fromkeys(_mixed(size, seqs) for size in self.tokens for seqs in self.seqs)
+        return [*(Bucket(size, size, "decode") for size in self.decode), *mixed]
+
+
+def choose_step_sizes(
+    capture_sizes: str | Sequence[int], *, has_graphs: bool, max_num_seqs: int, max_batch_tokens: int
+) -> StepSizes:
+    """Without graphs nothing is gained by padding, so steps keep their own size unless sizes were listed."""
+    seqs = tuple(sorted({min(8, max_num_seqs), max_num_seqs}))
+    if isinstance(capture_sizes, str):
+        if not has_graphs:
+            return StepSizes((), (), ())
+        return StepSizes(tuple(ladder(max_num_seqs)), tuple(ladder(max_batch_tokens)), seqs)
+    listed = sorted(set(capture_sizes))
+    return StepSizes(
+        tuple(size for size in listed if size <= max_num_seqs) or (max_num_seqs,),
+        tuple(size for size in listed if size <= max_batch_tokens) or (max_batch_tokens,),
+        seqs,
+    )
+
+
+def _mixed(num_tokens: int, num_seqs: int) -> Bucket:
+    """There are never more sequences than tokens."""
+    return Bucket(num_tokens, min(num_tokens, num_seqs), "mixed")
+
+
+def _fit(size: int, sizes: Sequence[int]) -> int:
+    return next((fitting for fitting in sizes if fitting >= size), size)

@@ -1,0 +1,262 @@
+"""From a path to a running engine, stage by stage, each of them timed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from piecegraph.config import Options
+from piecegraph.errors import ConfigError, ModelError
+from piecegraph.events import EventLog
+from piecegraph.graph_device import CudaGraphs, GraphDevice
+from piecegraph.llm.attention.kernel import AttentionKernel
+from piecegraph.llm.attention.registry import choose_kernel
+from piecegraph.llm.batch import BatchBuffers, BatchLimits
+from piecegraph.llm.config import LLMConfig
+from piecegraph.llm.engine import Engine
+from piecegraph.llm.forward import Forward, StepKey
+from piecegraph.llm.groups import CacheGroup, PagedCache
+from piecegraph.llm.layers import Reach
+from piecegraph.llm.loader import LoadedModel, load
+from piecegraph.llm.memory import Memory
+from piecegraph.llm.scheduler import Scheduler, SchedulerLimits
+from piecegraph.llm.self_check import self_check
+from piecegraph.llm.sizing import CacheNeeds, StepSizes, choose_step_sizes, size_cache
+from piecegraph.llm.step import StepKind
+from piecegraph.llm.trace_cache import TraceCache
+from piecegraph.llm.traced_model import TracedModel, trace_model
+from piecegraph.llm.verdict import Accepted, Rejected, Verdict
+from piecegraph.plan import Decision
+from piecegraph.progress import Progress
+from piecegraph.simulated import SimulatedGraphs
+
+_SPARE_BYTES = 256 * 2**20
+"""Left free on a GPU besides what was measured: libraries allocate workspaces of their own."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A model that is ready to serve."""
+
+    loaded: LoadedModel
+    model: TracedModel
+    engine: Engine
+    limits: SchedulerLimits
+    cache_groups: tuple[CacheGroup, ...]
+    cache_bytes: int
+    decisions: tuple[Decision, ...]
+    stages: Mapping[str, float]
+    """Seconds of each stage; their sum is the time it took."""
+
+
+class _Stages:
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def done(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+
+
+def start(path: str, config: LLMConfig, events: EventLog) -> Started:
+    """Load, trace, compile, measure, allocate, record, check."""
+    stages, progress, options = _Stages(), Progress(config.options.progress), config.options
+    with progress.bar("load", 1) as bar:
+        loaded = load(path, dtype=config.dtype, device=config.device, load_format=config.load_format)
+        bar.advance(path)
+    stages.done("load")
+    core_options = Options(fuse_linears=options.fuse_linears, inductor=options.inductor, progress=options.progress)
+    with torch.no_grad():
+        model = trace_model(loaded.model, TraceCache(), backend=config.backend, options=core_options, events=events)
+    _require_attention(loaded, model)
+    stages.done("trace and compile")
+    parts = _Parts.make(loaded, model, config, events)
+    groups = parts.give_memory(progress)
+    stages.done("measure and allocate")
+    parts.forward.record([StepKey(bucket, "greedy") for bucket in parts.sizes.at_start()], progress)
+    stages.done("record")
+    cache = PagedCache(groups, block_size=options.block_size, prefix_cache=config.prefix_cache)
+    scheduler = Scheduler(parts.limits, cache, eos_token_ids=_eos_token_ids(loaded))
+
+    def record_unseen(key: StepKey) -> None:
+        parts.forward.record([key], Progress(False))
+
+    engine = Engine(
+        parts.forward,
+        scheduler,
+        parts.buffers,
+        parts.sizes,
+        events,
+        record_unseen=record_unseen if parts.device is not None else None,
+        looks_ahead=config.device.type == "cuda" if options.look_ahead == "auto" else options.look_ahead,
+    )
+    if options.self_check:
+        self_check(loaded.model, engine)
+        stages.done("self check")
+    decisions = (*loaded.decisions, *model.decisions, *parts.decisions, *parts.forward.modes.values())
+    return Started(
+        loaded, model, engine, parts.limits, groups, parts.cache_bytes(groups), decisions, stages.seconds
+    )
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What the stages behind compilation share."""
+
+    config: LLMConfig
+    model: TracedModel
+    limits: SchedulerLimits
+    sizes: StepSizes
+    memory: Memory
+    buffers: BatchBuffers
+    device: GraphDevice | None
+    forward: Forward
+    decisions: tuple[Decision, ...]
+
+    @staticmethod
+    def make(loaded: LoadedModel, model: TracedModel, config: LLMConfig, events: EventLog) -> _Parts:
+        dtype, options = loaded.model.dtype, config.options
+        limits, length = _limits(loaded, config)
+        kernel, why = choose_kernel(config.attention, model.layers, dtype, config.device)
+        memory = Memory(
+            model.layers, kernel, loaded.experts, dtype=dtype, device=config.device, block_size=options.block_size
+        )
+        buffers = BatchBuffers(
+            BatchLimits(
+                max_tokens=limits.max_batch_tokens,
+                max_seqs=limits.max_num_seqs,
+                max_model_len=limits.max_model_len,
+                block_size=options.block_size,
+                num_groups=len(model.reaches),
+            ),
+            config.device,
+        )
+        device = _graph_device(config)
+        sizes = choose_step_sizes(
+            config.capture_sizes,
+            has_graphs=device is not None,
+            max_num_seqs=limits.max_num_seqs,
+            max_batch_tokens=limits.max_batch_tokens,
+        )
+        modes = {kind: _mode(kind, config, device, kernel) for kind in ("decode", "mixed")}
+        forward = Forward(model, memory, buffers, device, modes, events)  # type: ignore[arg-type]
+        decisions = (length, Decision("attention", kernel.name, why))
+        return _Parts(config, model, limits, sizes, memory, buffers, device, forward, decisions)
+
+    def give_memory(self, progress: Progress) -> tuple[CacheGroup, ...]:
+        """Size the cache by what is left once the largest steps are recorded, and allocate it."""
+        needs = CacheNeeds(
+            reaches=self.model.reaches,
+            bytes_per_block=tuple(self.memory.bytes_per_block(group) for group in range(len(self.model.reaches))),
+            block_size=self.config.options.block_size,
+            max_num_seqs=self.limits.max_num_seqs,
+            max_model_len=self.limits.max_model_len,
+            max_batch_tokens=self.limits.max_batch_tokens,
+        )
+        blocks = size_cache(needs, self._measure_budget(progress))
+        self.memory.allocate(blocks)
+        return tuple(
+            CacheGroup(num_blocks=num, window=reach.window, chunk=reach.chunk)
+            for num, reach in zip(blocks, self.model.reaches, strict=True)
+        )
+
+    def cache_bytes(self, groups: tuple[CacheGroup, ...]) -> int:
+        return sum(group.num_blocks * self.memory.bytes_per_block(i) for i, group in enumerate(groups))
+
+    def _measure_budget(self, progress: Progress) -> int:
+        """Bytes for the cache.
+
+        On a GPU the largest steps are recorded with a cache of two blocks: what they take is measured, not estimated. Their
+        graphs are dropped, as they read the small cache, and recorded again; their memory stays with the pool.
+        """
+        if self.config.device.type != "cuda":
+            return int(_free_host_bytes() * self.config.memory_fraction)
+        self.memory.allocate([2] * len(self.model.reaches))
+        largest = [max(self.sizes.at_start(), key=lambda b: (b.kind == kind, b.num_tokens)) for kind in ("decode", "mixed")]
+        free_before = torch.cuda.mem_get_info(self.config.device)[0]
+        self.forward.record([StepKey(bucket, "greedy") for bucket in largest], progress)
+        self.forward.forget()
+        free, total = torch.cuda.mem_get_info(self.config.device)
+        # Besides its memory in the pool, a graph takes some of the driver's: as much again for each that is to come.
+        graphs = (free_before - free) // 8
+        return free - int(total * (1 - self.config.memory_fraction)) - graphs - _SPARE_BYTES
+
+
+def _limits(loaded: LoadedModel, config: LLMConfig) -> tuple[SchedulerLimits, Decision]:
+    most = loaded.max_positions
+    wanted = config.max_model_len
+    if wanted is None:
+        length = Decision("max_model_len", str(min(most, 32768)), f"the model was made for {most} tokens")
+    elif wanted > most:
+        raise ConfigError(
+            "PG101",
+            f"max_model_len is {wanted}",
+            why=f"the model was made for {most} tokens",
+            hint=f"ask for at most {most}",
+        )
+    else:
+        length = Decision("max_model_len", str(wanted), "asked for")
+    limits = SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_batch_tokens=config.max_batch_tokens,
+        max_model_len=int(length.choice),
+        vocab_size=loaded.model.get_input_embeddings().weight.shape[0],
+    )
+    return limits, length
+
+
+def _require_attention(loaded: LoadedModel, model: TracedModel) -> None:
+    if not model.layers:
+        raise ModelError(
+            "PG662",
+            f"{type(loaded.model).__name__} cannot be run",
+            why="its attention does not go through transformers' AttentionInterface, so it cannot be given a paged cache",
+            hint="use a family that does; most that were added since 2023 do",
+        )
+
+
+def _graph_device(config: LLMConfig) -> GraphDevice | None:
+    if config.cudagraph_mode == "none":
+        return None
+    if config.options.graph_device == "simulated":
+        return SimulatedGraphs()
+    return CudaGraphs(config.device) if config.device.type == "cuda" else None
+
+
+def _mode(kind: StepKind, config: LLMConfig, device: GraphDevice | None, kernel: AttentionKernel) -> Decision:
+    subject = f"{kind} steps"
+    if device is None:
+        reason = "asked for" if config.cudagraph_mode == "none" else f"{config.device.type} has no graphs"
+        return Decision(subject, "direct", reason)
+    if config.cudagraph_mode == "piecewise":
+        return Decision(subject, "piecewise", "asked for")
+    verdict: Verdict = kernel.capture_safe(kind)
+    if isinstance(verdict, Accepted):
+        return Decision(subject, "full", f"{kernel.name} attention reads its batch on the device")
+    if config.cudagraph_mode == "full":
+        assert isinstance(verdict, Rejected)
+        raise ConfigError(
+            "PG301",
+            f"{kind} steps cannot be one graph",
+            why=f"{kernel.name} attention: {verdict.reason}",
+            hint='use cudagraph_mode="auto"',
+        )
+    return Decision(subject, "piecewise", f"{kernel.name} attention: {verdict.reason}")
+
+
+def _eos_token_ids(loaded: LoadedModel) -> set[int]:
+    found: set[int] = set()
+    for source in (loaded.model.config, loaded.model.generation_config):
+        ids = getattr(source, "eos_token_id", None)
+        found |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
+    return {token for token in found if isinstance(token, int)}
+
+
+def _free_host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -1,0 +1,93 @@
+"""From tokens to text, piece by piece, and where it ends.
+
+Note [Safe text]
+~~~~~~~~~~~~~~~~
+Text is shown only once nothing that follows can change it. Two things can: a character whose bytes are spread over
+several tokens, of which the tokenizer makes U+FFFD until the last has come; and a stop text that has begun and may yet
+be completed, in which case it is not part of the answer. Both are held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+_UNFINISHED = "\ufffd"
+_MOST_UNFINISHED = 16
+"""Tokens after which U+FFFD is taken for what the model meant: no character is spread over as many."""
+
+
+class IncrementalText:
+    """The text of a growing list of tokens.
+
+    Args:
+        decode: the text of a list of tokens, without the special ones.
+        stop: texts at which the answer ends.
+        prompt: the last tokens of the prompt, for tokenizers to which the first word of a text is special.
+
+    >>> words = ["one ", "two S", "TOP three"]
+    >>> text = IncrementalText(lambda tokens: "".join(words[token] for token in tokens), stop=["STOP"])
+    >>> text.add([0]), text.add([1]), text.add([2]), text.is_stopped
+    ('one ', 'two ', '', True)
+    """
+
+    def __init__(
+        self, decode: Callable[[list[int]], str], stop: Sequence[str] = (), prompt: Sequence[int] = ()
+    ) -> None:
+        self._decode = decode
+        self._stop = tuple(stop)
+        self._tokens = list(prompt)
+        self._first = 0
+        """Decoding begins here: some tokens before the new ones, because a token's text depends on its neighbours."""
+        self._read = len(self._tokens)
+        """Tokens whose text has been taken."""
+        self._held = ""
+        """Text that may be the beginning of a stop text."""
+        self.text = ""
+        """All that was safe so far."""
+        self.is_stopped = False
+        """Whether a stop text was found; what follows it is dropped."""
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """Take new tokens; returns the text that became safe."""
+        if self.is_stopped:
+            return ""
+        self._tokens.extend(tokens)
+        return self._release(self._new_text(is_last=False), is_last=False)
+
+    def finish(self) -> str:
+        """Nothing follows: returns what was held back."""
+        if self.is_stopped:
+            return ""
+        return self._release(self._new_text(is_last=True), is_last=True)
+
+    def _new_text(self, *, is_last: bool) -> str:
+        if self._read == len(self._tokens):
+            return ""
+        before = self._decode(self._tokens[self._first : self._read])
+        after = self._decode(self._tokens[self._first :])
+        is_unfinished = after.endswith(_UNFINISHED) and len(self._tokens) - self._read < _MOST_UNFINISHED
+        if is_unfinished and not is_last:
+            return ""
+        self._first, self._read = self._read, len(self._tokens)
+        return after[len(before) :]
+
+    def _release(self, new: str, *, is_last: bool) -> str:
+        text = self._held + new
+        found = [position for stop in self._stop if (position := text.find(stop)) >= 0]
+        if found:
+            safe, self._held, self.is_stopped = text[: min(found)], "", True
+        else:
+            num_held = 0 if is_last else _longest_beginning(text, self._stop)
+            safe, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
+        self.text += safe
+        return safe
+
+
+def _longest_beginning(text: str, stop: Sequence[str]) -> int:
+    """How many characters at the end of the text may be the beginning of a stop text.
+
+    >>> _longest_beginning("wait: S", ["STOP", "END"])
+    1
+    """
+    longest = min(max(map(len, stop), default=1) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in stop if len(s) > n)), 0)

@@ -1,0 +1,231 @@
+"""A transformers model in, a compiled decoder and a head out, and what their call sites keep for each token.
+
+The decoder takes a flat row of tokens with their positions; sequences lie one behind the other, and only attention (and
+layers that keep a state) can tell them apart. The head takes rows of hidden states and gives logits: it is the model's
+own forward with the decoder left out, so that every family's scaling and capping of logits stays.
+
+No name in a model's configuration is relied on: what a layer keeps for a token is read from the traced graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from piecegraph import torch_compat
+from piecegraph.body import TracedBody
+from piecegraph.config import Options
+from piecegraph.cut_rules import CutRules
+from piecegraph.errors import ModelError, TraceError
+from piecegraph.events import EventLog
+from piecegraph.example import read_example
+from piecegraph.fuse import fuse_linears
+from piecegraph.llm import ops
+from piecegraph.llm.layers import AttentionLayer, LatentLayer, Reach
+from piecegraph.llm.trace_cache import TraceCache
+from piecegraph.lower import Lowering, lower
+from piecegraph.plan import Cut, Decision, Piece
+from piecegraph.progress import Progress
+from piecegraph.signature import Binder
+from piecegraph.split import split
+from piecegraph.trace import trace
+
+_TRACED_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A model, ready to be given memory."""
+
+    decoder: TracedBody
+    head: Callable[[torch.Tensor], torch.Tensor]
+    """Rows of hidden states to rows of logits."""
+    layers: tuple[AttentionLayer | LatentLayer, ...]
+    """By call site."""
+    reaches: tuple[Reach, ...]
+    """How far back the layers of each group see."""
+    steps: tuple[Piece | Cut, ...]
+    num_compiles: int
+    decisions: tuple[Decision, ...]
+    seconds: Mapping[str, float]
+
+
+def trace_model(
+    model: Any,
+    cache: TraceCache,
+    *,
+    backend: str | Callable[..., Any],
+    options: Options,
+    events: EventLog,
+) -> TracedModel:
+    """Trace and compile a loaded model whose attention goes through our plug."""
+    decoder = decoder_of(model)
+    started = time.perf_counter()
+
+    def forward(input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        output = decoder(
+            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **cache.forward_arguments
+        )
+        hidden: torch.Tensor = output[0]
+        return hidden[0]
+
+    tokens = torch.zeros(_TRACED_TOKENS, dtype=torch.long, device=model.device)
+    example = read_example(
+        forward,
+        Binder(forward),
+        (tokens, torch.arange(_TRACED_TOKENS, device=model.device)),
+        {},
+        dynamic_dims={"input_ids": 0, "position_ids": 0},
+        static_inputs=(),
+        training=False,
+    )
+    weights = dict(decoder.named_parameters(remove_duplicate=False)) | dict(
+        decoder.named_buffers(remove_duplicate=False)
+    )
+    try:
+        with cache.installed():
+            traced = trace(forward, example, weights)
+    except TraceError as error:
+        raise _refusal(model, error) from error
+    layers, reaches = number_sites(traced.graph)
+    traced_at = time.perf_counter()
+    decisions: tuple[Decision, ...] = ()
+    if options.fuse_linears:
+        traced, decision = fuse_linears(traced)
+        decisions = (decision,)
+    segments = split(traced, CutRules("auto"), full=False)
+    lowering = Lowering(backend, (), options.inductor)
+    program, num_compiles = lower(traced, segments, lowering, events, Progress(options.progress))
+    seconds = {"trace": traced_at - started, "compile": time.perf_counter() - traced_at}
+    return TracedModel(
+        TracedBody(traced, program, lambda name, recorded: recorded),
+        make_head(model),
+        layers,
+        reaches,
+        tuple(step.label for step in program.steps),
+        num_compiles,
+        decisions,
+        seconds,
+    )
+
+
+def decoder_of(model: Any) -> torch.nn.Module:
+    """The part of a causal language model below its head."""
+    decoder: torch.nn.Module = model.base_model
+    if decoder is model:
+        raise ModelError(
+            "PG662",
+            f"{type(model).__name__} has no decoder apart from its head",
+            why=f"it has no submodule {model.base_model_prefix!r}",
+        )
+    return decoder
+
+
+def number_sites(graph: torch.fx.Graph) -> tuple[tuple[AttentionLayer | LatentLayer, ...], tuple[Reach, ...]]:
+    """Number the attention calls of a traced graph in their order, and describe each.
+
+    A module may be called twice in a forward, and layer numbers may repeat or be missing, so the call site is what a cache
+    belongs to. Returns the layers and the reach of each group of layers.
+    """
+    layers: list[AttentionLayer | LatentLayer] = []
+    groups: dict[Reach, int] = {}
+    for node in graph.nodes:
+        packet = torch_compat.op_of(node.target)[0] if node.op == "call_function" else None
+        if packet is ops.ATTENTION.overloadpacket:
+            group = groups.setdefault(Reach(node.args[7], node.args[8]), len(groups))
+            layers.append(_attention_layer(node, len(layers), group))
+            node.update_arg(5, layers[-1].index)
+        elif packet is ops.LATENT_ATTENTION.overloadpacket:
+            layers.append(_latent_layer(node, len(layers), groups.setdefault(Reach(), len(groups))))
+            node.update_arg(5, layers[-1].index)
+    return tuple(layers), tuple(groups)
+
+
+def _attention_layer(node: torch.fx.Node, index: int, group: int) -> AttentionLayer:
+    query, key, value = (torch_compat.meta_value(arg) for arg in node.args[:3])  # type: ignore[arg-type]
+    scale, window, chunk, softcap = node.args[6:10]
+    return AttentionLayer(
+        index=index,
+        group=group,
+        num_heads=int(query.shape[1]),
+        num_kv_heads=int(key.shape[1]),
+        key_width=int(key.shape[2]),
+        value_width=int(value.shape[2]),
+        scale=scale,  # type: ignore[arg-type]
+        window=window,  # type: ignore[arg-type]
+        chunk=chunk,  # type: ignore[arg-type]
+        softcap=softcap,  # type: ignore[arg-type]
+        has_sinks=node.args[4] is not None,
+    )
+
+
+def _latent_layer(node: torch.fx.Node, index: int, group: int) -> LatentLayer:
+    query, latent, rope, _, out = (torch_compat.meta_value(arg) for arg in node.args[:5])  # type: ignore[arg-type]
+    return LatentLayer(
+        index=index,
+        group=group,
+        num_heads=int(query.shape[1]),
+        latent_width=int(latent.shape[1]),
+        rope_width=int(rope.shape[1]),
+        nope_width=node.args[6],  # type: ignore[arg-type]
+        value_width=int(out.shape[2]),
+        scale=node.args[7],  # type: ignore[arg-type]
+    )
+
+
+class _Hidden(dict):  # type: ignore[type-arg]
+    """Whatever a head may read of its decoder's result; only the hidden states are there."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.last_hidden_state if index == 0 else None
+
+
+class _NoDecoder(torch.nn.Module):
+    """Stands where the decoder was: gives back the hidden states it is given. Its attributes are the decoder's."""
+
+    def __init__(self, decoder: torch.nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_decoder"] = decoder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_decoder"], name)
+
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> _Hidden:
+        return _Hidden(inputs_embeds)
+
+
+def make_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The model's own forward without its decoder."""
+    headless = copy.copy(model)
+    headless.__dict__["_modules"] = dict(model._modules)
+    headless._modules[model.base_model_prefix] = _NoDecoder(decoder_of(model))
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = headless(inputs_embeds=hidden[None], use_cache=False, return_dict=True).logits
+        return logits[0]
+
+    return head
+
+
+def _refusal(model: Any, error: TraceError) -> ModelError:
+    return ModelError(
+        "PG663",
+        f"{type(model).__name__} cannot be traced",
+        where=error.where,
+        why=error.why,
+        hint="run it with transformers itself, or report the family",
+    )
