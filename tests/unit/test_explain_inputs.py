@@ -7,7 +7,6 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from piecegraph.insight.render import to_dict, to_html, to_markdown, to_text
 from tests.unit.test_cli import run
 from tests.unit.test_explain_interleaved import CAPTURE
 from tests.unit.test_explain_page import CALL_CHAIN, GROUP, RAY, TABLE
-from tests.unit.test_explain_prefixes import FATAL, OTHER, PREFIXES, TRACEBACK, prefixed
+from tests.unit.test_explain_prefixes import FATAL, OTHER, PREFIXES, TRACEBACK
 
 
 @pytest.fixture
@@ -189,12 +188,11 @@ def test_blocks_do_not_change_what_is_read(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def small_bounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "MAX_STREAM_LINES", 40)
     monkeypatch.setattr(scan, "MAX_READ_LINES", 400)
     monkeypatch.setattr(tail, "TAIL_LINES", 30)
     monkeypatch.setattr(log_source, "BLOCK_BYTES", 512)
-    yield
 
 
 @pytest.mark.usefixtures("small_bounds")
@@ -222,14 +220,21 @@ def test_more_distinct_failures_than_are_kept_are_counted(tmp_path: Path, monkey
 # -- anything at all
 
 
-FRAGMENTS = [
-    *TRACEBACK.split("\n"), *OTHER.split("\n"), *TABLE.split("\n"), *FATAL.split("\n"), *GROUP.split("\n"), *RAY.split("\n"),
-    *CALL_CHAIN.split("\n")[:4], "", "During handling of the above exception, another exception occurred:",
-    "The above exception was the direct cause of the following exception:", "Process Process-4:",
-    "Capturing batches (bs=1 avail_mem=12.33 GB):   0%|          | 0/1", "Possible solutions:", "1. set --mem-fraction-static lower",
-    "[2025-10-21 19:07:30 TP0] Init torch distributed begin.", "Exception in thread Thread-1:", "saved to /tmp/x", "\x1b[31m",
-    "terminate called after throwing an instance of 'c10::Error'", "  what():  no",
-]  # fmt: skip
+FRAGMENTS = [line for text in (TRACEBACK, OTHER, TABLE, FATAL, GROUP, RAY, CALL_CHAIN) for line in text.split("\n")] + [
+    "",
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+    "Process Process-4:",
+    "Capturing batches (bs=1 avail_mem=12.33 GB):   0%|          | 0/1",
+    "Possible solutions:",
+    "1. set --mem-fraction-static lower",
+    "[2025-10-21 19:07:30 TP0] Init torch distributed begin.",
+    "Exception in thread Thread-1:",
+    "saved to /tmp/x",
+    "\x1b[31m",
+    "terminate called after throwing an instance of 'c10::Error'",
+    "  what():  no",
+]
 LINES = st.one_of(
     st.sampled_from(FRAGMENTS),
     st.builds(
@@ -293,5 +298,33 @@ def test_bounds_hold_whatever_the_lines_are(lines: list[str], tmp_path: Path) ->
     explain_bytes("\n".join(lines).encode("utf-8", "replace"), tmp_path)
 
 
-def test_prefixes_are_part_of_what_is_fuzzed() -> None:
-    assert prefixed("[rank0]: ", "x") == "[rank0]: x"
+# -- known issues
+
+OURS = r"""
+[[issue]]
+id = "acme-nan"
+title = "The loss is not a number"
+exception = 'ValueError: loss is nan'
+frame = '(^|/)app/train\.py:step'
+meaning = "The learning rate is too high."
+fix = "Lower it."
+source = "seen with acme 2.3"
+"""
+
+
+def test_known_issues_of_ones_own(log: Path) -> None:
+    issues = log.with_name("team.toml")
+    issues.write_text(OURS)
+    done = run("explain", str(log), "--issues", str(issues))
+    assert "known issue   The loss is not a number  (acme-nan)" in done.stdout
+    assert "acme-nan" in run("explain", "--list", "--issues", str(issues)).stdout
+    assert "none of the catalogue matches" in run("explain", str(log)).stdout
+
+
+def test_a_cause_that_only_a_line_of_the_log_tells(tmp_path: Path) -> None:
+    path = tmp_path / "run.log"
+    path.write_text("Out of memory: Killed process 4242 (python) total-vm:214748364kB\nbye\n")
+    page = explain_logs([path])
+    assert page.outcome == "nothing"
+    assert [known.id for known in page.known] == ["host-oom-killed"]
+    assert "host-oom-killed" in to_text(page)

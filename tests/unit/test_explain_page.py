@@ -161,7 +161,7 @@ def test_the_table_of_torchelastic() -> None:
 
 def test_a_launcher_that_saw_a_process_killed_and_no_traceback() -> None:
     page = page_of(
-        "E1021 19:07:57.030000 12 torch/distributed/elastic/api.py:882] failed (exitcode: -9) local_rank: 3 (pid: 77) of binary: python"
+        "E1021 19:07:57.030000 12 torch/distributed/elastic/api.py:882] failed (exitcode: -9) local_rank: 3 (pid: 77)"
     )
     assert page.outcome == "exits"
     assert "1 x killed by SIGKILL" in to_text(page)

@@ -1,4 +1,4 @@
-"""Every prefix that a launcher or logger puts in front of a line: the failure is the same, and who failed is told if proven."""
+"""Every prefix that a launcher or logger puts in front of a line: the same failure, and who failed where it is proven."""
 
 from __future__ import annotations
 
@@ -77,11 +77,8 @@ def test_a_traceback_behind_a_prefix(prefix: str, process: Process | None) -> No
 
 @pytest.mark.parametrize("prefix", ["[rank{}]: ", "(Worker_TP{} pid=1{}) ", "[default{}]:", "{}: ", "[1,{}]<stderr>:"])
 def test_interleaved_lines_are_told_apart_by_their_prefix(prefix: str) -> None:
-    both = [
-        line
-        for pair in zip(*(prefixed(prefix.replace("{}", str(n)), t).split("\n") for n, t in ((0, TRACEBACK), (1, OTHER))))
-        for line in pair
-    ]  # fmt: skip
+    texts = [prefixed(prefix.replace("{}", str(rank)), text) for rank, text in enumerate((TRACEBACK, OTHER))]
+    both = [line for pair in zip(*(text.split("\n") for text in texts), strict=True) for line in pair]
     first, second = scan("\n".join(both)).failures
     assert shape(first) == WHOLE
     assert shape(second)[0] == "KeyError"

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 @click.argument("logs", metavar="LOG...", nargs=-1, type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a page.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a page: .html, .md, .json or .txt.")
+@click.option("--issues", type=click.Path(path_type=Path), help="Known issues of your own: a TOML file.")
 @click.option("--list", "list_issues", is_flag=True, help="List the known issues and their rules.")
-def explain(logs: tuple[str, ...], as_json: bool, output: Path | None, list_issues: bool) -> None:
+def explain(logs: tuple[str, ...], as_json: bool, output: Path | None, issues: Path | None, list_issues: bool) -> None:
     """Say on one page why a run failed.
 
     LOG is what the run printed: a file, plain or gzipped, or - for standard input. Give several where each process
@@ -29,7 +30,7 @@ def explain(logs: tuple[str, ...], as_json: bool, output: Path | None, list_issu
     if list_issues:
         from piecegraph.insight.known_issues import describe, load_catalogue
 
-        click.echo("\n\n".join(describe(issue) for issue in load_catalogue()))
+        click.echo("\n\n".join(describe(issue) for issue in load_catalogue(issues)))
         return
     if not logs and sys.stdin.isatty():
         raise click.UsageError("give the path of a log, or pipe one in.")
@@ -37,7 +38,7 @@ def explain(logs: tuple[str, ...], as_json: bool, output: Path | None, list_issu
 
     if output is not None and output.suffix not in _FORMATS:
         raise click.BadParameter(f"{output.name}: use one of {', '.join(_FORMATS)}", param_hint="-o")
-    page = explain_logs(logs or ["-"])
+    page = explain_logs(logs or ["-"], issues=issues)
     if output is not None:
         _write(page, output)
     if as_json:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from piecegraph.errors import InputError
 from piecegraph.insight.echoes import judge
 from piecegraph.insight.failure import Evidence
-from piecegraph.insight.known_issues import load_catalogue, log_line_matcher
+from piecegraph.insight.known_issues import KnownIssue, load_catalogue, log_line_matcher, match_known_issues
 from piecegraph.insight.log_source import Log, name_logs
 from piecegraph.insight.page import Page, compose
 from piecegraph.insight.scan import Scanner
@@ -18,28 +19,47 @@ from piecegraph.progress import Bar, Progress
 _MIB = 1 << 20
 
 
-def explain_logs(paths: Sequence[str | os.PathLike[str]], *, progress: bool | Literal["auto"] = "auto") -> Page:
+def explain_logs(
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    issues: Path | None = None,
+    progress: bool | Literal["auto"] = "auto",
+) -> Page:
     """Explain a failing run from its logs.
 
     Args:
         paths: one log, or one for each process of a run; ``-`` is standard input, gzip is unpacked.
+        issues: a file of known issues, beside those that come with piecegraph.
         progress: whether to show a bar on standard error; ``auto`` shows it on a terminal.
 
     Raises:
         InputError: a log cannot be read, is no text, or all of them are empty.
+        ConfigError: the file of known issues is malformed.
     """
-    runs = read_evidence([os.fspath(path) for path in paths], progress=progress)
+    catalogue = load_catalogue(issues)
+    runs = read_evidence([os.fspath(path) for path in paths], catalogue, progress=progress)
     # Of several runs in one log, the last that failed is the one somebody is waiting for.
     failed = [run for run in runs if judge(run).root is not None]
     chosen = failed[-1] if failed else runs[-1]
-    return compose(chosen, other_runs=[run for run in runs if run is not chosen])
+    lines = [text for text, _ in chosen.telling_lines]
+    return compose(
+        chosen,
+        lambda failure: match_known_issues(failure, catalogue, lines),
+        other_runs=[run for run in runs if run is not chosen],
+    )
 
 
-def read_evidence(paths: Sequence[str], *, progress: bool | Literal["auto"] = False) -> tuple[Evidence, ...]:
+def read_evidence(
+    paths: Sequence[str], catalogue: Sequence[KnownIssue], *, progress: bool | Literal["auto"] = False
+) -> tuple[Evidence, ...]:
     """What the logs prove, a value for each run."""
     logs = [Log(path) for path in paths]
     names = name_logs(logs)
-    scanner = Scanner(is_one_log=len(logs) == 1, is_telling=log_line_matcher(load_catalogue()))
+    scanner = Scanner(
+        is_one_log=len(logs) == 1,
+        is_telling=log_line_matcher(catalogue),
+        telling_words=dict.fromkeys(word for issue in catalogue for word in issue.line_words),
+    )
     total = sum(log.num_bytes for log in logs) // _MIB
     with Progress(progress).bar("explain", total) as bar:
         meter = _Meter(bar, total, scanner)

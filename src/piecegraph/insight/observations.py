@@ -49,7 +49,7 @@ WORDS = (
 """A line that says something observed here holds one of these: looking for them is far cheaper than the patterns."""
 
 
-def words_in(text: str, words: Iterable[str] = WORDS) -> tuple[str, ...]:
+def words_in(text: str, words: Iterable[str]) -> tuple[str, ...]:
     """Those of the words that a block of a log holds: only they need to be looked for in each of its lines."""
     return tuple(word for word in words if word in text)
 

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from piecegraph.insight.advice import Suggestion, judge_suggestions
 from piecegraph.insight.echoes import Verdict, judge
 from piecegraph.insight.failure import Certainty, Evidence, Exit, Failure, Frame, Phase, Process, TreeLine
+from piecegraph.insight.known_issues import load_catalogue, match_known_issues
 from piecegraph.insight.ownership import place_of
 from piecegraph.insight.phases import PHASES, layers_of, phase_of
 from piecegraph.insight.root_cause import RootCause, find_root_cause
@@ -187,18 +188,16 @@ def _outcome(evidence: Evidence, failure: Failure | None) -> Outcome:
 
 
 def _from_catalogue(evidence: Evidence) -> Callable[[Failure], Sequence[Issue]]:
-    from piecegraph.insight.known_issues import load_catalogue, match_known_issues
-
     lines = [text for text, _ in evidence.telling_lines]
     return lambda failure: match_known_issues(failure, load_catalogue(), lines)
 
 
 def _known(find: Callable[[Failure], Sequence[Issue]], verdict: Verdict) -> tuple[KnownMatch, ...]:
-    if verdict.root is None:
-        return ()
+    # Some issues are known by a line of the log, and leave no exception behind.
+    failure = verdict.root or Failure(chain=(), kind="killed")
     return tuple(
         KnownMatch(issue.id, issue.title, issue.meaning, issue.fix, issue.fixed_in, issue.source, issue.rule)
-        for issue in find(verdict.root)
+        for issue in find(failure)
     )
 
 

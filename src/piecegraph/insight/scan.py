@@ -13,7 +13,7 @@ from piecegraph.insight.chunks import kind_of, mask
 from piecegraph.insight.failure import Evidence, Failure, Frame, Process, TreeLine
 from piecegraph.insight.launcher import exits_of_table
 from piecegraph.insight.log_lines import Line, PrefixReader
-from piecegraph.insight.observations import Observations, has_any, words_in
+from piecegraph.insight.observations import WORDS, Observations, has_any, words_in
 from piecegraph.insight.phases import milestone_of
 from piecegraph.insight.resolve import Resolved, resolve
 from piecegraph.insight.tail import Tail
@@ -144,8 +144,22 @@ class Scanner:
     Several logs are taken for one run, each written by its own process; one log may hold several runs.
     """
 
-    def __init__(self, *, is_one_log: bool = True, is_telling: Callable[[str], object] = lambda line: False) -> None:
+    def __init__(
+        self,
+        *,
+        is_one_log: bool = True,
+        is_telling: Callable[[str], object] = lambda line: False,
+        telling_words: Iterable[str] = (),
+    ) -> None:
+        """Make one.
+
+        Args:
+            is_one_log: whether all lines come from one log, which may hold several runs.
+            is_telling: whether a known issue is recognised by a line outside of tracebacks.
+            telling_words: every such line holds one of these.
+        """
         self._is_one_log, self._is_telling = is_one_log, is_telling
+        self._words = (*WORDS, *telling_words)
         self._finished: list[Evidence] = []
         self._sources: list[str] = []
         self._label = ""
@@ -179,7 +193,7 @@ class Scanner:
     def feed(self, lines: list[str]) -> None:
         """The next lines of the log."""
         block = "\n".join(lines)
-        self._watched, self._opening = words_in(block), words_in(block, OPENING)
+        self._watched, self._opening = words_in(block, self._words), words_in(block, OPENING)
         for at, raw in enumerate(lines):
             if self._num_read > MAX_READ_LINES:
                 self._pass_by(lines[at:])

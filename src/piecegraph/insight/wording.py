@@ -240,7 +240,8 @@ def _tree_row(line: TreeLine) -> Row:
 
 
 def _advice_rows(page: Page) -> list[Row]:
-    rows = [row for known in page.known for row in _known_rows(known)]
+    rows = [row for known in page.known[:1] for row in _known_rows(known)]
+    rows += [Row("also matches", f"{known.title}  ({known.id})", "quiet") for known in page.known[1:]]
     if page.outcome == "failure" and not page.known:
         rows.append(Row("known issue", "none of the catalogue matches", "quiet"))
     for suggestion in page.suggestions:
