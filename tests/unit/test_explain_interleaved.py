@@ -16,7 +16,7 @@ from piecegraph.insight.explain import explain_logs
 from piecegraph.insight.failure import Process
 from piecegraph.insight.page import Page
 from piecegraph.insight.render import to_text
-from tests.unit.test_explain_prefixes import scan
+from tests.unit.test_explain_prefixes import prefixed, scan
 
 ROOT = Path(__file__).parents[2]
 CAPTURE = ROOT / "tests" / "logs" / "eight_ranks_capture.log.gz"
@@ -153,6 +153,20 @@ def test_of_different_stories_exceptions_and_innermost_frames_are_counted(seed: 
     assert {failure.certainty for failure in evidence.failures} == {"reconstructed"}
     assert evidence.tree
     assert all(not failure.processes for failure in evidence.failures)
+
+
+def test_many_different_stories_are_counted_without_a_search() -> None:
+    evidence = scan(weave([RECURSIVE] * 60 + [CHAINED[:5]] * 40, 0.3, seed=1))
+    told = Counter({(f.chain[-1].message, f.chain[-1].frames[-1].line): f.count for f in evidence.failures})
+    assert told == {("bad shapes", 30): 60, ("'w'", 3): 40}
+    assert not evidence.tree
+
+
+def test_a_rank_that_pauses_while_others_print_is_not_cut_in_two() -> None:
+    head, rest = prefixed("[rank0]: ").split("\n", 1)
+    others = "\n".join(prefixed(f"[rank{rank}]: ") for rank in range(1, 60))
+    (failure,) = scan(f"{head}\n{others}\n{rest}").failures
+    assert failure.count == 60
 
 
 def test_stories_that_follow_each_other_are_simply_read() -> None:

@@ -167,6 +167,37 @@ def test_a_launcher_that_saw_a_process_killed_and_no_traceback() -> None:
     assert "1 x killed by SIGKILL" in to_text(page)
 
 
+def engine_log() -> str:
+    """A worker of an engine runs out of memory; its parent and the server say so in their own words."""
+    worker, core = "(VllmWorker rank=1 pid=202) ", "(EngineCore_0 pid=100) "
+    died = TRACEBACK.replace("in step", "in determine_available_memory").replace(
+        "ValueError: loss is nan", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    )
+    words = "RuntimeError: Worker failed with error 'CUDA out of memory', please check the stack trace above"
+    return "\n".join(
+        [
+            "INFO 05-08 19:05:01 [api_server.py:1043] vLLM API server version 0.8.5",
+            f"{worker}INFO 05-08 19:05:20 [gpu_model_runner.py:1329] Starting to load model foo...",
+            f"{worker}INFO 05-08 19:05:40 [loader.py:458] Loading weights took 5.33 seconds",
+            prefixed(f"{worker}ERROR 05-08 19:06:38 [multiproc_executor.py:962] ", died),
+            prefixed(f"{core}ERROR 05-08 19:06:39 [core.py:396] ", TRACEBACK.replace("ValueError: loss is nan", words)),
+            TRACEBACK.replace(
+                "ValueError: loss", "RuntimeError: Engine core initialization failed. See root cause above."
+            ),
+        ]
+    )
+
+
+def test_an_engine_that_repeats_its_workers_failure() -> None:
+    page = page_of(engine_log())
+    assert [(group.role, group.type.rsplit(".")[-1]) for group in page.who.groups] == [
+        ("root", "OutOfMemoryError"), ("echo", "RuntimeError"), ("echo", "RuntimeError"),
+    ]  # fmt: skip
+    assert [process.rank for process in page.who.groups[0].processes] == [1]
+    assert {row.phase: row.state for row in page.phase.rows} == {"init": "passed", "load": "done", "kv cache": "failed"}
+    assert "which process printed 1 of them: the lines carry no name" in to_text(page)
+
+
 # -- several runs
 
 

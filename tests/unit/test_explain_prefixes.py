@@ -1,4 +1,4 @@
-"""Every prefix that a launcher or logger puts in front of a line: the same failure, and who failed where it is proven."""
+"""Every prefix that a launcher or logger puts in front of a line: the same failure, and who failed if it is proven."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _ECHO_MESSAGES = re.compile(
     r"|monitoredbarrier|heartbeat|peer (?:has )?(?:died|disconnected))"
     r"|ncclRemoteError|ncclSystemError|\[Rank \d+\].*[Tt]imeout|Engine core initialization failed"
     r"|EngineCore encountered an issue|WorkerProc initialization failed"
-    r"|[Ss]ee (?:the )?(?:root cause|stack trace) above"
+    r"|(?:[Ss]ee|check) (?:the )?(?:root cause|stack trace) above|EngineCore failed to start"
     r"|Rank \d+ scheduler died|Initialization failed\. Please see the error messages above"
 )
 

@@ -134,6 +134,7 @@ class PrefixReader:
 
 
 _NOBODY = Process()
+_RANK_IN_NAME = re.compile(r"\brank=(?P<rank>\d+)$")
 
 
 def _describe(found: re.Match[str]) -> Process:
@@ -144,7 +145,8 @@ def _describe(found: re.Match[str]) -> Process:
         return Process(f"MPI rank {parts['mpi']}", rank=int(parts["mpi"]))
     if parts.get("pid"):
         name = parts["worker"] or f"pid {parts['pid']}"
-        return Process(name, pid=int(parts["pid"]), host=parts["ip"])
+        rank = _RANK_IN_NAME.search(name)
+        return Process(name, int(rank["rank"]) if rank else None, int(parts["pid"]), parts["ip"])
     if parts.get("task"):
         return Process(f"task {parts['task']}")
     return Process(parts.get("role") or parts.get("pod") or parts.get("service") or "")

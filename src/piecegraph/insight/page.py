@@ -72,7 +72,8 @@ class PhaseRow:
     """One phase of the run."""
 
     phase: Phase
-    state: Literal["done", "begun", "failed"]
+    state: Literal["done", "passed", "begun", "failed"]
+    """``passed``: begun, never said to be done, but a later phase was reached."""
     line: int | None
     size: str = ""
 
@@ -229,23 +230,31 @@ def _phases(evidence: Evidence, failure: Failure | None) -> PhaseReport:
     if failure is None:
         frames = [frame for chain in evidence.call_chains[:1] for frame in chain]
     failed = _failed_phase(evidence, frames) if failure is not None else None
-    rows = []
-    for phase in PHASES:
-        found = [milestone for milestone in evidence.milestones if milestone.phase == phase]
-        done = next((milestone for milestone in found if milestone.state == "done"), None)
-        begun = next((milestone for milestone in found if milestone.state != "done"), None)
-        size = next((milestone.size for milestone in reversed(found) if milestone.size), "")
-        if phase == failed:
-            rows.append(PhaseRow(phase, "failed", begun.line if begun else None, size))
-        elif done is not None:
-            rows.append(PhaseRow(phase, "done", done.line, size))
-        elif begun is not None:
-            rows.append(PhaseRow(phase, "begun", begun.line, size))
+    rows = [row for phase in PHASES if (row := _phase_row(phase, evidence, failed)) is not None]
     return PhaseReport(tuple(rows), failed, layers_of(frames))
 
 
+def _phase_row(phase: Phase, evidence: Evidence, failed: Phase | None) -> PhaseRow | None:
+    found = [milestone for milestone in evidence.milestones if milestone.phase == phase]
+    done = next((milestone for milestone in found if milestone.state == "done"), None)
+    begun = next((milestone for milestone in found if milestone.state != "done"), None)
+    size = next((milestone.size for milestone in reversed(found) if milestone.size), "")
+    if phase == failed:
+        return PhaseRow(phase, "failed", begun.line if begun else None, size)
+    if done is not None:
+        return PhaseRow(phase, "done", done.line, size)
+    if begun is None:
+        return None
+    return PhaseRow(phase, "passed" if PHASES.index(phase) < _furthest(evidence) else "begun", begun.line, size)
+
+
+def _furthest(evidence: Evidence) -> int:
+    """How far the run is known to have come."""
+    return max((PHASES.index(milestone.phase) for milestone in evidence.milestones), default=0)
+
+
 def _failed_phase(evidence: Evidence, frames: Sequence[Frame]) -> Phase | None:
-    """Where it failed: recorded as such, seen in the stack, or begun and not done."""
+    """Where it failed: recorded as such, seen in the stack, or the last that was begun and not done."""
     noted = [milestone.phase for milestone in evidence.milestones if milestone.state == "failed"]
     if noted:
         return "capture" if "capture" in noted else noted[-1]
@@ -253,8 +262,8 @@ def _failed_phase(evidence: Evidence, frames: Sequence[Frame]) -> Phase | None:
     by_stack = phase_of(frames)
     if by_stack is not None and by_stack not in done:
         return by_stack
-    begun = [milestone.phase for milestone in evidence.milestones if milestone.phase not in done]
-    return max(begun, key=PHASES.index) if begun else by_stack
+    last = PHASES[_furthest(evidence)]
+    return last if evidence.milestones and last not in done else by_stack
 
 
 def _stack(evidence: Evidence, failure: Failure | None) -> tuple[StackPart, ...]:

@@ -44,7 +44,8 @@ _LAYERS: tuple[tuple[str, Phase | None, str], ...] = (
     ("Triton", "compile", r"/triton/"),
     ("weight loading", "load", r"model_loader|weight_utils|safetensors/|transformers/modeling_utils"),
     ("process group", "init", r"parallel_state\.py|torch/distributed/(?:distributed_c10d|rendezvous)"),
-    ("KV cache", "kv cache", r"memory_pool\.py|kv_cache_\w+\.py|kv_cache\.py"),
+    ("KV cache", "kv cache", r"memory_pool\.py|kv_cache_\w+\.py|kv_cache\.py|:determine_available_memory|:profile_run"
+                             r"|:init_memory_pool|:initialize_kv_cache"),
 )  # fmt: skip
 _COMPILED_LAYERS = tuple((name, phase, re.compile(pattern)) for name, phase, pattern in _LAYERS)
 
@@ -79,4 +80,5 @@ def phase_of(frames: Iterable[Frame]) -> Phase | None:
 
 
 def _layer(frame: Frame) -> tuple[str, Phase | None]:
-    return next(((name, phase) for name, phase, pattern in _COMPILED_LAYERS if pattern.search(frame.file)), ("", None))
+    where = f"{frame.file}:{frame.function}"
+    return next(((name, phase) for name, phase, pattern in _COMPILED_LAYERS if pattern.search(where)), ("", None))

@@ -8,18 +8,20 @@ most likely raised at, and the stacks laid on top of each other.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from piecegraph.insight.chunks import Chunk, representatives
 from piecegraph.insight.failure import TreeLine
 from piecegraph.insight.likelihood import IMPOSSIBLE, Likelihood
 from piecegraph.insight.stories import Link, num_tellers
 
-BEAM = 96
-MAX_CHUNKS = 1500
-"""Longer streams are paired by neighbourhood alone: the search would take minutes."""
+BEAM = 64
+MAX_WORK = 15_000
+"""Chunks times processes. Larger streams are paired by neighbourhood alone: the search would take minutes."""
 _MAX_OPTIONS = 6
 _BRANCH = 3.0
 _SIBLING = 1.5
@@ -55,28 +57,38 @@ class Reconstruction:
 
 def reconstruct(chunks: Sequence[Chunk], *, may_search: bool = True) -> Reconstruction:
     """Always an answer: where no tree explains the log, exceptions are paired with the frames they stand under."""
-    can_search = may_search and len(chunks) <= MAX_CHUNKS
-    tree = _Search(chunks, num_tellers(chunks)).run() if can_search else None
+    count = num_tellers(chunks)
+    can_search = may_search and len(chunks) * count <= MAX_WORK
+    tree = _Search(chunks, count).run() if can_search else None
     if tree is None:
         return Reconstruction(_pair_neighbours(chunks), ())
     return Reconstruction(tuple(sorted(tree.endings(), key=lambda ending: ending.chain[-1].text.end)), tree.lines())
 
 
 def _pair_neighbours(chunks: Sequence[Chunk]) -> tuple[Ending, ...]:
-    """Each exception with the frame right above it, wherever that is not torn away."""
-    first: dict[Hashable, Told] = {}
-    for above, chunk in zip([None, *chunks], chunks, strict=False):
-        if chunk.kind != "text":
-            continue
-        told = Told(chunk, above if above is not None and above.kind == "frame" else None, "")
-        if chunk.key not in first or (first[chunk.key].frame is None and told.frame is not None):
-            first[chunk.key] = told
-    counts = Counter(chunk.key for chunk in chunks if chunk.kind == "text")
-    return tuple(Ending((told,), counts[key]) for key, told in first.items())
+    """Each exception with the likeliest innermost frame: one that calls none of the others."""
+    shown = representatives(chunks)
+    likelihood = Likelihood(chunks)
+    counts = Counter(chunk.key for chunk in chunks)
+    frames = [chunk for chunk in shown.values() if chunk.kind == "frame"]
+    names = {chunk.frame.function for chunk in frames if chunk.frame is not None}
+    leaves = [chunk for chunk in frames if not _calls_any(chunk, names)] or frames
+    endings = []
+    for text in (chunk for chunk in shown.values() if chunk.kind == "text"):
+        fitting = [frame for frame in leaves if counts[frame.key] >= counts[text.key]] or leaves
+        best = min(fitting, key=lambda frame, text=text: likelihood.price(frame, text), default=None)  # type: ignore[misc]
+        endings.append(Ending((Told(text, best, ""),), counts[text.key]))
+    return tuple(endings)
 
 
-@dataclass(frozen=True, slots=True)
-class _Hypothesis:
+def _calls_any(chunk: Chunk, names: set[str]) -> bool:
+    frame = chunk.frame
+    if frame is None or frame.source.startswith("raise"):
+        return False
+    return bool(names & set(re.findall(r"\w+", chunk.anchor or frame.source)) - {frame.function})
+
+
+class _Hypothesis(NamedTuple):
     price: float
     nodes: int
     """The nodes of the tree so far, as bits."""
@@ -137,7 +149,7 @@ class _Search:
         self._chunks, self._count = chunks, count
         self._shown = representatives(chunks)
         self._likelihood = Likelihood(chunks)
-        self._ids: dict[tuple[int, Hashable], int] = {}
+        self._steps: dict[tuple[int, Hashable], tuple[float, int]] = {}
         self._parent_of: dict[int, int] = {}
         self._chunk_of: dict[int, Chunk] = {}
         self._children: defaultdict[int, int] = defaultdict(int)
@@ -162,11 +174,16 @@ class _Search:
     def _extend(self, hypothesis: _Hypothesis, chunk: Chunk, further: dict[_State, _Hypothesis]) -> None:
         options = []
         for node, _ in hypothesis.waiting:
-            price = self._step_price(hypothesis, node, chunk)
-            if price < IMPOSSIBLE:
-                options.append((price - 0.05 * (node == hypothesis.latest), node))
-        for price, node in sorted(options)[:_MAX_OPTIONS]:
-            child = self._ids[node, chunk.key]
+            price, child = self._steps.get((node, chunk.key)) or self._step(node, chunk)
+            if price >= IMPOSSIBLE:
+                continue
+            if hypothesis.nodes >> child & 1:
+                price = 0.0
+            else:
+                siblings = (self._children[node] & hypothesis.nodes).bit_count()
+                price += _BRANCH + _SIBLING * siblings if siblings else 0.0
+            options.append((price - 0.05 * (node == hypothesis.latest), node, child))
+        for price, node, child in sorted(options)[:_MAX_OPTIONS]:
             waiting = dict(hypothesis.waiting)
             waiting[node] -= 1
             if not waiting[node]:
@@ -178,24 +195,15 @@ class _Search:
             if known is None or total < known.price:
                 further[nodes, places] = _Hypothesis(total, nodes, places, child, (child, hypothesis.path))
 
-    def _step_price(self, hypothesis: _Hypothesis, node: int, chunk: Chunk) -> float:
-        before = self._chunk_of.get(node)
-        price = self._likelihood.price(before, chunk)
-        if price >= IMPOSSIBLE:
-            return price
-        child = self._node(node, chunk)
-        if hypothesis.nodes >> child & 1:
-            return 0.0
-        siblings = (self._children[node] & hypothesis.nodes).bit_count()
-        return price + (_BRANCH + _SIBLING * siblings if siblings else 0.0)
-
-    def _node(self, parent: int, chunk: Chunk) -> int:
-        node = self._ids.get((parent, chunk.key))
-        if node is None:
-            node = self._ids[parent, chunk.key] = len(self._ids) + 1
-            self._parent_of[node], self._chunk_of[node] = parent, self._shown[chunk.key]
-            self._children[parent] |= 1 << node
-        return node
+    def _step(self, node: int, chunk: Chunk) -> tuple[float, int]:
+        """The price of a chunk as a new child of a node, and the child."""
+        price, child = self._likelihood.price(self._chunk_of.get(node), chunk), _ROOT
+        if price < IMPOSSIBLE:
+            child = len(self._chunk_of) + 1
+            self._parent_of[child], self._chunk_of[child] = node, self._shown[chunk.key]
+            self._children[node] |= 1 << child
+        self._steps[node, chunk.key] = (price, child)
+        return price, child
 
     def _num_unfinished(self, hypothesis: _Hypothesis) -> int:
         return sum(

@@ -158,7 +158,7 @@ def _certainty_rows(page: Page) -> list[Row]:
     if not groups:
         return []
     kinds = {group.certainty for group in groups}
-    unnamed = [group for group in groups if not any(process.rank is not None for process in group.processes)]
+    is_named = all(group.processes and group.certainty == "printed" for group in groups)
     rows = []
     if kinds == {"recorded"}:
         return [Row("certain", "recorded by the processes themselves: who failed, and in which order")]
@@ -169,16 +169,24 @@ def _certainty_rows(page: Page) -> list[Row]:
         rows.append(
             Row("certain", "all of them: interleaved tracebacks, of which every line has its place in this story")
         )
-    elif not unnamed:
-        rows.append(Row("certain", "who failed: the lines of every traceback carry a rank"))
-    if unnamed and page.who.num_tracebacks > 1:
-        why = " (it does not matter: all are alike)" if len(groups) == 1 else ""
-        rows.append(Row("cannot tell", f"which rank printed which traceback: no line of this log says it{why}"))
+    elif is_named:
+        rows.append(Row("certain", "who failed: the lines of every traceback carry the name of their process"))
+    if not is_named and page.who.num_tracebacks > 1:
+        rows.append(Row("cannot tell", _unknown_tellers(page)))
     if not page.who.is_ordered and len(groups) > 1:
         rows.append(Row("cannot tell", "which failed first: the logs are of different processes"))
     elif sum(group.role in ("root", "other") for group in groups) > 1:
         rows.append(Row("likely", "the root cause is the one that was complete first in this log"))
     return rows
+
+
+def _unknown_tellers(page: Page) -> str:
+    groups = page.who.groups
+    unnamed = sum(group.count for group in groups if group.certainty != "printed" or not group.processes)
+    if unnamed < page.who.num_tracebacks:
+        return f"which process printed {unnamed} of them: the lines carry no name"
+    why = " (it does not matter: all are alike)" if len(groups) == 1 else ""
+    return f"which rank printed which traceback: no line of this log says it{why}"
 
 
 def _phase_rows(page: Page) -> list[Row]:
@@ -189,13 +197,16 @@ def _phase_rows(page: Page) -> list[Row]:
 
 
 def _phase_row(row: PhaseRow) -> Row:
-    at = f"  {_line(row.line)}" if row.line is not None else ""
     size = f"  {row.size}" if row.size else ""
+    line = f"  {_line(row.line)}" if row.line is not None else ""
+    if row.state == "done":
+        return Row("done", f"{row.phase:<9}{line}{size}", "good")
+    begun = f"  begun at {_line(row.line)}" if row.line is not None else ""
+    if row.state == "passed":
+        return Row("passed", f"{row.phase:<9}{begun}; later phases followed", "good")
     if row.state == "failed":
-        return Row(
-            "FAILED", f"{row.phase:<9}{size}{f'  begun at {_line(row.line)}' if row.line is not None else ''}", "bad"
-        )
-    return Row(row.state, f"{row.phase:<9}{at}{size}", "good" if row.state == "done" else "")
+        return Row("FAILED", f"{row.phase:<9}{size}{begun}", "bad")
+    return Row("begun", f"{row.phase:<9}{size}{begun}")
 
 
 def _stack_rows(page: Page) -> list[Row]:
