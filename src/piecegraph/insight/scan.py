@@ -24,7 +24,7 @@ MAX_DISTINCT_FAILURES = 200
 """More are counted and not kept."""
 MAX_SEARCHED_LINES = 10_000
 """So many lines of processes that differ are reconstructed; behind them exceptions are counted."""
-MAX_READ_LINES = 200_000
+MAX_READ_LINES = 120_000
 """So many lines of tracebacks are read. Of more, all but the end is counted by exception: see :class:`Tail`."""
 MAX_PROCESSES = 4096
 MAX_CALL_CHAINS = 20
