@@ -8,6 +8,7 @@
     ├── CallError                         PG5xx  a call cannot be served from the plan
     │   ├── FallbackError                        ... and ``on_fallback="raise"`` was asked for
     │   └── AddressError                         ... because memory a graph reads has moved
+    ├── InputError                        PG60x  a file given to a command cannot be used
     ├── RequestError (also ValueError)    PG65x  one request cannot be served; the others go on
     └── ModelError                        PG66x  a language model cannot be loaded or run as it is
 
@@ -53,6 +54,9 @@ CODES: dict[str, str] = {
     "PG510": "the bucket is more than twice the size of the input",
     "PG520": "memory that a recorded graph reads has moved",
     "PG521": "an eager op returned something else than when it was recorded",
+    "PG601": "an input cannot be read",
+    "PG602": "an input is empty",
+    "PG603": "an input is no text",
     "PG651": "the prompt is empty",
     "PG652": "the prompt is longer than the model may read",
     "PG653": "the prompt holds something that is no token of the model",
@@ -82,6 +86,9 @@ class PiecegraphError(Exception):
         why: the reason.
         hint: what to do about it.
     """
+
+    exit_code = 1
+    """What a command that ends with this error returns."""
 
     def __init__(self, code: str, what: str, *, where: str = "", why: str = "", hint: str = "") -> None:
         assert code in CODES, code
@@ -119,6 +126,12 @@ class FallbackError(CallError):
 
 class AddressError(CallError):
     """A recorded graph would have read memory that has moved."""
+
+
+class InputError(PiecegraphError):
+    """A file given to a command cannot be used; the command ends as if it had been called wrongly."""
+
+    exit_code = 2
 
 
 class RequestError(PiecegraphError, ValueError):
