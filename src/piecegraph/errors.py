@@ -5,9 +5,10 @@
     ├── TraceError                        PG2xx  the model cannot be written down as one graph
     ├── LowerError                        PG3xx  a graph or a piece cannot be cut or compiled
     ├── RecordError                       PG4xx  a size cannot be recorded
-    └── CallError                         PG5xx  a call cannot be served from the plan
-        ├── FallbackError                        ... and ``on_fallback="raise"`` was asked for
-        └── AddressError                         ... because memory a graph reads has moved
+    ├── CallError                         PG5xx  a call cannot be served from the plan
+    │   ├── FallbackError                        ... and ``on_fallback="raise"`` was asked for
+    │   └── AddressError                         ... because memory a graph reads has moved
+    └── CommandError                      PG6xx  a command cannot do what it was asked to
 
 The text of an error always says, in this order: what happened, where, why, what to do.
 """
@@ -49,6 +50,9 @@ CODES: dict[str, str] = {
     "PG510": "the bucket is more than twice the size of the input",
     "PG520": "memory that a recorded graph reads has moved",
     "PG521": "an eager op returned something else than when it was recorded",
+    "PG611": "records cannot be kept",
+    "PG612": "the command cannot be started",
+    "PG613": "some records are missing",
 }
 
 
@@ -66,6 +70,9 @@ class PiecegraphError(Exception):
         why: the reason.
         hint: what to do about it.
     """
+
+    exit_code = 1
+    """What the command line ends with."""
 
     def __init__(self, code: str, what: str, *, where: str = "", why: str = "", hint: str = "") -> None:
         assert code in CODES, code
@@ -103,6 +110,12 @@ class FallbackError(CallError):
 
 class AddressError(CallError):
     """A recorded graph would have read memory that has moved."""
+
+
+class CommandError(PiecegraphError):
+    """A command was given something it cannot work with, or cannot do its work."""
+
+    exit_code = 2
 
 
 class PiecegraphWarning(UserWarning):

@@ -7,6 +7,7 @@ import sys
 import click
 
 from piecegraph.cli.env import env
+from piecegraph.cli.run import run
 from piecegraph.errors import PiecegraphError
 from piecegraph.version import VERSION
 
@@ -19,14 +20,15 @@ def group(debug: bool) -> None:
 
 
 group.add_command(env)
+group.add_command(run)
 
 
 def main() -> None:
-    """Run the command. Our own errors are one line on standard error and exit code 1."""
+    """Run the command. Our own errors are one line on standard error and a nonzero exit code."""
     try:
         group()
     except PiecegraphError as error:
         if "--debug" in sys.argv:
             raise
         click.echo(f"error: {error}", err=True)
-        sys.exit(1)
+        sys.exit(error.exit_code)
