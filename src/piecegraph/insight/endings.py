@@ -72,6 +72,8 @@ def gather(records: Sequence[ProcessRecord], ended: Ended, num_oom_kills: int = 
 
 def _deaths_of(record: ProcessRecord, records: Sequence[ProcessRecord], ended: Ended) -> list[_Death]:
     found = [_from_exception(record, noted, "thread") for noted in record.exceptions if noted.kind == "thread"]
+    if record.state == "replaced" or _was_replaced(record, records):
+        return found  # what happened to the process afterwards is the other program's story
     last = next((noted for noted in reversed(record.exceptions) if noted.kind in ("exception", "interrupted")), None)
     if last is not None:
         kind: Kind = "interrupted" if last.kind == "interrupted" else "exception"
@@ -88,7 +90,7 @@ def _deaths_of(record: ProcessRecord, records: Sequence[ProcessRecord], ended: E
         return [*found, _from_signal(record, os.WTERMSIG(status), noticed_ns, records, ended)]
     if is_bad:
         return [*found, _from_exit(record, status, noticed_ns)]
-    if record.state == "started" and status is None and not is_running(record) and not _was_replaced(record, records):
+    if record.state == "started" and status is None and not is_running(record):
         why = "the process ended without a word: killed (out of memory?), or it left through code that is not Python"
         return [*found, _Death(record=record, kind="killed", chain=(_said("no ending", why),), time_ns=noticed_ns)]
     return found
@@ -148,15 +150,21 @@ def _status(record: ProcessRecord, records: Sequence[ProcessRecord], ended: Ende
     end = _end_of(record, records)
     if record.pid == ended.pid:
         return ended.status, end
-    seen = [child for other in records for child in other.children if child.pid == record.pid]
-    return (seen[-1].number, seen[-1].time_ns) if seen and seen[-1].time_ns > record.started_ns else (None, end)
+    seen = _seen_dead(record, records)
+    return (seen.number, seen.time_ns) if seen is not None else (None, end)
 
 
 def _end_of(record: ProcessRecord, records: Sequence[ProcessRecord]) -> int:
     if record.ended_ns is not None:
         return record.ended_ns
-    seen = [child.time_ns for other in records for child in other.children if child.pid == record.pid]
-    return seen[-1] if seen else max(_signs_of_life(records))
+    seen = _seen_dead(record, records)
+    return seen.time_ns if seen is not None else max(_signs_of_life(records))
+
+
+def _seen_dead(record: ProcessRecord, records: Sequence[ProcessRecord]) -> NotedSignal | None:
+    """How the parent saw a process end. A number may be used again: the first death after the start counts."""
+    seen = (child for other in records for child in other.children if child.pid == record.pid)
+    return min((child for child in seen if child.time_ns > record.started_ns), key=lambda c: c.time_ns, default=None)
 
 
 def _signs_of_life(records: Iterable[ProcessRecord]) -> Iterable[int]:
