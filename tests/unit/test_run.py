@@ -227,8 +227,7 @@ def test_a_hung_run_that_is_interrupted_shows_where_it_hung(tmp_path: Path) -> N
     assert hung.chain[0].frames[-1].source == "time.sleep(60)"
 
 
-def test_an_interrupt_is_passed_on_once(tmp_path: Path) -> None:
-    script = """\
+COUNT_INTERRUPTS = """\
         import pathlib, signal, sys, time
         got = []
         signal.signal(signal.SIGINT, lambda *_: got.append(1))
@@ -237,13 +236,38 @@ def test_an_interrupt_is_passed_on_once(tmp_path: Path) -> None:
         while time.monotonic() < end: time.sleep(0.05)
         sys.exit(len(got) + 40)
         """
-    run = Run(tmp_path, script)
+
+
+def test_an_interrupt_is_passed_on_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, COUNT_INTERRUPTS)
     run.wait_until("ready")
     run.driver.send_signal(signal.SIGINT)
     (failure,) = run.end().failures
     assert run.done.ended.exit_code == 41
     assert story(failure) == ("exception", 1, ["SystemExit"])
     assert (failure.chain[0].message, failure.chain[0].frames[0].line) == ("sys.exit(41)", 7)
+
+
+TERMINAL = """
+import os, pty, sys, time
+from pathlib import Path
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.02)
+os.write(terminal, b"\\x03")
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_an_interrupt_from_a_terminal_is_not_passed_on_a_second_time(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(dedent(COUNT_INTERRUPTS))
+    main = ["-c", "from piecegraph.cli.main import main; main()", "run", "--", sys.executable, str(script)]
+    command = [sys.executable, "-c", TERMINAL, str(tmp_path / "ready"), *main]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "41\n", done.stderr
 
 
 def test_a_thread_that_fails_and_one_that_is_no_failure(tmp_path: Path) -> None:
@@ -390,6 +414,26 @@ def test_phases(tmp_path: Path) -> None:
         """
     evidence = record(tmp_path, script)
     assert [(milestone.phase, milestone.state) for milestone in evidence.milestones] == [("load", "failed")]
+
+
+def test_a_torchrun_job_names_the_rank_that_failed_first(tmp_path: Path) -> None:
+    script = """\
+        import time
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            time.sleep(0.3)
+            raise ValueError("rank 1 has no weights")
+        dist.barrier()
+        """
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    evidence = record(tmp_path, script, *launcher)
+    first, *echoes = evidence.failures
+    assert story(first) == ("exception", 1, ["ValueError"])
+    assert [(process.label, process.rank) for process in first.processes] == [("rank1", 1)]
+    assert {process.rank for echo in echoes for process in echo.processes} == {0, 2, None}
+    assert any(echo.chain[-1].type.endswith("ChildFailedError") for echo in echoes)
+    assert sorted(process.rank for process in evidence.processes if process.rank is not None) == [0, 1, 2]
 
 
 # -- nothing is changed
