@@ -9,6 +9,7 @@ import click
 from piecegraph.cli.env import env
 from piecegraph.cli.run import run
 from piecegraph.errors import PiecegraphError
+from piecegraph.ranks import leave_job
 from piecegraph.version import VERSION
 
 
@@ -32,3 +33,5 @@ def main() -> None:
             raise
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
+    finally:
+        leave_job()

@@ -57,12 +57,13 @@ def gather(records: Sequence[ProcessRecord], ended: Ended, num_oom_kills: int = 
     if not any(record.pid == ended.pid for record in records):
         deaths.append(_unrecorded(ended, len(records)))
     deaths.sort(key=lambda death: (death.is_after_effect, death.time_ns))
+    first = next((death.noted for death in deaths if death.noted is not None), None)
     who = identify(records)
     return Evidence(
         sources=tuple(str(record.file) for record in records),
         processes=tuple(who.values()),
         failures=_merge(deaths, who, ended),
-        milestones=_milestones(deaths),
+        milestones=milestones_of(first) if first is not None else (),
         memory_signs=tuple(_memory_signs(deaths, num_oom_kills)),
     )
 
@@ -223,7 +224,7 @@ def _merge(deaths: Sequence[_Death], who: dict[Path, Process], ended: Ended) -> 
     """Equal failures of several processes become one, in the place of the first."""
     merged: dict[object, list[_Death]] = {}
     for death in deaths:
-        merged.setdefault(_likeness(death), []).append(death)
+        merged.setdefault((death.kind, death.is_after_effect, likeness(death.chain)), []).append(death)
     failures = []
     for alike in merged.values():
         processes = [who[death.record.file] if death.record else Process(pid=ended.pid) for death in alike]
@@ -241,18 +242,14 @@ def _merge(deaths: Sequence[_Death], who: dict[Path, Process], ended: Ended) -> 
     return tuple(failures)
 
 
-def _likeness(death: _Death) -> object:
+def likeness(chain: Sequence[Raised]) -> object:
     """Equal for the same failure of two ranks: their messages differ in numbers and addresses."""
-    frames = tuple((frame.file, frame.line, frame.function) for raised in death.chain for frame in raised.frames)
-    told = tuple((raised.type, re.sub(r"0x[0-9a-f]+|\d+", "#", raised.message)) for raised in death.chain)
-    return death.kind, death.is_after_effect, frames, told
+    frames = tuple((frame.file, frame.line, frame.function) for raised in chain for frame in raised.frames)
+    return frames, tuple((raised.type, re.sub(r"0x[0-9a-f]+|\d+", "#", raised.message)) for raised in chain)
 
 
-def _milestones(deaths: Sequence[_Death]) -> tuple[Milestone, ...]:
-    """The phase of the first failure; of what was done before it, records say nothing."""
-    noted = next((death.noted for death in deaths if death.noted is not None), None)
-    if noted is None:
-        return ()
+def milestones_of(noted: NotedException) -> tuple[Milestone, ...]:
+    """The phases a failure happened in; of what was done before it, records say nothing."""
     phases = dict.fromkeys(_PHASES[phase] for phase in noted.phases if phase in _PHASES)
     text = f"{noted.chain[0].type}: {noted.chain[0].message}".splitlines()[0]
     return tuple(Milestone(phase, "failed", text, size=noted.size) for phase in phases)

@@ -105,7 +105,7 @@ def _record(file: Path, data: dict[str, Any]) -> ProcessRecord:
         code=data["code"],
         started_ns=int(data["started"]["monotonic_ns"]),
         ended_ns=int(data["ended"]["monotonic_ns"]) if data["ended"] else None,
-        exceptions=tuple(_noted(part) for part in data["failures"]),
+        exceptions=tuple(read_noted(part) for part in data["failures"]),
         children=tuple(_signal(part, "status") for part in data["children"]),
         sent=tuple(_signal(part, "signal") for part in data["sent"]),
         exit_call=(_text(called["said"]), _frame(called["frame"])) if called else None,
@@ -113,7 +113,8 @@ def _record(file: Path, data: dict[str, Any]) -> ProcessRecord:
     )
 
 
-def _noted(data: dict[str, Any]) -> NotedException:
+def read_noted(data: dict[str, Any]) -> NotedException:
+    """An exception as the hook wrote it down."""
     fields = [part["fields"] for part in data["chain"]]
     return NotedException(
         kind=data["kind"],
