@@ -17,7 +17,7 @@ def run(
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("env", "--help")])
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("env", "--help"), ("run", "--help")])
 def test_help_and_version_import_no_torch(arguments: tuple[str, ...]) -> None:
     code = (
         "import sys\nfrom piecegraph.cli.main import group\n"
