@@ -20,7 +20,7 @@ from typing import Literal
 
 from piecegraph.insight.failure import Evidence, Failure, Milestone, Phase, Process, Raised
 from piecegraph.insight.launch import Ended
-from piecegraph.insight.records import NotedException, NotedSignal, ProcessRecord, identify
+from piecegraph.insight.records import NotedException, NotedSignal, ProcessRecord, identify, program_of
 from piecegraph.insight.running import is_running
 
 _SOON_NS = 5_000_000_000
@@ -60,7 +60,7 @@ def gather(records: Sequence[ProcessRecord], ended: Ended, num_oom_kills: int = 
     first = next((death.noted for death in deaths if death.noted is not None), None)
     who = identify(records)
     return Evidence(
-        sources=tuple(str(record.file) for record in records),
+        sources=(f"the records of {len(records)} processes",),
         processes=tuple(who.values()),
         failures=_merge(deaths, who, ended),
         milestones=milestones_of(first) if first is not None else (),
@@ -80,7 +80,7 @@ def _deaths_of(record: ProcessRecord, records: Sequence[ProcessRecord], ended: E
         kind: Kind = "interrupted" if last.kind == "interrupted" else "exception"
         return [*found, _demote(_from_exception(record, last, kind), records)]
     if record.dump is not None and record.dump.fatal:
-        raised = Raised(type="fatal signal", message=record.dump.fatal, frames=record.dump.frames)
+        raised = Raised(type="Fatal Python error", message=record.dump.fatal, frames=record.dump.frames)
         return [*found, _Death(record=record, kind="signal", chain=(raised,), time_ns=_end_of(record, records))]
     status, noticed_ns = _status(record, records, ended)
     is_bad = status != 0 if status is not None else record.code not in (None, 0)
@@ -207,7 +207,7 @@ def _hits(sent: NotedSignal, record: ProcessRecord, number: int) -> bool:
 
 
 def _command_of(record: ProcessRecord) -> str:
-    return f"pid {record.pid} ({record.command[:60]})"
+    return f"pid {record.pid} ({program_of(record.arguments)})"
 
 
 def _name_of(number: int) -> str:
@@ -227,7 +227,9 @@ def _merge(deaths: Sequence[_Death], who: dict[Path, Process], ended: Ended) -> 
         merged.setdefault((death.kind, death.is_after_effect, likeness(death.chain)), []).append(death)
     failures = []
     for alike in merged.values():
-        processes = [who[death.record.file] if death.record else Process(pid=ended.pid) for death in alike]
+        processes = [
+            who[death.record.file] if death.record else Process("the command", pid=ended.pid) for death in alike
+        ]
         first = alike[0]
         failures.append(
             Failure(

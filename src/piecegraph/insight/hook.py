@@ -275,6 +275,8 @@ class Recorder:
         if len(told) >= MAX_TOLD:
             failures.remove(told[0])
         failures.append(entry)
+        if kind != "told":
+            self.num_writes = 0  # what ends a process is always written
         self.save()
 
     @quiet

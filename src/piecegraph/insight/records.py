@@ -57,7 +57,7 @@ class ProcessRecord:
     start_ticks: int | None
     host: str
     name: str
-    command: str
+    arguments: tuple[str, ...]
     ranks: dict[str, str]
     rank: int | None
     """What torch.distributed said."""
@@ -98,7 +98,7 @@ def _record(file: Path, data: dict[str, Any]) -> ProcessRecord:
         start_ticks=data["start_ticks"],
         host=_text(data["host"]),
         name=_text(data["name"] or ""),
-        command=_text(" ".join(data["argv"])),
+        arguments=tuple(map(_text, data["argv"])),
         ranks={_text(name): _text(value) for name, value in data["ranks"].items()},
         rank=data["rank"],
         state=data["state"],
@@ -168,8 +168,27 @@ def identify(records: Sequence[ProcessRecord]) -> dict[Path, Process]:
         value = record.ranks.get(variable, "")
         inherited = parent is not None and parent.ranks.get(variable, "") == value
         rank = record.rank if record.rank is not None else int(value) if value.isdigit() and not inherited else None
-        label = f"rank{rank}" if rank is not None else record.name or f"pid {record.pid}"
+        label = f"rank{rank}" if rank is not None else record.name or program_of(record.arguments)
         if rank is None and inherited and value:
             label += f" (child of rank{value})"
         found[record.file] = Process(label, rank, record.pid, record.host)
     return found
+
+
+def program_of(arguments: Sequence[str]) -> str:
+    """What a Python process runs, in a word.
+
+    >>> program_of(["python", "-u", "/jobs/serve.py", "-p"]), program_of(["python", "-m", "torch.distributed"])
+    ('serve.py', 'torch.distributed')
+    >>> program_of(["python", "-c", "print(1)"])
+    'python -c'
+    """
+    rest = iter(arguments[1:])
+    for part in rest:
+        if part == "-m":
+            return next(rest, "python -m")
+        if part == "-c":
+            return "python -c"
+        if not part.startswith("-"):
+            return part.rpartition("/")[2]
+    return "python"
