@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+MAIN = "from piecegraph.cli.main import main; main()"
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -52,6 +53,10 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         "piecegraph doctor",  # test_doctor_page
         "piecegraph doctor --json",
         *EXPLAIN,  # test_piecegraph_explain
+        "piecegraph run",  # the name of the command
+        "piecegraph run -- CMD",  # any command
+        "piecegraph run -- torchrun --nproc-per-node 8 serve.py",  # test_piecegraph_run
+        "piecegraph run --out failures -- python train.py",
     }
 
 
@@ -70,7 +75,31 @@ def test_demo() -> None:
 
 
 def test_piecegraph_env() -> None:
-    assert "piecegraph" in run(sys.executable, "-c", "from piecegraph.cli.main import main; main()", "env")
+    assert "piecegraph" in run(sys.executable, "-c", MAIN, "env")
+
+
+@pytest.mark.parametrize(
+    ("command", "script"),
+    [
+        ("piecegraph run -- torchrun --nproc-per-node 8 serve.py", "serve.py"),
+        ("piecegraph run --out failures -- python train.py", "train.py"),
+    ],
+)
+def test_piecegraph_run(command: str, script: str, tmp_path: Path) -> None:
+    (tmp_path / script).write_text("import sys; raise ValueError(sys.argv)")
+    words = {
+        "piecegraph": [sys.executable, "-c", MAIN],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+        "python": [sys.executable],
+        "8": ["2"],  # quicker
+        **{name: [str(tmp_path / name)] for name in (script, "failures")},
+    }
+    arguments = [part for word in command.split() for part in words.get(word, [word])]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    page = done.stderr.partition("piecegraph run: the command ended with exit code 1")[2]
+    assert "ValueError" in page
+    assert script in page
+    assert (tmp_path / "failures").exists() == ("--out" in command)
 
 
 @pytest.mark.parametrize("command", sorted(EXPLAIN))
@@ -136,5 +165,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_design_names_files_that_exist() -> None:
     names = re.findall(r"`(\w+\.py)`", (ROOT / "docs" / "design.md").read_text())
-    missing = {name for name in names if not (ROOT / "src" / "piecegraph" / name).exists()}
+    exist = {path.name for path in (ROOT / "src" / "piecegraph").rglob("*.py")}
+    missing = set(names) - exist
     assert not missing

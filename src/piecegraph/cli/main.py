@@ -9,7 +9,9 @@ import click
 from piecegraph.cli.doctor import doctor
 from piecegraph.cli.env import env
 from piecegraph.cli.explain import explain
+from piecegraph.cli.run import run
 from piecegraph.errors import PiecegraphError
+from piecegraph.ranks import leave_job
 from piecegraph.version import VERSION
 
 
@@ -23,6 +25,7 @@ def group(debug: bool) -> None:
 group.add_command(doctor)
 group.add_command(env)
 group.add_command(explain)
+group.add_command(run)
 
 
 def main() -> None:
@@ -34,3 +37,5 @@ def main() -> None:
             raise
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
+    finally:
+        leave_job()
