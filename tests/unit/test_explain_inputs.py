@@ -190,7 +190,7 @@ def test_blocks_do_not_change_what_is_read(tmp_path: Path, monkeypatch: pytest.M
 @pytest.fixture
 def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "MAX_STREAM_LINES", 40)
-    monkeypatch.setattr(scan, "MAX_READ_LINES", 400)
+    monkeypatch.setattr(scan, "MAX_READ_PARTS", 170)
     monkeypatch.setattr(tail, "TAIL_LINES", 30)
     monkeypatch.setattr(log_source, "BLOCK_BYTES", 512)
 
@@ -205,7 +205,7 @@ def test_more_tracebacks_than_are_read_are_counted_and_the_last_is_read(tmp_path
     (note,) = page.notes
     counted = int(note.split(" further")[0].rsplit(" ", 1)[1].replace(",", ""))
     assert read["ValueError"] + counted == 200
-    assert 400 / 7 <= read["ValueError"] < 100
+    assert 170 / 3 - 1 <= read["ValueError"] < 100
 
 
 def test_more_distinct_failures_than_are_kept_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

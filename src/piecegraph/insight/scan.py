@@ -24,8 +24,8 @@ MAX_DISTINCT_FAILURES = 200
 """More are counted and not kept."""
 MAX_SEARCHED_LINES = 10_000
 """So many lines of processes that differ are reconstructed; behind them exceptions are counted."""
-MAX_READ_LINES = 120_000
-"""So many lines of tracebacks are read. Of more, all but the end is counted by exception: see :class:`Tail`."""
+MAX_READ_PARTS = 50_000
+"""So many heads and frames of tracebacks are read. Of more, all but the end is counted: see :class:`Tail`."""
 MAX_PROCESSES = 4096
 MAX_CALL_CHAINS = 20
 QUIET_LINES = 200
@@ -192,10 +192,11 @@ class Scanner:
 
     def feed(self, lines: list[str]) -> None:
         """The next lines of the log."""
-        block = "\n".join(lines)
-        self._watched, self._opening = words_in(block, self._words), words_in(block, OPENING)
+        self._opening = words_in("\n".join(lines), OPENING)
+        told = "\n".join(line for line in lines if not line.startswith(("    ", '  File "')))
+        self._watched = words_in(told, self._words)
         for at, raw in enumerate(lines):
-            if self._num_read > MAX_READ_LINES:
+            if self._num_read > MAX_READ_PARTS:
                 self._pass_by(lines[at:])
                 break
             self._number += 1
@@ -254,6 +255,7 @@ class Scanner:
             stream.lines.append(line)
             if is_part:
                 stream.latest = self._number
+                self._num_read += 1
             if len(stream.lines) >= MAX_STREAM_LINES:
                 stream.lines = self._resolve(stream.lines, process, is_open=True)
 
@@ -284,7 +286,6 @@ class Scanner:
 
     def _resolve(self, lines: list[Line], process: Process, *, is_open: bool = False) -> list[Line]:
         """Resolve a stream; what is left of an open one, because it is not complete, comes back."""
-        self._num_read += len(lines)
         may_search = self._num_searched < MAX_SEARCHED_LINES
         found = resolve(lines, process, may_search=may_search, is_open=is_open)
         if any(failure.certainty == "reconstructed" for failure in found.failures):
@@ -305,7 +306,7 @@ class Scanner:
         for number, raw in tail.lines():
             for process, line in self._reader.read(number, raw):
                 self._gather(process, line)
-        self._run.notes.update(tail.notes(MAX_READ_LINES))
+        self._run.notes.update(tail.notes(MAX_READ_PARTS))
 
     def _collect_processes(self) -> None:
         named = [Process(self._label)] if self._label else []

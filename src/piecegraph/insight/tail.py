@@ -45,7 +45,7 @@ class Tail:
             return []
         text, number = self._counts.most_common(1)[0]
         return [
-            f"after {num_read:,} lines of tracebacks, {total:,} further exceptions were counted and not read, "
+            f"after {num_read:,} frames, {total:,} further exceptions were counted and not read, "
             f"most often ({number:,}) {text[:100]}; the last {TAIL_LINES:,} lines were read"
         ]
 
