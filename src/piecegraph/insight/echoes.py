@@ -23,6 +23,8 @@ _ECHO_MESSAGES = re.compile(
     r"|(?:[Ss]ee|check) (?:the )?(?:root cause|stack trace) above|EngineCore failed to start"
     r"|Rank \d+ scheduler died|Initialization failed\. Please see the error messages above"
 )
+_ENDED_BY_OTHERS = re.compile(r"^sent by (?!no recorded process)|was sent to the run$")
+"""How a record says that a process was ended by its launcher, or together with the whole run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ def is_echo(failure: Failure) -> bool:
     if not failure.chain:
         return False
     first = failure.chain[0]
+    if failure.kind in ("killed", "interrupted") and _ENDED_BY_OTHERS.search(first.message):
+        return True
     return bool(_ECHO_TYPES.search(first.type) or _ECHO_MESSAGES.search(first.message.partition("\n")[0]))
 
 
