@@ -193,7 +193,7 @@ def _phase_rows(page: Page) -> list[Row]:
     rows = [_phase_row(row) for row in page.phase.rows]
     if page.phase.layers:
         rows.append(Row("inside", " > ".join(page.phase.layers)))
-    return rows or [Row("", "this log does not say what the run was doing")]
+    return rows or [Row("", "nothing says what the run was doing")]
 
 
 def _phase_row(row: PhaseRow) -> Row:
