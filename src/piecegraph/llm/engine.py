@@ -183,10 +183,9 @@ class Engine:
             if plan is None:
                 return False
             current = self._launch(plan)
-        if self._looks_ahead and not any(_wants_details(work) for work in current.plan.works):
-            ahead = self.scheduler.schedule_ahead(current.plan)
-            if ahead is not None:
-                self._ahead = self._launch(ahead, fed=current.result.tokens)
+        ahead = self._ahead_of(current.plan)
+        if ahead is not None:
+            self._ahead = self._launch(ahead, fed=current.result.tokens)
         chosen = current.read()
         self._tell_details(current.plan, chosen, current.result)
         self.scheduler.commit(current.plan, chosen)
@@ -197,19 +196,32 @@ class Engine:
         """Run the tokens of a plan that another scheduler made."""
         return self._launch(plan).result
 
+    def _ahead_of(self, plan: StepPlan) -> StepPlan | None:
+        """The step to launch behind one whose tokens are not known yet, if there is one."""
+        if not self._looks_ahead or any(_wants_details(work) for work in plan.works):
+            return None
+        ahead = self.scheduler.schedule_ahead(plan)
+        if ahead is None:
+            return None
+        key = StepKey(self._sizes.bucket_for(ahead), self._buffers.sampling_mode)
+        # Recording writes a batch of its own to the buffers, where the tokens of this step would be lost.
+        return None if key not in self.forward.tapes and self._may_record(key) else ahead
+
+    def _may_record(self, key: StepKey) -> bool:
+        return self._record_unseen is not None and key.bucket in self._sizes.all()
+
     def _launch(self, plan: StepPlan, fed: torch.Tensor | None = None) -> _Launched:
         bucket = self._sizes.bucket_for(plan)
         self._buffers.fill(plan, bucket, fed=fed)
         key = StepKey(bucket, self._buffers.sampling_mode)
-        if key not in self.forward.tapes and self._record_unseen is not None and fed is None:
+        if key not in self.forward.tapes and self._record_unseen is not None:
             self._record(key, plan)
         result = StepResult(*self.forward.run(key))
         return _Launched(plan, result, key in self.forward.tapes, self._landing.take(result.tokens[: plan.num_seqs]))
 
     def _record(self, key: StepKey, plan: StepPlan) -> None:
         """Record a size that was left for its first use."""
-        assert self._record_unseen is not None
-        if key.bucket in self._sizes.all():
+        if self._record_unseen is not None and self._may_record(key):
             self._record_unseen(key)
             self._buffers.fill(plan, key.bucket)  # recording wrote a batch of its own
         if key not in self.forward.tapes:
