@@ -32,6 +32,7 @@ from piecegraph.llm import ops
 from piecegraph.llm.layers import AttentionLayer, LatentLayer, Reach, StateLayer
 from piecegraph.llm.linear import linear_passes
 from piecegraph.llm.plug import UnsupportedCallError
+from piecegraph.llm.positions import count_by_sequence
 from piecegraph.llm.state_sites import number_states
 from piecegraph.llm.trace_cache import TraceCache
 from piecegraph.lower import Lowering, lower
@@ -100,10 +101,10 @@ def trace_model(
             traced = trace(forward, example, weights)
     except TraceError as error:
         raise _refusal(model, error) from error
+    decisions = (*cache.decisions, *count_by_sequence(traced, 1, type(model).__name__))
     layers, reaches = number_sites(traced.graph)
     states = number_states(traced.graph, tuple(path for path, _ in cache.opaque))
     traced_at = time.perf_counter()
-    decisions = cache.decisions
     if options.fuse_linears:
         traced, decision = fuse_linears(traced)
         decisions = (*decisions, decision)
