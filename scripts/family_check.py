@@ -68,7 +68,8 @@ def check_family(family: str) -> FamilyVerdict:
             )
         except Exception as error:  # noqa: BLE001 - anything but a refusal is a defect, and is told
             return FamilyVerdict(**about, verdict="crashed", reason=_first_line(error))
-    is_right = found.error <= TOLERANCE and found.has_same_tokens
+    tolerance = TOLERANCE if found.error <= TOLERANCE else max(TOLERANCE, _own_error(model))
+    is_right = found.error <= tolerance and found.has_same_tokens
     reason = "" if is_right else f"tokens are {'equal' if found.has_same_tokens else 'different'}"
     return FamilyVerdict(
         **about, verdict="right" if is_right else "wrong", error=found.error, cache=found.cache, reason=reason
@@ -123,6 +124,21 @@ def _compare(model: Any, folder: str, *, self_check: bool) -> _Comparison:
         largest = max(largest, float(errors.max()))
         is_same &= expected[len(prompt) - 1 :].argmax(-1).tolist() == answer.token_ids
     return _Comparison(largest, is_same, _caches(llm))
+
+
+@torch.no_grad()
+def _own_error(model: Any) -> float:
+    """How much transformers, token by token, differs from itself: for some layers, one token is another formula."""
+    largest = 0.0
+    for prompt in _prompts():
+        length = len(prompt) + NEW_TOKENS - 1
+        asked = {"max_new_tokens": length, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        first = torch.tensor([prompt[:1]])
+        found = model.generate(first, output_logits=True, return_dict_in_generate=True, use_cache=True, **asked)
+        expected = _logits(model, found.sequences[0, :-1].tolist())
+        errors = (torch.cat(found.logits) - expected).norm(dim=-1) / expected.norm(dim=-1)
+        largest = max(largest, float(errors.max()))
+    return largest
 
 
 def _caches(llm: Any) -> str:

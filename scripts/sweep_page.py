@@ -14,7 +14,8 @@ weights, with every kind of layer that its configuration can have, and run by `p
 prompts of {prompts} tokens and {new} new tokens each, at most 8 tokens in a step and blocks of 4 tokens, so that prompts are
 split, steps are mixed, and windows of 6 tokens matter; then once more with what the prefix cache holds. The logits of all
 tokens and the greedy tokens are compared with one forward of transformers without a cache. *Right* means: every row of
-logits within {tolerance} of its norm, and the same tokens.
+logits within {tolerance} of its norm (or, for layers that compute one token by another formula than many, within what
+transformers with its cache differs from itself), and the same tokens.
 
 | families | number |
 |---|---|

@@ -12,8 +12,10 @@ right for it; :func:`cache_for` decides and says why.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -152,8 +154,17 @@ def _check_may_be_opaque(path: str, kind: Any, form: LinearForm, why_opaque: str
         why, hint = f"it has no fine form: {why_opaque}", 'use linear_attention="auto"'
     elif list(inspect.signature(kind.forward).parameters)[1:2] != ["hidden_states"]:
         why = "it keeps a state, and its input is not hidden states"
+    elif _returns_many(kind):
+        why = "it keeps a state, and makes several tensors from its hidden states"
     if why:
         raise ModelError("PG662", f"a layer of class {kind.__name__} cannot be run", where=path, why=why, hint=hint)
+
+
+def _returns_many(kind: Any) -> bool:
+    """Whether a module returns more than its hidden states and a second value, which is None or attention weights."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
+    returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
+    return any(isinstance(value, ast.Tuple) and len(value.elts) > 2 for value in returned)
 
 
 def _globals_of(module: torch.nn.Module) -> dict[str, Any]:
