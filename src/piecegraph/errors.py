@@ -59,6 +59,7 @@ CODES: dict[str, str] = {
     "PG654": "the request needs more cache than there is",
     "PG655": "the logits of the request are not numbers",
     "PG656": "a request of this id is already there",
+    "PG657": "a step of another scheduler cannot be run",
     "PG661": "there is no model at that path",
     "PG662": "a model of this kind cannot be run",
     "PG663": "the model cannot be traced",

@@ -218,7 +218,8 @@ class BatchBuffers:
         self._pad(num_tokens, num_seqs, bucket)
         self._buffer.copy_(self._staging, non_blocking=True)
         if fed is not None:
-            self._tensors["input_ids"][:num_tokens].copy_(fed[:num_tokens])
+            # Where the logits were not numbers the token is negative: the step is for nothing, but must not fail.
+            torch.clamp(fed[:num_tokens], min=0, out=self._tensors["input_ids"][:num_tokens])
         self.tables.send()
         if self._sent is not None:
             self._sent.record()

@@ -42,27 +42,53 @@ class Generation:
     prompt: str | None
     text: IncrementalText | None
     on_new: Callable[[Generation, str, list[int]], None] | None = None
+    """Told of every new token, and of the end."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     hidden_states: list[torch.Tensor] = field(default_factory=list)
     num_steps: int = 0
     num_replays: int = 0
-    error: RequestError | None = None
+    num_read: int = 0
+    """Tokens of the request that ``text`` has, or that are not part of it."""
+
+    is_watched: bool = False
+    """Whether its text must be known at every step. Otherwise it is made once, at the end."""
+    wants_details: bool = False
+    """Whether more than the chosen tokens is read of its steps."""
+
+    def __post_init__(self) -> None:
+        params = self.request.params
+        self.num_read = self.request.num_prompt
+        self.is_watched = self.on_new is not None or bool(params.stop)
+        self.wants_details = params.logprobs is not None or params.wants_every_row
 
     @property
     def is_done(self) -> bool:
-        return self.request.is_done or self.error is not None
+        return self.request.is_done
+
+    def new_text(self) -> str:
+        """The text that became safe since the last call."""
+        text, request = self.text, self.request
+        if text is None:
+            return ""
+        # A token that ends the text is not part of it; a stop text is found in it, and cut off there.
+        is_ended_by_token = request.finish_reason == "stop" and not text.is_stopped
+        end = len(request.tokens) - is_ended_by_token
+        new = text.add(request.tokens[self.num_read : end])
+        self.num_read = end
+        return new + text.finish() if request.is_done else new
 
     def completion(self) -> Completion:
         """The answer so far."""
         request, params = self.request, self.request.params
+        self.new_text()
         return Completion(
             prompt=self.prompt,
             prompt_token_ids=request.tokens[: request.num_prompt].tolist(),
             text=self.text.text if self.text is not None else None,
             token_ids=request.generated,
             finish_reason=request.finish_reason or "error",
-            error=self.error or request.error,
+            error=request.error,
             logprobs=self.logprobs if params.logprobs is not None else None,
             prompt_logprobs=self.prompt_logprobs if params.prompt_logprobs is not None else None,
             hidden_states=torch.cat(self.hidden_states) if self.hidden_states else None,
@@ -122,11 +148,6 @@ class _Launched:
     """Waits for the chosen tokens."""
 
 
-def _wants_details(work: Work) -> bool:
-    params = work.request.params
-    return params.logprobs is not None or params.wants_every_row
-
-
 class Engine:
     """Serves requests step by step."""
 
@@ -147,10 +168,17 @@ class Engine:
         self._sizes = sizes
         self._events = events
         self._record_unseen = record_unseen
+        self._recordable = frozenset(sizes.all())
+        self._dropped: set[StepKey] = set()
+        """Steps that could not be recorded: not tried again."""
         self._looks_ahead = looks_ahead
         self._ahead: _Launched | None = None
         self._landing = Landing(buffers.limits.max_seqs, buffers.device)
         self._generations: dict[str, Generation] = {}
+        self._is_foreign = False
+        """Whether the last steps were another scheduler's."""
+        self._num_detailed = 0
+        """Generations that want more than their tokens."""
         self._ids = itertools.count()
 
     def add(
@@ -161,19 +189,37 @@ class Engine:
         seed: int,
         prompt: str | None = None,
         decode: Callable[[list[int]], str] | None = None,
+        on_new: Callable[[Generation, str, list[int]], None] | None = None,
     ) -> Generation:
-        """Queue a prompt. Raises a RequestError if it can never be served."""
+        """Queue a prompt. Raises a RequestError if it can never be served.
+
+        Args:
+            tokens: the prompt.
+            params: how to go on from it.
+            seed: used if ``params`` has none.
+            prompt: its text, if it was given as one.
+            decode: the text of tokens; without it there are only tokens.
+            on_new: told of new text and tokens while they are generated, and of the end.
+        """
         request = Request(str(next(self._ids)), tokens, params, seed=seed)
         self.scheduler.add(request)
+        self._is_foreign = False
         text = IncrementalText(decode, params.stop, request.tokens[-8:]) if decode is not None else None
-        generation = Generation(request, prompt, text)
+        generation = Generation(request, prompt, text, on_new)
         self._generations[request.id] = generation
+        self._num_detailed += generation.wants_details
         return generation
 
     def abort(self, generation: Generation) -> None:
         """End a request now and free what it holds."""
-        self.scheduler.abort(generation.request.id)
-        self._generations.pop(generation.request.id, None)
+        if self.scheduler.abort(generation.request.id):
+            self._tell_new(generation, [])
+
+    def abort_all(self) -> None:
+        """End every request."""
+        for generation in list(self._generations.values()):
+            self.abort(generation)
+        self._ahead = None
 
     def step(self) -> bool:
         """Run one step; False if there is nothing to do. See Note [Looking ahead]."""
@@ -183,79 +229,112 @@ class Engine:
             if plan is None:
                 return False
             current = self._launch(plan)
-        if self._looks_ahead and not any(_wants_details(work) for work in current.plan.works):
-            ahead = self.scheduler.schedule_ahead(current.plan)
-            if ahead is not None:
-                self._ahead = self._launch(ahead, fed=current.result.tokens)
+        ahead = self._launch_ahead(current) if self._looks_ahead and not self._num_detailed else None
         chosen = current.read()
-        self._tell_details(current.plan, chosen, current.result)
+        if self._num_detailed:
+            self._tell_details(current.plan, chosen, current.result)
         self.scheduler.commit(current.plan, chosen)
         self._tell_tokens(current, chosen)
+        self._ahead = ahead  # not before: after an error the step would be run upon one that was never finished
         return True
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Run the tokens of a plan that another scheduler made."""
-        return self._launch(plan).result
+        """Run the tokens of a plan that another scheduler made. There is one cache, so nobody else may be running."""
+        self._check_foreign(plan)
+        self._ahead = None
+        if not self._is_foreign:
+            self.scheduler.cache.forget()
+            self._is_foreign = True
+        tokens, logits, hidden = self._launch(plan).result
+        return StepResult(tokens[: plan.num_seqs], logits[: plan.num_seqs], hidden[: plan.num_tokens])
+
+    def _check_foreign(self, plan: StepPlan) -> None:
+        limits, why = self.scheduler.limits, ""
+        if self.scheduler.num_unfinished:
+            why = "generate() is running, and there is one cache"
+        elif plan.num_seqs > limits.max_num_seqs or plan.num_tokens > limits.max_batch_tokens:
+            why = f"it has {plan.num_tokens} tokens of {plan.num_seqs} sequences, the model was loaded for "
+            why += f"max_batch_tokens={limits.max_batch_tokens} and max_num_seqs={limits.max_num_seqs}"
+        elif any(work.request.blocks is None for work in plan.works):
+            why = "a request of it is not running"
+        if why:
+            raise RequestError("PG657", "the step cannot be run", why=why, hint="plan it with llm.make_scheduler()")
 
     def _launch(self, plan: StepPlan, fed: torch.Tensor | None = None) -> _Launched:
         bucket = self._sizes.bucket_for(plan)
         self._buffers.fill(plan, bucket, fed=fed)
         key = StepKey(bucket, self._buffers.sampling_mode)
-        if key not in self.forward.tapes and self._record_unseen is not None and fed is None:
-            self._record(key, plan)
-        result = StepResult(*self.forward.run(key))
-        return _Launched(plan, result, key in self.forward.tapes, self._landing.take(result.tokens[: plan.num_seqs]))
-
-    def _record(self, key: StepKey, plan: StepPlan) -> None:
-        """Record a size that was left for its first use."""
-        assert self._record_unseen is not None
-        if key.bucket in self._sizes.all():
-            self._record_unseen(key)
-            self._buffers.fill(plan, key.bucket)  # recording wrote a batch of its own
-        if key not in self.forward.tapes:
+        if fed is None and self._must_record(key):
+            self._record(key)
+            self._buffers.fill(plan, bucket)  # recording wrote a batch of its own
+        is_replayed = key in self.forward.tapes
+        if not is_replayed and self._record_unseen is not None:
             reason = f"{key} runs the compiled pieces without graphs"
             self._events.emit(Event("PG503", "step", reason, "add a larger capture size"))
+        result = StepResult(*self.forward.run(key))
+        return _Launched(plan, result, is_replayed, self._landing.take(result.tokens[: plan.num_seqs]))
+
+    def _launch_ahead(self, current: _Launched) -> _Launched | None:
+        """Launch the step behind one that is running, if it can be known."""
+        # The same requests run in the same rows, so they sample in the same mode.
+        key = StepKey(self._sizes.decode_bucket(current.plan.num_seqs), self._buffers.sampling_mode)
+        if self._must_record(key):
+            return None  # recording would overwrite the tokens that the step is to be fed with
+        plan = self.scheduler.schedule_ahead(current.plan)
+        return self._launch(plan, fed=current.result.tokens) if plan is not None else None
+
+    def _must_record(self, key: StepKey) -> bool:
+        """Whether a step has been left to be recorded at its first use."""
+        return (
+            self._record_unseen is not None
+            and key not in self.forward.tapes
+            and key.bucket in self._recordable
+            and key not in self._dropped
+        )
+
+    def _record(self, key: StepKey) -> None:
+        assert self._record_unseen is not None
+        self._record_unseen(key)
+        if key not in self.forward.tapes:
+            self._dropped.add(key)
+
+    # -- what is told of a step
 
     def _tell_tokens(self, launched: _Launched, chosen: Sequence[int]) -> None:
         for work, token in zip(launched.plan.works, chosen, strict=True):
-            generation = self._generations.get(work.request.id)
+            request = work.request
+            generation = self._generations.get(request.id)
             if generation is None:
                 continue  # ended while the step ran
             generation.num_steps += 1
             generation.num_replays += launched.is_replayed
-            if work.samples and token >= 0:
-                self._add_text(generation, token)
-            if work.request.is_done:
-                del self._generations[work.request.id]
-                self._notify(generation, generation.text.finish() if generation.text is not None else "", [])
+            if request.finish_reason is not None or (work.samples and generation.is_watched):
+                self._tell_new(generation, [token] if work.samples and token >= 0 else [])
 
-    def _add_text(self, generation: Generation, token: int) -> None:
-        new = ""
+    def _tell_new(self, generation: Generation, tokens: list[int]) -> None:
         request = generation.request
-        if generation.text is not None and not (request.finish_reason == "stop"):
-            new = generation.text.add([token])
-            if generation.text.is_stopped and not request.is_done:
-                self.scheduler.finish(request, "stop")
-        self._notify(generation, new, [token])
-
-    @staticmethod
-    def _notify(generation: Generation, new: str, tokens: list[int]) -> None:
+        new = generation.new_text() if generation.is_watched else ""
+        if generation.text is not None and generation.text.is_stopped:
+            self.scheduler.finish(request, "stop")
+            request.finish_reason = "stop"  # also where the last token that was allowed completed the stop text
+        if request.is_done:
+            del self._generations[request.id]
+            self._num_detailed -= generation.wants_details
         if generation.on_new is not None:
             generation.on_new(generation, new, tokens)
-
-    # -- what some requests want to know besides their tokens
 
     def _tell_details(self, plan: StepPlan, chosen: Sequence[int], result: StepResult) -> None:
         first = 0
         for row, work in enumerate(plan.works):
-            params, generation = work.request.params, self._generations.get(work.request.id)
-            if generation is None:
+            generation = self._generations.get(work.request.id)
+            hidden, first = result.hidden[first : first + work.num_tokens], first + work.num_tokens
+            if generation is None or not generation.wants_details:
                 continue
+            params = work.request.params
             if params.logprobs is not None and work.samples and chosen[row] >= 0:
                 generation.logprobs += _describe(result.logits[row : row + 1], [chosen[row]], params.logprobs)
             if params.wants_every_row:
-                self._tell_rows(generation, work, result.hidden[first : first + work.num_tokens])
-            first += work.num_tokens
+                self._tell_rows(generation, work, hidden)
 
     def _tell_rows(self, generation: Generation, work: Work, hidden: torch.Tensor) -> None:
         rows, request = work.new_rows, work.request

@@ -122,6 +122,13 @@ class Forward:
                     free = device.free_bytes()
                     bar.advance(str(key) + (f", {free / 2**30:.1f} GiB free" if free is not None else ""))
 
+    def try_out(self, bucket: Bucket) -> None:
+        """Run a step of nothing at a size: it takes as much memory as a real one."""
+        self._buffers.fill_dummy(bucket)
+        with torch.inference_mode(), ops.current_sites(self._memory):
+            self._memory.use_batch(self._buffers, bucket)
+            self._compute(StepKey(bucket, "greedy"))
+
     def forget(self) -> None:
         """Drop every tape: the caches have moved."""
         self.tapes.clear()

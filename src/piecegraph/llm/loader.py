@@ -6,13 +6,14 @@ import contextlib
 import copy
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from piecegraph.errors import ModelError
 from piecegraph.llm import plug
@@ -59,9 +60,9 @@ def load(
     reason = _WRONG_FAMILIES.get(config.model_type)
     if reason is not None:
         raise ModelError("PG662", f"models of family {config.model_type!r} are refused", why=reason)
-    made = _make(path, config, dtype, load_format, device)
+    made, unused = _make(path, config, dtype, load_format, device)
     model = made.to(device).eval().requires_grad_(False)
-    decisions = tuple(_fix_ropes(model))
+    decisions = (*unused, *_fix_ropes(model))
     tokenizer, tokenizer_error = _read_tokenizer(path)
     max_positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
     return LoadedModel(model, tokenizer, tokenizer_error, plug.number_experts(model), int(max_positions), decisions)
@@ -87,13 +88,16 @@ def _read_config(path: str) -> Any:
         ) from error
 
 
-def _make(path: str, config: Any, dtype: torch.dtype | str, load_format: LoadFormat, device: torch.device) -> Any:
+def _make(
+    path: str, config: Any, dtype: torch.dtype | str, load_format: LoadFormat, device: torch.device
+) -> tuple[Any, list[Decision]]:
     plugs = {"attn_implementation": plug.NAME, "experts_implementation": plug.NAME}
     try:
         if load_format == "dummy":
-            return _make_dummy(config, dtype, device, plugs)
-        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **plugs)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+            return _make_dummy(config, dtype, device, plugs), []
+        load: Any = transformers.AutoModelForCausalLM.from_pretrained
+        model, found = load(path, dtype=dtype, output_loading_info=True, **plugs)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ModelError(
@@ -102,6 +106,28 @@ def _make(path: str, config: Any, dtype: torch.dtype | str, load_format: LoadFor
             why=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
             hint="check that the files are complete, or load it with transformers to see more",
         ) from error
+    _check_complete(path, found["missing_keys"])
+    return model, _unused_weights(found["unexpected_keys"])
+
+
+def _check_complete(path: str, missing: Collection[str]) -> None:
+    """Transformers would fill what is missing with random numbers."""
+    if missing:
+        raise ModelError(
+            "PG661",
+            f"the model at {path} cannot be loaded",
+            why=f"its files lack {_some(missing)}",
+            hint="check that the files are complete and of this kind of model",
+        )
+
+
+def _unused_weights(unused: Collection[str]) -> list[Decision]:
+    return [Decision("unused weights", _some(unused), "the model has no place for them")] if unused else []
+
+
+def _some(names: Collection[str]) -> str:
+    first = sorted(names)[:3]
+    return ", ".join(first) + (f" and {len(names) - len(first)} more" if len(names) > len(first) else "")
 
 
 def _make_dummy(config: Any, dtype: torch.dtype | str, device: torch.device, plugs: dict[str, str]) -> Any:

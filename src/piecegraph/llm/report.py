@@ -19,7 +19,9 @@ def explain_llm(started: Started, events: EventLog) -> str:
     lines.append(f"  {stats['num_pieces']} pieces, {stats['num_compiles']} distinct (each compiled once)")
     lines += [f"  {count} cuts at {op}: {reason}" for (op, reason), count in _cuts(started).items()]
     lines += ["", "cache", *(f"  {line}" for line in _cache_lines(started))]
-    lines += ["", "decisions", *(f"  {decision}" for decision in started.decisions)]
+    # How steps are recorded is decided anew when a capture fails.
+    decisions = [*started.decisions, *started.engine.forward.modes.values()]
+    lines += ["", "decisions", *(f"  {decision}" for decision in decisions)]
     lines += ["", "recorded", *(f"  {line}" for line in _recorded_lines(started))]
     lines += ["", f"steps  {stats['num_steps']}, replayed {stats['num_replays']} ({stats['coverage']:.0%})"]
     losses = [f"  {count} x {text}" for text, count in _losses(events)]

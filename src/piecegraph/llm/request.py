@@ -182,6 +182,8 @@ class Request:
 
 def _token_array(request_id: str, prompt: Sequence[int]) -> array[int]:
     try:
+        if isinstance(prompt, (bytes, bytearray)):  # an array would take them for its memory
+            raise TypeError("it is bytes")
         tokens = array("q", prompt)
     except (TypeError, OverflowError) as error:
         raise RequestError(
