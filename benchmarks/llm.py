@@ -118,7 +118,9 @@ def compare_captured(llm: piecegraph.LLM, folder: str, prompts: Prompts, argumen
     """The share of tokens that captured and uncaptured steps agree on."""
     asked = prompts.make(4, 32)
     captured = llm.generate(asked, max_new_tokens=16, ignore_eos=True)
-    plain = piecegraph.LLM(folder, **arguments, cudagraph_mode="none", options={"self_check": False})
+    plain = piecegraph.LLM(
+        folder, **arguments, cudagraph_mode="none", memory_fraction=0.8, options={"self_check": False}
+    )
     plain.started.loaded.model.load_state_dict(llm.started.loaded.model.state_dict())
     expected = plain.generate(asked, max_new_tokens=16, ignore_eos=True)
     pairs = [
@@ -144,7 +146,7 @@ def run(name: str, shape: Shape, options: argparse.Namespace) -> Contender:
     with tempfile.TemporaryDirectory() as folder:
         shape.config.save_pretrained(folder)
         start = time.perf_counter()
-        llm = piecegraph.LLM(folder, **arguments)
+        llm = piecegraph.LLM(folder, **arguments, memory_fraction=0.4 if options.compare else None)
         build = time.perf_counter() - start
         prompts = Prompts(shape.config.vocab_size)
         notes: dict[str, Any] = {"start s": f"{build:.1f}"}
@@ -168,7 +170,7 @@ def main() -> None:
     parser.add_argument("--models", default="qwen3-0.6b,llama-8b", help=f"comma list of {', '.join(shapes())}")
     parser.add_argument("--tiny", action="store_true", help="the model tiny alone")
     parser.add_argument("--new", type=int, default=128, help="tokens to decode")
-    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--compare", action="store_true", help="compare captured with uncaptured steps first")
     parser.add_argument("-o", "--output", type=Path, help="write JSON")
     options = parser.parse_args()

@@ -13,7 +13,7 @@ logs="${OUT:-$(mktemp -d)}"
 status=0
 
 if [ "$what" != tests ]; then
-    for bench in models prefill; do
+    for bench in models prefill llm; do
         export TORCHINDUCTOR_CACHE_DIR="$(mktemp -d)" TRITON_CACHE_DIR="$(mktemp -d)"
         timeout 300 python3 "benchmarks/$bench.py" >"$logs/$bench.log" 2>&1 || status=1
         grep -vE "^\s*$|[Ww]arn" "$logs/$bench.log" | tail -14

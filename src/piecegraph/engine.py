@@ -10,10 +10,11 @@ import torch
 
 from piecegraph import torch_compat
 from piecegraph.config import CompileConfig
-from piecegraph.errors import CallError
+from piecegraph.errors import CallError, PiecegraphError
 from piecegraph.events import Event, EventLog
 from piecegraph.plan import Plan
 from piecegraph.planner import Planner, Subject
+from piecegraph.ranks import report_failure
 from piecegraph.runner import PlanRunner, Refusal
 from piecegraph.signature import Binder, Call
 from piecegraph.structure import flatten
@@ -43,8 +44,13 @@ class Engine:
         with self._lock:
             self._check_open()
             self.num_calls += 1
-            found = self._find(args, kwargs)
-            served = found if isinstance(found, Refusal) else found[0].serve(found[1])
+            try:
+                found = self._find(args, kwargs)
+                served = found if isinstance(found, Refusal) else found[0].serve(found[1])
+            except PiecegraphError as error:
+                if error.phase:  # it was planned or recorded, not replayed
+                    report_failure(self.subject.name, error)
+                raise
             if not isinstance(served, Refusal):
                 self.num_replays += served[1]
                 return served[0]
@@ -54,9 +60,13 @@ class Engine:
         """Make the plan for an example call if there is none, and record its sizes."""
         with self._lock:
             self._check_open()
-            runner, call = self._match(args, kwargs) or self._make_plan(args, kwargs)
-            if runner.mode != "none":
-                runner.record_listed(call)
+            try:
+                runner, call = self._match(args, kwargs) or self._make_plan(args, kwargs)
+                if runner.mode != "none":
+                    runner.record_listed(call)
+            except Exception as error:
+                report_failure(self.subject.name, error)
+                raise
 
     def forget(self) -> None:
         """Drop every plan; the next call makes a new one."""

@@ -8,6 +8,8 @@
     ├── CallError                         PG5xx  a call cannot be served from the plan
     │   ├── FallbackError                        ... and ``on_fallback="raise"`` was asked for
     │   └── AddressError                         ... because memory a graph reads has moved
+    ├── InputError                        PG60x  a file given to a command cannot be used
+    ├── CommandError                      PG61x  a command cannot do what it was asked to
     ├── RequestError (also ValueError)    PG65x  one request cannot be served; the others go on
     └── ModelError                        PG66x  a language model cannot be loaded or run as it is
 
@@ -16,6 +18,8 @@ The text of an error always says, in this order: what happened, where, why, what
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 CODES: dict[str, str] = {
@@ -53,6 +57,12 @@ CODES: dict[str, str] = {
     "PG510": "the bucket is more than twice the size of the input",
     "PG520": "memory that a recorded graph reads has moved",
     "PG521": "an eager op returned something else than when it was recorded",
+    "PG601": "an input cannot be read",
+    "PG602": "an input is empty",
+    "PG603": "an input is no text",
+    "PG611": "records cannot be kept",
+    "PG612": "the command cannot be started",
+    "PG613": "some records are missing",
     "PG651": "the prompt is empty",
     "PG652": "the prompt is longer than the model may read",
     "PG653": "the prompt holds something that is no token of the model",
@@ -69,6 +79,9 @@ CODES: dict[str, str] = {
 }
 
 
+PLACE = ("phase", "piece", "size", "op", "line")
+"""The fields that say where in the making of a plan an error happened."""
+
 NOTES = frozenset({"PG404", "PG510"})
 """Events that are shown and counted, but are no fallback: the call is served from its plan all the same."""
 
@@ -82,16 +95,39 @@ class PiecegraphError(Exception):
         where: the source line, module path or op it happened at.
         why: the reason.
         hint: what to do about it.
+        phase: ``trace``, ``compile`` or ``capture``, for what goes wrong before a call can be served.
+        piece: the number of the step of the plan.
+        size: the size being recorded: ``8x128``.
+        op: the op.
+        line: the line of the user's code: ``model.py:12``.
     """
 
-    def __init__(self, code: str, what: str, *, where: str = "", why: str = "", hint: str = "") -> None:
+    exit_code = 1
+    """What a command that ends with this error returns."""
+
+    def __init__(
+        self,
+        code: str,
+        what: str,
+        *,
+        where: str = "",
+        why: str = "",
+        hint: str = "",
+        phase: str = "",
+        piece: int | None = None,
+        size: str = "",
+        op: str = "",
+        line: str = "",
+    ) -> None:
         assert code in CODES, code
         self.code, self.what, self.where, self.why, self.hint = code, what, where, why, hint
+        self.phase, self.piece, self.size, self.op, self.line = phase, piece, size, op, line
         super().__init__(describe(code, what, where, why, hint))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross process boundaries (a failing rank): keep the keyword fields.
-        return (_rebuild, (type(self), self.code, self.what, self.where, self.why, self.hint))
+        fields = {name: getattr(self, name) for name in ("where", "why", "hint", *PLACE)}
+        return (_rebuild, (type(self), self.code, self.what, fields))
 
 
 class ConfigError(PiecegraphError, ValueError):
@@ -122,6 +158,18 @@ class AddressError(CallError):
     """A recorded graph would have read memory that has moved."""
 
 
+class InputError(PiecegraphError):
+    """A file given to a command cannot be used; the command ends as if it had been called wrongly."""
+
+    exit_code = 2
+
+
+class CommandError(PiecegraphError):
+    """A command was given something it cannot work with, or cannot do its work."""
+
+    exit_code = 2
+
+
 class RequestError(PiecegraphError, ValueError):
     """One request to a language model cannot be served; the others go on."""
 
@@ -134,6 +182,27 @@ class PiecegraphWarning(UserWarning):
     """A fallback or another loss, told once for each cause."""
 
 
+@contextlib.contextmanager
+def located(**place: Any) -> Iterator[None]:
+    """Tell errors that leave this context what is known here of their place; what they know themselves stays.
+
+    >>> try:
+    ...     with located(phase="capture", size="8"):
+    ...         raise RecordError("PG403", "size 8 could not be recorded", phase="compile")
+    ... except RecordError as error:
+    ...     error.phase, error.size
+    ('compile', '8')
+    """
+    assert place.keys() <= set(PLACE), place
+    try:
+        yield
+    except PiecegraphError as error:
+        for name, value in place.items():
+            if getattr(error, name) in ("", None):
+                setattr(error, name, value)
+        raise
+
+
 def describe(code: str, what: str, where: str = "", why: str = "", hint: str = "") -> str:
     """Put the parts of a message into the order every piecegraph message has."""
     text = f"{code} {what}"
@@ -144,5 +213,5 @@ def describe(code: str, what: str, where: str = "", why: str = "", hint: str = "
     return f"{text}. hint: {hint}" if hint else text
 
 
-def _rebuild(cls: type[PiecegraphError], code: str, what: str, where: str, why: str, hint: str) -> PiecegraphError:
-    return cls(code, what, where=where, why=why, hint=hint)
+def _rebuild(cls: type[PiecegraphError], code: str, what: str, fields: dict[str, Any]) -> PiecegraphError:
+    return cls(code, what, **fields)

@@ -18,6 +18,7 @@ import torch
 import torch.fx
 
 from piecegraph import torch_compat
+from piecegraph.errors import located
 from piecegraph.events import Event, EventLog
 from piecegraph.fx_nodes import is_size, size_parts, source_line, writes_in_place
 from piecegraph.plan import Cut, Piece
@@ -119,7 +120,8 @@ def _piece_step(
         module.recompile()
     key = structural_key(module, lowering)
     if key not in compiled:
-        compiled[key] = _compile(f"piece {index}", module, lowering, traced.fake_mode, events)
+        with located(piece=index, line=str(segment.first_line or "")):
+            compiled[key] = _compile(f"piece {index}", module, lowering, traced.fake_mode, events)
     function, backend = compiled[key]
     return Step(
         label=Piece(index, len(segment.nodes), key, segment.first_line, backend),

@@ -14,6 +14,7 @@ from piecegraph.body import Body, TracedBody
 from piecegraph.breakable import BreakableBody
 from piecegraph.config import CompileConfig
 from piecegraph.cut_rules import CutRules
+from piecegraph.errors import located
 from piecegraph.events import EventLog
 from piecegraph.example import Example, read_example
 from piecegraph.fuse import fuse_linears, separate
@@ -121,7 +122,8 @@ class Planner:
         subject, config = self._subject, self._config
         if config.backend == "inductor" and any(tensor.is_cuda for tensor in example.tensors):
             torch_compat.start_compile_workers()
-        traced = trace(subject.function, example, subject.weights())
+        with located(phase="trace"):
+            traced = trace(subject.function, example, subject.weights())
         clock.lap("trace")
         decisions: tuple[Decision, ...] = ()
         if config.options.fuse_linears:
@@ -129,10 +131,11 @@ class Planner:
             self._joined += [w for w in traced.inputs.values() if isinstance(w, Weight) and w.parts]
             decisions = (decision,)
             clock.lap("fuse")
-        segments = split(traced, self._rules, full=config.cudagraph_mode == "full")
-        clock.lap("split")
-        lowering = Lowering(config.backend, config.passes, config.options.inductor)
-        program, num_compiles = lower(traced, segments, lowering, self._events, Progress(config.options.progress))
+        with located(phase="compile"):
+            segments = split(traced, self._rules, full=config.cudagraph_mode == "full")
+            clock.lap("split")
+            lowering = Lowering(config.backend, config.passes, config.options.inductor)
+            program, num_compiles = lower(traced, segments, lowering, self._events, Progress(config.options.progress))
         self.num_compiles += num_compiles
         clock.lap("lower")
         body = TracedBody(traced, program, subject.current_weight)
@@ -140,7 +143,9 @@ class Planner:
 
     def _watch(self, example: Example, clock: _Clock) -> _Made:
         subject, config = self._subject, self._config
-        body = BreakableBody(subject.function, example, subject.weights(), subject.current_weight, config.splitting_ops)
+        with located(phase="trace"):
+            weights, current = subject.weights(), subject.current_weight
+            body = BreakableBody(subject.function, example, weights, current, config.splitting_ops)
         clock.lap("watch")
         return _Made(example.signature, body, (), ())
 

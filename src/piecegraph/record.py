@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from piecegraph import torch_compat
+from piecegraph.errors import located
 from piecegraph.events import Event, EventLog
 from piecegraph.graph_device import GraphDevice
 from piecegraph.plan import Cut, Piece
@@ -33,16 +34,20 @@ class Recorder:
         self.steps: list[GraphStep | EagerStep] = []
         self.cells: dict[int, Any] = {}
         self._fresh: set[int] = set()
+        self.place: dict[str, Any] = {}
+        """The step under way, as errors name it."""
 
     # -- the body is a program
 
     def run_step(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Sequence[Any]:
         """A :data:`~piecegraph.program.RunStep` that records."""
-        if isinstance(step.label, Piece) and step.label.index not in self._uncapturable:
-            captured = self._try_capture(step.label, step, take(args, values))
-            if captured is not None:
-                return captured
-        return self._run_eagerly(step, args, kwargs, values)
+        self.place = _place_of(step.label)
+        with located(**self.place):
+            if isinstance(step.label, Piece) and step.label.index not in self._uncapturable:
+                captured = self._try_capture(step.label, step, take(args, values))
+                if captured is not None:
+                    return captured
+            return self._run_eagerly(step, args, kwargs, values)
 
     def _try_capture(self, piece: Piece, step: Step, args: tuple[Any, ...]) -> Sequence[Any] | None:
         try:
@@ -107,7 +112,10 @@ class Recorder:
     ) -> list[Any]:
         """Run an op between two graphs: end one, run, begin the next. The function returns a flat list of results."""
         self.end(f"graph before {label}")
-        returned = function(*args, **kwargs)
+        self.place = _place_of(label)
+        with located(**self.place):
+            returned = function(*args, **kwargs)
+        self.place = {}
         bound_args, bound_kwargs = (map_arguments(part, self.hold) for part in (args, kwargs))
         kept, copies, aliases = self._keep(list(enumerate(returned)), set(), bound_args, bound_kwargs)
         self.steps.append(EagerStep(label, function, bound_args, bound_kwargs, copies, aliases, (), self.cells))
@@ -155,3 +163,8 @@ class Recorder:
                 kept.append(owned)
                 copies.append((position, self.hold(owned)))
         return kept, tuple(copies), tuple(aliases)
+
+
+def _place_of(label: Piece | Cut) -> dict[str, Any]:
+    line = label.first if isinstance(label, Piece) else label.source
+    return {"piece": label.index, "op": "" if isinstance(label, Piece) else label.op, "line": str(line or "")}

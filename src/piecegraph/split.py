@@ -83,6 +83,8 @@ def _without_wishes(verdicts: dict[torch.fx.Node, Verdict]) -> dict[torch.fx.Nod
                 where=str(source_line(node) or ""),
                 why=verdict.reason,
                 hint='use cudagraph_mode="piecewise"',
+                op=op_name(node),
+                line=str(source_line(node) or ""),
             )
     return {}
 

@@ -13,7 +13,7 @@ from piecegraph import torch_compat
 from piecegraph.body import Body, Sizes
 from piecegraph.buffers import StaticInputs
 from piecegraph.config import Options
-from piecegraph.errors import PiecegraphError, RecordError
+from piecegraph.errors import PiecegraphError, RecordError, located
 from piecegraph.events import Event, EventLog
 from piecegraph.graph_device import GraphDevice
 from piecegraph.padding import padding_changes, preserved
@@ -67,7 +67,8 @@ class TapeLibrary:
                 self._tune(ordered[0], call)
             for key in ordered:
                 try:
-                    self._record_one(key, call)
+                    with located(phase="capture", size=str(key)):
+                        self._record_one(key, call)
                 except torch.OutOfMemoryError as error:
                     self.dropped.add(key)
                     reason = str(error).partition(". ")[0]
@@ -123,12 +124,14 @@ class TapeLibrary:
             raise
         except RuntimeError as error:
             recorder.abandon()
+            line = str(user_line(error) or "")
             raise RecordError(
                 "PG403",
                 f"size {key} could not be recorded",
-                where=str(user_line(error) or ""),
+                where=line,
                 why=f"{type(error).__name__}: {str(error).splitlines()[0]}",
                 hint="mark what cannot be captured with @piecegraph.eager_op or name it in splitting_ops",
+                **(recorder.place | ({"line": line} if line else {})),
             ) from error
         finally:
             device.end_size()

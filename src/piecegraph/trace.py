@@ -110,6 +110,7 @@ def _trace_error(function: Callable[..., Any], error: Exception) -> TraceError:
         where=f"{where} `{linecache.getline(where.file, where.line).strip()}`" if where else "",
         why=reason,
         hint="; or ".join(filter(None, (hint.rstrip("."), 'use frontend="breakable", which runs the code as it is'))),
+        line=str(where or ""),
     )
 
 

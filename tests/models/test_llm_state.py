@@ -43,8 +43,8 @@ FAMILIES = {
 class DenseSites:
     """Attention over everything that a slot has seen, the states under test, and padding that would be noticed.
 
-    The rows behind the real tokens are made NaN before every op, and so is the memory an op writes to; the op must leave
-    zeros there.
+    The rows behind the real tokens are made NaN before every op, and so is the memory an op writes to; the op must
+    leave zeros there.
     """
 
     def __init__(self, model: TracedModel, states: StateMemory, experts: tuple[torch.nn.Module, ...]) -> None:
@@ -191,7 +191,7 @@ STEPS: tuple[tuple[dict[int, int], int], ...] = (
 
 
 def _run_and_compare(runner: Runner, name: str) -> None:
-    at = {i: 0 for i in range(3)}
+    at = dict.fromkeys(range(3), 0)
     for counts, bucket in STEPS:
         parts = {i: _sequences()[i][at[i] : at[i] + count] for i, count in counts.items()}
         for i, logits in runner.step(parts, bucket).items():

@@ -9,8 +9,20 @@ from pathlib import Path
 
 import pytest
 
+MAIN = "from piecegraph.cli.main import main; main()"
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+EXPLAIN = {
+    "piecegraph explain",
+    "piecegraph explain run.log",
+    "piecegraph explain logs/*/stderr.log",
+    "piecegraph explain run.log -o page.html",
+    "piecegraph explain run.log --json",
+    "piecegraph explain --list",
+    "piecegraph explain tests/logs/eight_ranks_capture.log.gz",
+}
 
 
 def commands() -> set[str]:
@@ -40,6 +52,11 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         "piecegraph env",
         "piecegraph doctor",  # test_doctor_page
         "piecegraph doctor --json",
+        *EXPLAIN,  # test_piecegraph_explain
+        "piecegraph run",  # the name of the command
+        "piecegraph run -- CMD",  # any command
+        "piecegraph run -- torchrun --nproc-per-node 8 serve.py",  # test_piecegraph_run
+        "piecegraph run --out failures -- python train.py",
     }
 
 
@@ -58,7 +75,53 @@ def test_demo() -> None:
 
 
 def test_piecegraph_env() -> None:
-    assert "piecegraph" in run(sys.executable, "-c", "from piecegraph.cli.main import main; main()", "env")
+    assert "piecegraph" in run(sys.executable, "-c", MAIN, "env")
+
+
+@pytest.mark.parametrize(
+    ("command", "script"),
+    [
+        ("piecegraph run -- torchrun --nproc-per-node 8 serve.py", "serve.py"),
+        ("piecegraph run --out failures -- python train.py", "train.py"),
+    ],
+)
+def test_piecegraph_run(command: str, script: str, tmp_path: Path) -> None:
+    (tmp_path / script).write_text("import sys; raise ValueError(sys.argv)")
+    words = {
+        "piecegraph": [sys.executable, "-c", MAIN],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+        "python": [sys.executable],
+        "8": ["2"],  # quicker
+        **{name: [str(tmp_path / name)] for name in (script, "failures")},
+    }
+    arguments = [part for word in command.split() for part in words.get(word, [word])]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    page = done.stderr.partition("piecegraph run: the command ended with exit code 1")[2]
+    assert "ValueError" in page
+    assert script in page
+    assert (tmp_path / "failures").exists() == ("--out" in command)
+
+
+@pytest.mark.parametrize("command", sorted(EXPLAIN))
+def test_piecegraph_explain(command: str, tmp_path: Path) -> None:
+    log = ROOT / "tests" / "logs" / "eight_ranks_capture.log.gz"
+    for place in ("run.log", "logs/0/stderr.log", "logs/1/stderr.log", log.relative_to(ROOT)):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_bytes(log.read_bytes())
+    main = f'{sys.executable} -c "from piecegraph.cli.main import main; main()"'
+    shell = command.replace("piecegraph", main, 1)
+    with log.open("rb") as text:
+        done = subprocess.run(shell, shell=True, cwd=tmp_path, stdin=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    page = tmp_path / "page.html"
+    assert "NotImplementedError" in (page.read_text() if page.exists() else done.stdout)
+
+
+def test_the_page_in_the_docs_is_what_is_printed() -> None:
+    shown = re.findall(r"^```text\n(.*?)^```", (ROOT / "docs" / "explain.md").read_text(), re.MULTILINE | re.DOTALL)[0]
+    code = "from piecegraph.cli.main import main; main()"
+    printed = run(sys.executable, "-c", code, "explain", "tests/logs/eight_ranks_capture.log.gz")
+    assert printed.startswith(shown)
 
 
 def test_scripts_parse() -> None:
@@ -69,6 +132,12 @@ def test_scripts_parse() -> None:
 @pytest.mark.parametrize("script", ["benchmarks/prefill.py --tiny --only inductor", "benchmarks/models.py --tiny"])
 def test_benchmarks_run_on_a_cpu(script: str) -> None:
     assert "piecegraph" in run(sys.executable, *script.split())
+
+
+def test_the_benchmark_of_explain_runs() -> None:
+    table = run(sys.executable, "benchmarks/explain.py", "--megabytes", "0.2")
+    assert len(table.splitlines()) == 4
+    assert "interleaved tracebacks only" in table
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -95,6 +164,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_design_names_files_that_exist() -> None:
-    names = re.findall(r"`(\w+\.py)`", (ROOT / "docs" / "design.md").read_text())
+    names = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "design.md").read_text())
     missing = {name for name in names if not (ROOT / "src" / "piecegraph" / name).exists()}
+    assert names
     assert not missing

@@ -8,7 +8,10 @@ import click
 
 from piecegraph.cli.doctor import doctor
 from piecegraph.cli.env import env
+from piecegraph.cli.explain import explain
+from piecegraph.cli.run import run
 from piecegraph.errors import PiecegraphError
+from piecegraph.ranks import leave_job
 from piecegraph.version import VERSION
 
 
@@ -21,14 +24,18 @@ def group(debug: bool) -> None:
 
 group.add_command(doctor)
 group.add_command(env)
+group.add_command(explain)
+group.add_command(run)
 
 
 def main() -> None:
-    """Run the command. Our own errors are one line on standard error and exit code 1."""
+    """Run the command. Our own errors are one line on standard error; the exit code is 1, or 2 for unusable input."""
     try:
         group()
     except PiecegraphError as error:
         if "--debug" in sys.argv:
             raise
         click.echo(f"error: {error}", err=True)
-        sys.exit(1)
+        sys.exit(error.exit_code)
+    finally:
+        leave_job()

@@ -1,8 +1,8 @@
 """The nouns of a failing run. A log and a folder of records both end in one :class:`Evidence`, from which the page is
 written.
 
-The one invariant: nothing is claimed that the source does not prove. What is unknown is ``None`` or empty, and what was
-put together again from interleaved pieces says so in :attr:`Failure.certainty`.
+The one invariant: nothing is claimed that the source does not prove. What is unknown is ``None`` or empty, and what
+was put together again from interleaved pieces says so in :attr:`Failure.certainty`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Failure:
 
     chain: tuple[Raised, ...]
     """In the order in which they were raised; the last is what the process died of. Empty for a fatal signal alone."""
-    kind: Literal["exception", "thread", "signal", "killed", "interrupted"] = "exception"
+    kind: Literal["exception", "thread", "signal", "killed", "interrupted", "ignored"] = "exception"
+    """``ignored``: printed by Python itself, which went on (an exception in ``__del__``, in logging)."""
     count: int = 1
     """How many processes printed it."""
     processes: tuple[Process, ...] = ()
@@ -80,11 +81,37 @@ class Milestone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How a launcher says that one of its processes ended."""
+
+    process: Process
+    code: int
+    """As printed; a negative one is the number of a signal."""
+    is_first: bool = False
+    """Whether the launcher observed it before the others."""
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLine:
+    """One line of the stacks of several processes laid on top of each other."""
+
+    depth: int
+    count: int
+    """How many processes came through here."""
+    frame: Frame | None
+    text: str = ""
+    """The exception that ended it there; empty for a frame."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """Everything a log, or a folder of records, proves about a run."""
 
     sources: tuple[str, ...]
     num_lines: int = 0
+    first_line: int = 1
+    """Where the run begins in a log that holds several."""
     processes: tuple[Process, ...] = ()
     """Every process seen, failing or not."""
     failures: tuple[Failure, ...] = ()
@@ -98,3 +125,17 @@ class Evidence:
     """Files the source names: dumps, logs, reproducers."""
     num_call_chains: int = 0
     """Stacks that belong to no exception."""
+    call_chains: tuple[tuple[Frame, ...], ...] = ()
+    """The first few of them, outermost frame first."""
+    exits: tuple[Exit, ...] = ()
+    free_memory: tuple[str, int | None] | None = None
+    """The last statement about free device memory: ``12.33 GB``."""
+    error_lines: tuple[tuple[str, int | None], ...] = ()
+    """The first lines logged as errors outside of any traceback."""
+    telling_lines: tuple[tuple[str, int | None], ...] = ()
+    """Lines outside of any traceback by which a known issue is recognised."""
+    last_line: tuple[str, int | None] | None = None
+    tree: tuple[TreeLine, ...] = ()
+    """Set when stacks had to be reconstructed: an ordering of the frames that explains the log, not the only one."""
+    notes: tuple[str, ...] = ()
+    """What limits the evidence: a file that ends early, failures that were counted and not kept."""

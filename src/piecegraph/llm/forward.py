@@ -122,12 +122,12 @@ class Forward:
                     free = device.free_bytes()
                     bar.advance(str(key) + (f", {free / 2**30:.1f} GiB free" if free is not None else ""))
 
-    def try_out(self, bucket: Bucket) -> None:
-        """Run a step of nothing at a size: it takes as much memory as a real one."""
-        self._buffers.fill_dummy(bucket)
-        with torch.inference_mode(), ops.current_sites(self._memory):
-            self._memory.use_batch(self._buffers, bucket)
-            self._compute(StepKey(bucket, "greedy"))
+    def warm_up(self, keys: Iterable[StepKey]) -> None:
+        """Run steps without recording them: what they need is allocated then, and kernels are tuned."""
+        for key in keys:
+            self._buffers.fill_dummy(key.bucket)
+            self.run(key)
+        self.num_steps = 0
 
     def forget(self) -> None:
         """Drop every tape: the caches have moved."""

@@ -39,18 +39,18 @@ def choose_tile(rows: int, columns: int, depth: int) -> Tile | None:
     1024, 2048      1     13.0    2.9     28672, 4096     1     61.5    53.6
     1024, 2048      4     13.3    4.1     28672, 4096     8     62.2    56.2
     1024, 3072      1     7.5     3.5     4096, 14336     1     32.1    28.6
-    1024, 3072      16    7.6     6.2     4096, 14336     8     32.8    36.0
+    6144, 1024      1     6.0     4.7     4096, 14336     8     32.8    36.0
     ==============  ====  ======  =====   ==============  ====  ======  =====
+
+    Where the gain is small, what it takes to compile one more kernel is not worth it.
 
     >>> choose_tile(1, 4096, 1024), choose_tile(8, 4096, 14336), choose_tile(64, 4096, 1024)
     (Tile(columns=2, depth=1024, num_warps=4, num_stages=0), None, None)
     """
-    if rows == 1 or (rows == 2 and columns <= 4096 and depth <= 4096) or (rows <= 4 and columns <= 2048):
+    if rows == 1 or (rows <= 4 and columns <= 2048):
         return Tile(4 if depth > 8192 else 2, 1024, 4, 0)
     if rows > _MOST_ROWS:
         return None
-    if columns <= 2048 and rows > 8:
-        return Tile(16, 256 if rows > 16 else 512, 4, 4 if rows > 16 else 3)
     if columns >= 16384:
         return Tile(64, 128, 4, 4)
     if columns == 4096 and depth == 4096 and rows > 8:

@@ -40,7 +40,8 @@ class OpaqueMixers:
         self.num_bytes = 0
         """What they keep for one sequence."""
         probed: dict[type, tuple[bool, int]] = {}
-        for layer in layers:
+        # From the last to the first: one that asks for a previous state without naming a layer is told of the last's.
+        for layer in reversed(layers):
             module = decoder.get_submodule(layer.path)
             kind = type(module)
             if kind not in probed:

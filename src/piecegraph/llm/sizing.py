@@ -9,6 +9,7 @@ from piecegraph.buckets import ladder
 from piecegraph.errors import ModelError
 from piecegraph.llm.groups import CacheGroup
 from piecegraph.llm.layers import Reach
+from piecegraph.llm.scheduler import SchedulerLimits
 from piecegraph.llm.step import Bucket, StepPlan
 
 
@@ -97,11 +98,21 @@ class StepSizes:
         return [*(Bucket(size, size, "decode") for size in self.decode), *mixed]
 
 
+_FEW_SEQS = 8
+"""Most mixed steps hold a few prompts; only those that hold more pay for as many sequences as may run."""
+
+
+def largest_buckets(limits: SchedulerLimits) -> tuple[Bucket, Bucket]:
+    """The largest step of each kind."""
+    seqs = min(_FEW_SEQS, limits.max_num_seqs)
+    return Bucket(limits.max_num_seqs, limits.max_num_seqs, "decode"), _mixed(limits.max_batch_tokens, seqs)
+
+
 def choose_step_sizes(
     capture_sizes: str | Sequence[int], *, has_graphs: bool, max_num_seqs: int, max_batch_tokens: int
 ) -> StepSizes:
     """Without graphs nothing is gained by padding, so steps keep their own size unless sizes were listed."""
-    seqs = tuple(sorted({min(8, max_num_seqs), max_num_seqs}))
+    seqs = tuple(sorted({min(_FEW_SEQS, max_num_seqs), max_num_seqs}))
     if isinstance(capture_sizes, str):
         if not has_graphs:
             return StepSizes((), (), ())

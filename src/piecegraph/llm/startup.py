@@ -24,9 +24,9 @@ from piecegraph.llm.loader import LoadedModel, load
 from piecegraph.llm.memory import Memory
 from piecegraph.llm.scheduler import Scheduler, SchedulerLimits
 from piecegraph.llm.self_check import self_check
-from piecegraph.llm.sizing import CacheNeeds, StepSizes, choose_step_sizes, size_cache
+from piecegraph.llm.sizing import CacheNeeds, StepSizes, choose_step_sizes, largest_buckets, size_cache
 from piecegraph.llm.state import StateMemory
-from piecegraph.llm.step import Bucket, StepKind
+from piecegraph.llm.step import StepKind
 from piecegraph.llm.trace_cache import cache_for
 from piecegraph.llm.traced_model import TracedModel, decoder_of, trace_model
 from piecegraph.llm.verdict import Accepted, Rejected, Verdict
@@ -214,14 +214,13 @@ class _Parts:
         if self.config.device.type != "cuda":
             return int(_free_host_bytes() * self.config.memory_fraction)
         self.memory.allocate([2] * len(self.model.reaches))
+        largest = [StepKey(bucket, "greedy") for bucket in largest_buckets(self.limits)]
         free_before = torch.cuda.mem_get_info(self.config.device)[0]
-        if self.device is None:
-            self.forward.try_out(Bucket(self.limits.max_batch_tokens, self.limits.max_num_seqs))
-        else:
-            buckets = self.sizes.at_start()
-            largest = [max(buckets, key=lambda b: (b.kind == kind, b.num_tokens)) for kind in ("decode", "mixed")]
-            self.forward.record([StepKey(bucket, "greedy") for bucket in largest], progress)
+        if self.device is not None:
+            self.forward.record(largest, progress)
             self.forward.forget()
+        else:
+            self.forward.warm_up(largest)
         free, total = torch.cuda.mem_get_info(self.config.device)
         # Besides its memory in the pool, a graph takes some of the driver's: as much again for each that is to come.
         graphs = (free_before - free) // 8

@@ -1,0 +1,74 @@
+"""Whose code a frame is in: by the package's name first, by its path second, because torch may be a source checkout."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+Owner = Literal["python", "library", "engine", "user"]
+
+
+class Place(NamedTuple):
+    """A file as people speak of it."""
+
+    owner: Owner
+    package: str
+    path: str
+    """From the package on: ``torch/fx/proxy.py``."""
+    is_installed: bool
+    """Whether it lies in site-packages."""
+
+
+_ENGINES = frozenset(
+    "sglang vllm thunder tensorrt_llm lmdeploy megatron deepspeed nemo fairseq trl verl axolotl".split()
+)
+"""The code at work: shown, like the user's."""
+_LIBRARIES = frozenset(
+    "torch triton transformers flashinfer flash_attn xformers accelerate safetensors tokenizers huggingface_hub numpy "
+    "ray sgl_kernel cutlass apex torchvision torchaudio torchao bitsandbytes peft diffusers nvidia cuda mpi4py "
+    "pydantic uvicorn fastapi starlette zmq nvfuser jax".split()
+)
+_TORCH_PARTS = re.compile(
+    r"torch/(?:_|nn/|fx/|cuda/|utils/|distributed/|autograd/|optim/|functional|multiprocessing/|ops/|library|serialization"
+    r"|tensor|jit/|backends/|storage|hub|export/|compiler/|amp/|onnx/|profiler/|overrides)"
+)
+"""A folder of the user may be called torch."""
+_SITE = re.compile(r"(?:^|/)(?:site|dist)-packages/(?P<path>(?P<package>[^/]+).*)$")
+_STANDARD = re.compile(r"(?:^|/)lib/python3\.\d+/(?P<path>.+)$|^<frozen (?P<frozen>[^>]+)>$")
+
+
+@lru_cache(maxsize=4096)
+def place_of(file: str) -> Place:
+    """Whose a file is.
+
+    >>> place_of("/home/me/pytorch/torch/fx/proxy.py")
+    Place(owner='library', package='torch', path='torch/fx/proxy.py', is_installed=False)
+    """
+    file = file.replace("\\", "/")
+    site = _SITE.search(file)
+    if site is not None:
+        package = site["package"].removesuffix(".py")
+        return Place("engine" if package in _ENGINES else "library", package, site["path"], True)
+    named = _by_name(file)
+    if named is not None:
+        return named
+    standard = _STANDARD.search(file)
+    if standard is not None:
+        return Place("python", "python", standard["path"] or standard["frozen"], False)
+    if file.startswith("<"):
+        return Place("python", "python", file, False)
+    return Place("user", "", file, False)
+
+
+def _by_name(file: str) -> Place | None:
+    """A checkout: the innermost folder that is called like a package (``sglang/python/sglang/srt``)."""
+    parts = file.split("/")
+    for at in range(len(parts) - 2, -1, -1):
+        package = parts[at]
+        if package in _ENGINES or package in _LIBRARIES:
+            path = "/".join(parts[at:])
+            if package == "torch" and not _TORCH_PARTS.match(path):
+                continue
+            return Place("engine" if package in _ENGINES else "library", package, path, False)
+    return None

@@ -1,0 +1,76 @@
+"""Language models through real graphs: captured and uncaptured steps of the same sizes give the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import piecegraph
+from tests.cases.llms import tiny_model
+
+pytestmark = pytest.mark.gpu
+
+SIZES = [1, 2, 4, 8, 16, 32]
+PROMPTS = [list(range(3, 3 + length)) for length in (5, 21, 9, 40, 1)]
+
+
+@contextmanager
+def running(folder: Path, **arguments: Any) -> Iterator[Any]:
+    limits = {"max_model_len": 128, "max_num_seqs": 4, "max_batch_tokens": 32, "memory_fraction": 0.3}
+    yield piecegraph.LLM(str(folder), device="cuda", capture_sizes=SIZES, **limits | {"backend": "eager"} | arguments)
+
+
+def tokens(llm: Any, **arguments: Any) -> list[list[int]]:
+    return [out.token_ids for out in llm.generate(PROMPTS, max_new_tokens=24, ignore_eos=True, **arguments)]
+
+
+@pytest.mark.parametrize(
+    ("family", "decode", "mixed"),
+    [
+        ("llama", "full", "full"),
+        ("gemma3", "full", "full"),
+        ("qwen3_moe", "full", "full"),
+        ("deepseek_v3", "full", "full"),
+        ("qwen3_next", "full", "piecewise"),
+        ("bamba", "piecewise", "piecewise"),
+    ],
+)
+def test_captured_steps_give_the_same_tokens(family: str, decode: str, mixed: str, tmp_path: Path) -> None:
+    tiny_model(family).to(torch.bfloat16).save_pretrained(tmp_path)
+    with running(tmp_path, cudagraph_mode="none", options={"look_ahead": False}) as plain:
+        expected, drawn = tokens(plain), tokens(plain, temperature=0.8, top_k=20, seed=1)
+    with running(tmp_path) as llm:
+        assert {kind: mode.choice for kind, mode in llm.started.engine.forward.modes.items()} == {
+            "decode": decode,
+            "mixed": mixed,
+        }
+        for _ in range(3):
+            assert tokens(llm) == expected
+        assert tokens(llm, temperature=0.8, top_k=20, seed=1) == drawn
+        assert llm.stats()["coverage"] == 1.0
+        assert not llm.stats()["fallbacks"]
+
+
+def test_float32_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    with running(tmp_path, dtype=torch.float32, backend="inductor") as llm:
+        found = tokens(llm)
+    for prompt, mine in zip(PROMPTS, found, strict=True):
+        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+        assert mine == theirs[0, len(prompt) :].tolist()
+
+
+def test_a_thousand_steps_leak_nothing(tmp_path: Path) -> None:
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    with running(tmp_path) as llm:
+        tokens(llm)
+        before = torch.cuda.memory_allocated()
+        for _ in range(8):
+            llm.generate(PROMPTS[:4], max_new_tokens=80, ignore_eos=True)
+        assert torch.cuda.memory_allocated() <= before
