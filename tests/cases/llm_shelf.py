@@ -65,10 +65,10 @@ def shelf(folder: Path) -> Iterator[Shelf]:
             loaded[key] = load(path, **arguments)
         return loaded[key]
 
-    def trace_once(model: Any, cache: Any, *, backend: Any, options: Any, events: Any) -> Any:
-        key = (id(model), cache.decisions, backend, options.fuse_linears)
+    def trace_once(model: Any, cache: Any, *, options: Any, events: Any, **arguments: Any) -> Any:
+        key = (id(model), cache.decisions, options.fuse_linears, *arguments.values())
         if key not in traced:
-            traced[key] = trace_model(model, cache, backend=backend, options=options, events=events)
+            traced[key] = trace_model(model, cache, options=options, events=events, **arguments)
         return traced[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -241,6 +241,8 @@ class Engine:
     def run(self, plan: StepPlan) -> StepResult:
         """Run the tokens of a plan that another scheduler made. There is one cache, so nobody else may be running."""
         self._check_foreign(plan)
+        if any(work.request.input_embeds is not None for work in plan.works):
+            self.forward.prepare_embeds(self.scheduler.limits.vocab_size)
         self._ahead = None
         if not self._is_foreign:
             self.scheduler.cache.forget()
@@ -255,15 +257,24 @@ class Engine:
         elif plan.num_seqs > limits.max_num_seqs or plan.num_tokens > limits.max_batch_tokens:
             why = f"it has {plan.num_tokens} tokens of {plan.num_seqs} sequences, the model was loaded for "
             why += f"max_batch_tokens={limits.max_batch_tokens} and max_num_seqs={limits.max_num_seqs}"
-        elif any(work.request.blocks is None for work in plan.works):
-            why = "a request of it is not running"
+        else:
+            why = next(filter(None, (self._why_unfit(work.request) for work in plan.works)), "")
         if why:
             raise RequestError("PG657", "the step cannot be run", why=why, hint="plan it with llm.make_scheduler()")
+
+    def _why_unfit(self, request: Request) -> str:
+        shape = (request.num_prompt, self._buffers.limits.embed_width)
+        if request.blocks is None:
+            return f"request {request.id!r} is not running"
+        if request.mrope_positions is not None and not self._buffers.limits.has_mrope:
+            return f"request {request.id!r} has positions in three dimensions, which the model was not traced for"
+        given = shape if request.input_embeds is None else tuple(request.input_embeds.shape)
+        return f"the embeddings of request {request.id!r} are of shape {given}, not {shape}" if given != shape else ""
 
     def _launch(self, plan: StepPlan, fed: torch.Tensor | None = None) -> _Launched:
         bucket = self._sizes.bucket_for(plan)
         self._buffers.fill(plan, bucket, fed=fed)
-        key = StepKey(bucket, self._buffers.sampling_mode)
+        key = StepKey(bucket, self._buffers.sampling_mode, self._buffers.has_embeds)
         if fed is None and self._must_record(key):
             self._record(key)
             self._buffers.fill(plan, bucket)  # recording wrote a batch of its own

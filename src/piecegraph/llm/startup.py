@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from piecegraph.body import TracedBody
 from piecegraph.config import Options
 from piecegraph.errors import ConfigError, ModelError
 from piecegraph.events import EventLog
@@ -27,7 +28,7 @@ from piecegraph.llm.self_check import self_check
 from piecegraph.llm.sizing import CacheNeeds, StepSizes, choose_step_sizes, largest_buckets, size_cache
 from piecegraph.llm.state import StateMemory
 from piecegraph.llm.step import StepKind
-from piecegraph.llm.trace_cache import cache_for
+from piecegraph.llm.trace_cache import TraceCache, cache_for
 from piecegraph.llm.traced_model import TracedModel, decoder_of, trace_model
 from piecegraph.llm.verdict import Accepted, Rejected, Verdict
 from piecegraph.plan import Decision
@@ -80,8 +81,9 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         )
         model = trace_model(loaded.model, cache, backend=config.backend, options=core_options, events=events)
     _require_sites(loaded, model)
+    _check_sizes(loaded, model, limits)
     stages.done("trace and compile")
-    parts = _Parts.make(loaded, model, config, limits, events)
+    parts = _Parts.make(loaded, model, config, limits, _embeds_tracer(loaded, model, cache, config, events), events)
     groups = parts.give_memory(progress)
     stages.done("measure and allocate")
     parts.forward.record([StepKey(bucket, "greedy") for bucket in parts.sizes.at_start()], progress)
@@ -118,7 +120,12 @@ class _Parts:
 
     @staticmethod
     def make(
-        loaded: LoadedModel, model: TracedModel, config: LLMConfig, limits: SchedulerLimits, events: EventLog
+        loaded: LoadedModel,
+        model: TracedModel,
+        config: LLMConfig,
+        limits: SchedulerLimits,
+        trace_embeds: Callable[[], TracedBody],
+        events: EventLog,
     ) -> _Parts:
         dtype, options = loaded.model.dtype, config.options
         kernel, why = choose_kernel(config.attention, model.layers, dtype, config.device)
@@ -143,6 +150,8 @@ class _Parts:
                 max_model_len=limits.max_model_len,
                 block_size=options.block_size,
                 num_groups=len(model.reaches),
+                embed_width=loaded.model.get_input_embeddings().weight.shape[1],
+                embed_dtype=dtype,
             ),
             config.device,
         )
@@ -156,7 +165,7 @@ class _Parts:
         kinds: tuple[StepKind, ...] = ("decode", "mixed")
         safety = {kind: _capture_safe(kind, kernel, states, loaded.experts, dtype) for kind in kinds}
         modes = {kind: _mode(kind, config, device, safety[kind]) for kind in kinds}
-        forward = Forward(model, memory, buffers, device, modes, events)
+        forward = Forward(model, memory, buffers, device, modes, trace_embeds, events)
         attention = Decision("attention", kernel.name, why)
         return _Parts(config, model, limits, sizes, memory, states, buffers, device, forward, events, attention)
 
@@ -248,6 +257,30 @@ def _limits(loaded: LoadedModel, config: LLMConfig) -> tuple[SchedulerLimits, De
         vocab_size=loaded.model.get_input_embeddings().weight.shape[0],
     )
     return limits, length
+
+
+def _embeds_tracer(
+    loaded: LoadedModel, model: TracedModel, cache: TraceCache, config: LLMConfig, events: EventLog
+) -> Callable[[], TracedBody]:
+    """What makes the decoder that takes embeddings. Its weights stay where they are: they are not joined again."""
+    options = Options(inductor=config.options.inductor, progress=config.options.progress)
+
+    def trace_embeds() -> TracedBody:
+        traced = trace_model(
+            loaded.model, cache, backend=config.backend, options=options, events=events, takes_embeds=True
+        )
+        assert (traced.layers, traced.states) == (model.layers, model.states), "the same calls in the same order"
+        return traced.decoder
+
+    return trace_embeds
+
+
+def _check_sizes(loaded: LoadedModel, model: TracedModel, limits: SchedulerLimits) -> None:
+    """One trace serves steps of every size. See Note [Dropped guards]."""
+    for size in (1, 2, limits.max_batch_tokens):
+        reason = model.decoder.violated((size,))
+        if reason is not None:
+            raise ModelError("PG662", f"{type(loaded.model).__name__} cannot run steps of {size} tokens", why=reason)
 
 
 def _require_sites(loaded: LoadedModel, model: TracedModel) -> None:
