@@ -35,7 +35,7 @@ class Shelf:
 
     def load(self, name: str, **arguments: Any) -> piecegraph.LLM:
         options = {"progress": False, **arguments.pop("options", {})}
-        return piecegraph.LLM(self.path(name), **{"backend": "eager", **arguments}, options=options)
+        return piecegraph.LLM(self.path(name), **{"backend": "eager", "device": "cpu", **arguments}, options=options)
 
     @torch.inference_mode()
     def logits(self, name: str, tokens: Sequence[int]) -> torch.Tensor:

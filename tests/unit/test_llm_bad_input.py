@@ -262,3 +262,18 @@ def test_no_room_for_the_cache(models: Shelf) -> None:
 def test_the_smallest_limits_are_enough(models: Shelf) -> None:
     llm = models.load("llama", max_model_len=2, max_num_seqs=1, max_batch_tokens=1)
     assert llm.generate([[5], [6]])[1].token_ids == models.greedy("llama", [6], 1)
+
+
+def test_a_model_that_branches_on_its_size_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return y if x.shape[1] <= 100 else 2 * y
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    with pytest.raises(
+        ModelError, match="PG662 LlamaForCausalLM cannot run steps of 512 tokens: the plan holds only w"
+    ):
+        piecegraph.LLM(folder, backend="eager")
+    assert piecegraph.LLM(folder, backend="eager", max_batch_tokens=100).generate(GOOD)[0].error is None

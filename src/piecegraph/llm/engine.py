@@ -166,7 +166,7 @@ class Engine:
         self.scheduler = scheduler
         self._buffers = buffers
         self._sizes = sizes
-        self._events = events
+        self.events = events
         self._record_unseen = record_unseen
         self._recordable = frozenset(sizes.all())
         self._dropped: set[StepKey] = set()
@@ -281,7 +281,7 @@ class Engine:
         is_replayed = key in self.forward.tapes
         if not is_replayed and self._record_unseen is not None:
             reason = f"{key} runs the compiled pieces without graphs"
-            self._events.emit(Event("PG503", "step", reason, "add a larger capture size"))
+            self.events.emit(Event("PG503", f"a {bucket.kind} step", reason, "add a larger capture size"))
         result = StepResult(*self.forward.run(key))
         return _Launched(plan, result, is_replayed, self._landing.take(result.tokens[: plan.num_seqs]))
 

@@ -59,12 +59,11 @@ def _cuts(started: Started) -> dict[tuple[str, str], int]:
 
 def _cache_lines(started: Started) -> list[str]:
     size = started.engine.scheduler.cache.block_size
-    lines = [f"{started.cache_bytes / 2**30:.2f} GiB in blocks of {size} tokens"]
+    lines = [f"{started.cache_bytes / 2**20:,.1f} MiB in blocks of {size} tokens"]
     for group in started.cache_groups:
-        reach = (
-            f"window of {group.window}" if group.window else f"chunks of {group.chunk}" if group.chunk else "all tokens"
-        )
-        lines.append(f"{(group.num_blocks - 1) * size} tokens for layers that see {reach}")
+        window, chunk = f"a window of {group.window}", f"chunks of {group.chunk}"
+        reach = window if group.window else chunk if group.chunk else "all tokens"
+        lines.append(f"{(group.num_blocks - 1) * size:,} tokens for layers that see {reach}")
     return lines
 
 

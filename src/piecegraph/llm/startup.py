@@ -96,8 +96,7 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
     )
     decisions = [*loaded.decisions, *model.decisions, length, parts.attention, prefix_cache, look_ahead]
     if options.self_check:
-        decisions.append(self_check(loaded.model, engine))
-        parts.forward.num_steps = parts.forward.num_replays = 0
+        decisions.append(_check(loaded, engine))
         stages.done("self check")
     return Started(loaded, model, engine, limits, groups, parts.cache_bytes(groups), tuple(decisions), stages.seconds)
 
@@ -345,6 +344,15 @@ def _look_ahead(config: LLMConfig) -> Decision:
     if config.device.type == "cuda":
         return Decision("look ahead", "on", "the device need not wait for the host between two steps of decoding")
     return Decision("look ahead", "off", "the host computes, too")
+
+
+def _check(loaded: LoadedModel, engine: Engine) -> Decision:
+    """See ``self_check.py``. Its steps are nobody's, so they are not counted."""
+    counted, engine.events = engine.events, EventLog("ignore")
+    decision = self_check(loaded.model, engine)
+    engine.events = counted
+    engine.forward.num_steps = engine.forward.num_replays = 0
+    return decision
 
 
 def _eos_token_ids(loaded: LoadedModel) -> set[int]:
