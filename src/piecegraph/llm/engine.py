@@ -120,18 +120,18 @@ class Landing:
         self._events = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
         self._next = 0
 
-    def take(self, tokens: torch.Tensor) -> Callable[[], list[int]]:
-        """Send tokens to the host; returns what waits for them."""
-        place, event = self._places[self._next], self._events[self._next]
+    def take(self, tokens: torch.Tensor, count: int) -> Callable[[], list[int]]:
+        """Send the first tokens to the host; returns what waits for them."""
+        place, event = self._places[self._next][:count], self._events[self._next]
         self._next ^= 1
-        place[: len(tokens)].copy_(tokens, non_blocking=True)
+        place.copy_(tokens[:count], non_blocking=True)
         if event is not None:
             event.record()
 
         def read() -> list[int]:
             if event is not None:
                 event.synchronize()
-            found: list[int] = place[: len(tokens)].tolist()
+            found: list[int] = place.tolist()
             return found
 
         return read
@@ -283,7 +283,7 @@ class Engine:
             reason = f"{key} runs the compiled pieces without graphs"
             self.events.emit(Event("PG503", f"a {bucket.kind} step", reason, "add a larger capture size"))
         result = StepResult(*self.forward.run(key))
-        return _Launched(plan, result, is_replayed, self._landing.take(result.tokens[: plan.num_seqs]))
+        return _Launched(plan, result, is_replayed, self._landing.take(result.tokens, plan.num_seqs))
 
     def _launch_ahead(self, current: _Launched) -> _Launched | None:
         """Launch the step behind one that is running, if it can be known."""
@@ -335,17 +335,21 @@ class Engine:
             generation.on_new(generation, new, tokens)
 
     def _tell_details(self, plan: StepPlan, chosen: Sequence[int], result: StepResult) -> None:
+        described: dict[int, Generation] = {}
         first = 0
         for row, work in enumerate(plan.works):
-            generation = self._generations.get(work.request.id)
-            hidden, first = result.hidden[first : first + work.num_tokens], first + work.num_tokens
-            if generation is None or not generation.wants_details:
-                continue
-            params = work.request.params
-            if params.logprobs is not None and work.samples and chosen[row] >= 0:
-                generation.logprobs += _describe(result.logits[row : row + 1], [chosen[row]], params.logprobs)
-            if params.wants_every_row:
-                self._tell_rows(generation, work, hidden)
+            generation, params = self._generations.get(work.request.id), work.request.params
+            if generation is not None and params.wants_every_row:
+                self._tell_rows(generation, work, result.hidden[first : first + work.num_tokens])
+            if generation is not None and params.logprobs is not None and work.samples and chosen[row] >= 0:
+                described[row] = generation
+            first += work.num_tokens
+        if described:
+            rows = list(described)
+            counts = [described[row].request.params.logprobs or 0 for row in rows]
+            told = _describe(result.logits[rows], [chosen[row] for row in rows], counts)
+            for generation, logprob in zip(described.values(), told, strict=True):
+                generation.logprobs.append(logprob)
 
     def _tell_rows(self, generation: Generation, work: Work, hidden: torch.Tensor) -> None:
         rows, request = work.new_rows, work.request
@@ -361,10 +365,14 @@ class Engine:
         for start in range(0, len(following), _ROWS_AT_ONCE):
             tokens = following[start : start + _ROWS_AT_ONCE].tolist()
             table = self.forward.head(new[start : start + len(tokens)])
-            generation.prompt_logprobs += _describe(table, tokens, wanted)
+            generation.prompt_logprobs += _describe(table, tokens, [wanted] * len(tokens))
 
 
-def _describe(logits: torch.Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprob]:
-    found = logprobs(logits, torch.tensor(tokens, device=logits.device), k)
-    rows: Any = zip(tokens, found.chosen.tolist(), found.top_tokens.tolist(), found.top.tolist(), strict=True)
-    return [TokenLogprob(token, chosen, tuple(zip(ids, values, strict=True))) for token, chosen, ids, values in rows]
+def _describe(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
+    """The log-probability of a token in each row, and of a number of the most likely ones."""
+    found = logprobs(logits, torch.tensor(tokens, device=logits.device), max(counts))
+    rows: Any = zip(tokens, counts, found.chosen.tolist(), found.top_tokens.tolist(), found.top.tolist(), strict=True)
+    return [
+        TokenLogprob(token, chosen, tuple(zip(ids[:count], values[:count], strict=True)))
+        for token, count, chosen, ids, values in rows
+    ]
