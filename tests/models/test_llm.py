@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +52,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
         yield found
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """Of the module, so that all tests of a family run one behind the other and share its trace."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
 def llama(models: Shelf) -> piecegraph.LLM:
     return models.load("llama")
@@ -70,7 +78,6 @@ def assert_nothing_is_held(llm: piecegraph.LLM) -> None:
 # ------------------------------------------------------------------ every family
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_and_logits_are_those_of_transformers(family: str, models: Shelf) -> None:
     llm = models.load(family)
     answers = llm.generate(prompts(), max_new_tokens=NUM_NEW, ignore_eos=True, return_hidden_states=True)
@@ -83,7 +90,6 @@ def test_tokens_and_logits_are_those_of_transformers(family: str, models: Shelf)
         )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_in_chunks_padded_recorded_and_preempted(family: str, models: Shelf) -> None:
     llm = models.load(family, **TIGHT)
     expected = [models.greedy(family, prompt, NUM_NEW) for prompt in prompts()]
@@ -108,6 +114,14 @@ def test_compiled_pieces_answer_alike(models: Shelf) -> None:
     answers = llm.generate(prompts(), max_new_tokens=NUM_NEW, ignore_eos=True)
     assert tokens_of(answers) == [models.greedy("qwen3", prompt, NUM_NEW) for prompt in prompts()]
     assert llm.stats()["num_compiles"] < llm.stats()["num_pieces"]
+
+
+def test_dummy_weights_need_only_a_configuration(models: Shelf, tmp_path: Path) -> None:
+    shutil.copy(models.path("llama") / "config.json", tmp_path)
+    llm = piecegraph.LLM(tmp_path, load_format="dummy", dtype="float64", backend="eager", device="cpu")
+    (answer,) = llm.generate(prompts()[1], max_new_tokens=4, ignore_eos=True, return_hidden_states=True)
+    assert (len(answer.token_ids), answer.hidden_states.dtype) == (4, torch.float64)
+    assert llm.stats()["dtype"] == "float64"
 
 
 # ------------------------------------------------------------------ what goes in
@@ -294,23 +308,26 @@ def test_a_stream_that_is_left_frees_its_blocks(look_ahead: bool, models: Shelf)
     assert sum(len(chunk.token_ids) for chunk in unread) > 0, "it can still be read"
 
 
-def test_an_error_in_the_middle_leaves_nothing_behind(models: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_middle_is_nobody_else_s(models: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = models.load("llama", options={"look_ahead": True})
-    engine, calls = llm.started.engine, []
+    scheduler = llm.started.engine.scheduler
+    stream = llm.generate(prompts()[1], max_new_tokens=NUM_NEW, ignore_eos=True, stream=True)
+    started = [next(stream) for _ in range(3)]
 
-    def fail_at_the_fifth(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return commit(*args)
+    def interrupt(*args: Any) -> Any:
+        raise KeyboardInterrupt
 
-    commit = engine.scheduler.commit
-    monkeypatch.setattr(engine.scheduler, "commit", fail_at_the_fifth)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(prompts(), max_new_tokens=NUM_NEW, ignore_eos=True)
+    commit = scheduler.commit
+    for num_steps in (0, 1, 3):
+        calls = iter([commit] * num_steps + [interrupt])
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler, "commit", lambda *args: next(calls)(*args))  # noqa: B023
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(prompts()[2:4], max_new_tokens=NUM_NEW, ignore_eos=True)
+        assert scheduler.num_unfinished == 1, "only the stream's"
+    found = [token for chunk in (*started, *stream) for token in chunk.token_ids]
+    assert found == models.greedy("llama", prompts()[1], NUM_NEW)
     assert_nothing_is_held(llm)
-    expected = [models.greedy("llama", prompt, NUM_NEW) for prompt in prompts()]
-    assert tokens_of(llm.generate(prompts(), max_new_tokens=NUM_NEW, ignore_eos=True)) == expected
 
 
 def test_threads_share_a_model_and_models_share_a_process(models: Shelf) -> None:

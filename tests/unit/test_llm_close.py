@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from pathlib import Path
 
@@ -21,11 +20,9 @@ def test_close_gives_everything_back(tmp_path: Path) -> None:
         kept = [weakref.ref(llm.started.loaded.model), weakref.ref(llm.started.engine)]
         stream = llm.generate([PROMPT, PROMPT], max_new_tokens=100, ignore_eos=True, stream=True)
         next(stream)
+    assert [each() for each in kept] == [None, None]
     left = list(stream)
     assert [chunk.finished.finish_reason for chunk in left if chunk.finished is not None] == ["abort", "abort"]
-    del stream, left
-    gc.collect()
-    assert [each() for each in kept] == [None, None]
     llm.close()
     for call in (lambda: llm.generate(PROMPT), lambda: llm.generate(PROMPT, stream=True), llm.explain, llm.stats):
         with pytest.raises(ConfigError, match=r"PG106 the model was called after close\(\)"):
