@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import os
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from piecegraph.errors import ModelError
 from piecegraph.llm import plug
@@ -51,24 +53,27 @@ def load(
 
     Args:
         path: a folder with a model, or a name that transformers can find.
-        dtype: of the weights; ``"auto"`` takes the checkpoint's.
+        dtype: of the weights; ``"auto"`` takes the checkpoint's, on a CPU float32 in place of half precision.
         device: where to put it.
         load_format: ``"dummy"`` fills the weights with small random numbers and needs only the configuration.
     """
+    path = os.path.expanduser(path)
     config = _read_config(path)
     reason = _WRONG_FAMILIES.get(config.model_type)
     if reason is not None:
         raise ModelError("PG662", f"models of family {config.model_type!r} are refused", why=reason)
-    made = _make(path, config, dtype, load_format, device)
+    dtype, precision = _precision(config, dtype, device)
+    with without_bars():
+        made = _make(path, config, dtype, load_format, device)
     model = made.to(device).eval().requires_grad_(False)
-    decisions = tuple(_fix_ropes(model))
+    decisions = (*precision, *_fix_ropes(model))
     tokenizer, tokenizer_error = _read_tokenizer(path)
     max_positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
     return LoadedModel(model, tokenizer, tokenizer_error, plug.number_experts(model), int(max_positions), decisions)
 
 
 def _read_config(path: str) -> Any:
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ModelError(
             "PG661",
@@ -82,9 +87,20 @@ def _read_config(path: str) -> Any:
         raise ModelError(
             "PG661",
             f"{path} is no model",
-            why=str(error).strip().splitlines()[0],
+            why=first_line(error),
             hint="give the folder of a transformers model",
         ) from error
+
+
+def _precision(
+    config: Any, dtype: torch.dtype | Literal["auto"], device: torch.device
+) -> tuple[torch.dtype | Literal["auto"], tuple[Decision, ...]]:
+    """Which dtype ``"auto"`` means: where a CPU has no instructions for half precision, it takes many times as long."""
+    stored = getattr(config.get_text_config(), "dtype", None)
+    if dtype != "auto" or device.type != "cpu" or stored not in (torch.bfloat16, torch.float16):
+        return dtype, ()
+    name = str(stored).removeprefix("torch.")
+    return torch.float32, (Decision("dtype", "float32", f"the checkpoint's {name} is slow on many CPUs"),)
 
 
 def _make(path: str, config: Any, dtype: torch.dtype | str, load_format: LoadFormat, device: torch.device) -> Any:
@@ -93,13 +109,13 @@ def _make(path: str, config: Any, dtype: torch.dtype | str, load_format: LoadFor
         if load_format == "dummy":
             return _make_dummy(config, dtype, device, plugs)
         return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **plugs)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ModelError(
             "PG661",
             f"the model at {path} cannot be loaded",
-            why=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
+            why=f"{type(error).__name__}: {first_line(error)}",
             hint="check that the files are complete, or load it with transformers to see more",
         ) from error
 
@@ -132,7 +148,24 @@ def _read_tokenizer(path: str) -> tuple[Any | None, str]:
     try:
         return transformers.AutoTokenizer.from_pretrained(path), ""
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
-        return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return None, f"{type(error).__name__}: {first_line(error)}"
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first; some say nothing."""
+    return next(iter(str(error).strip().splitlines()), "no reason was given")
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep transformers' own progress bars out of ours."""
+    had_bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            transformers.logging.enable_progress_bar()
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from piecegraph.graph_device import CudaGraphs, GraphDevice
 from piecegraph.llm.attention.kernel import AttentionKernel
 from piecegraph.llm.attention.registry import choose_kernel
 from piecegraph.llm.batch import BatchBuffers, BatchLimits
+from piecegraph.llm import demo_model
 from piecegraph.llm.config import LLMConfig
 from piecegraph.llm.engine import Engine
 from piecegraph.llm.forward import Forward, StepKey
@@ -67,6 +68,9 @@ class _Stages:
 def start(path: str, config: LLMConfig, events: EventLog) -> Started:
     """Load, trace, compile, measure, allocate, record, check."""
     stages, progress, options = _Stages(), Progress(config.options.progress), config.options
+    if path == demo_model.NAME:
+        path = str(demo_model.demo_folder(progress))
+        stages.done("find demo model")
     with progress.bar("load", 1) as bar:
         loaded = load(path, dtype=config.dtype, device=config.device, load_format=config.load_format)
         bar.advance(path)
@@ -105,7 +109,8 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         looks_ahead=config.device.type == "cuda" if options.look_ahead == "auto" else options.look_ahead,
     )
     if options.self_check:
-        self_check(loaded.model, engine)
+        with progress.bar("self check", 1):
+            self_check(loaded.model, engine)
         stages.done("self check")
     decisions = (*loaded.decisions, *model.decisions, *parts.decisions, *parts.forward.modes.values())
     return Started(loaded, model, engine, parts.limits, groups, parts.cache_bytes(groups), decisions, stages.seconds)

@@ -92,8 +92,9 @@ def trace_model(
     weights = dict(decoder.named_parameters(remove_duplicate=False)) | dict(
         decoder.named_buffers(remove_duplicate=False)
     )
+    progress = Progress(options.progress)
     try:
-        with cache.installed():
+        with cache.installed(), progress.bar("trace", 1):
             traced = trace(forward, example, weights)
     except TraceError as error:
         raise _refusal(model, error) from error
@@ -106,7 +107,7 @@ def trace_model(
         decisions = (*decisions, decision)
     segments = split(traced, CutRules("auto"), full=False)
     lowering = Lowering(backend, linear_passes(model.device), options.inductor)
-    program, num_compiles = lower(traced, segments, lowering, events, Progress(options.progress))
+    program, num_compiles = lower(traced, segments, lowering, events, progress)
     seconds = {"trace": traced_at - started, "compile": time.perf_counter() - traced_at}
     return TracedModel(
         TracedBody(traced, program, lambda name, recorded: recorded),
