@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from piecegraph.errors import ModelError
-from piecegraph.llm.loader import first_line, without_bars
+from piecegraph.llm.loader import without_bars
 from piecegraph.llm.model_cache import cached_folder
 from piecegraph.progress import Progress
 
@@ -75,7 +75,7 @@ def _read(source: Path) -> tuple[Any, Any]:
         raise ModelError(
             "PG671",
             f"the demo model in {source} cannot be read",
-            why=f"{type(error).__name__}: {first_line(error)}",
+            why=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
             hint=f"install it again: {_HOW_TO_INSTALL}",
         ) from error
     return model, tokenizer

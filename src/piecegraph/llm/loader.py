@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from safetensors import SafetensorError
 
 from piecegraph.errors import ModelError
 from piecegraph.llm import plug
@@ -87,7 +86,7 @@ def _read_config(path: str) -> Any:
         raise ModelError(
             "PG661",
             f"{path} is no model",
-            why=first_line(error),
+            why=str(error).strip().splitlines()[0],
             hint="give the folder of a transformers model",
         ) from error
 
@@ -109,13 +108,13 @@ def _make(path: str, config: Any, dtype: torch.dtype | str, load_format: LoadFor
         if load_format == "dummy":
             return _make_dummy(config, dtype, device, plugs)
         return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **plugs)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ModelError(
             "PG661",
             f"the model at {path} cannot be loaded",
-            why=f"{type(error).__name__}: {first_line(error)}",
+            why=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
             hint="check that the files are complete, or load it with transformers to see more",
         ) from error
 
@@ -148,12 +147,7 @@ def _read_tokenizer(path: str) -> tuple[Any | None, str]:
     try:
         return transformers.AutoTokenizer.from_pretrained(path), ""
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
-        return None, f"{type(error).__name__}: {first_line(error)}"
-
-
-def first_line(error: Exception) -> str:
-    """What an error says first; some say nothing."""
-    return next(iter(str(error).strip().splitlines()), "no reason was given")
+        return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
 
 
 @contextlib.contextmanager

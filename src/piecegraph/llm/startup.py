@@ -13,10 +13,10 @@ from piecegraph.config import Options
 from piecegraph.errors import ConfigError, ModelError
 from piecegraph.events import EventLog
 from piecegraph.graph_device import CudaGraphs, GraphDevice
+from piecegraph.llm import demo_model
 from piecegraph.llm.attention.kernel import AttentionKernel
 from piecegraph.llm.attention.registry import choose_kernel
 from piecegraph.llm.batch import BatchBuffers, BatchLimits
-from piecegraph.llm import demo_model
 from piecegraph.llm.config import LLMConfig
 from piecegraph.llm.engine import Engine
 from piecegraph.llm.forward import Forward, StepKey
@@ -70,7 +70,7 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
     stages, progress, options = _Stages(), Progress(config.options.progress), config.options
     if path == demo_model.NAME:
         path = str(demo_model.demo_folder(progress))
-        stages.done("find demo model")
+        stages.done("demo model")
     with progress.bar("load", 1) as bar:
         loaded = load(path, dtype=config.dtype, device=config.device, load_format=config.load_format)
         bar.advance(path)
