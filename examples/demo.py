@@ -88,7 +88,7 @@ def compare() -> None:
 def ask(question: str) -> None:
     """A real language model answers, token by token."""
     print("\nloading a language model (the first time it is converted, which takes half a minute) ...", flush=True)
-    # On a CPU, compiling would take longer than answering. Float32: a small model in four bits stands at the edge as it is.
+    # On a CPU, compiling would take longer than answering. Float32: rounding matters to a model this small.
     backend = "inductor" if DEVICE.type == "cuda" else "eager"
     llm = piecegraph.LLM("demo", backend=backend, dtype="float32", max_model_len=1024, max_num_seqs=4)
     print(f"{llm.explain()}\n\n> {question}")

@@ -35,7 +35,9 @@ class _Sampling:
 @click.argument("model")
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Of each answer.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0: most likely token.")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0: most likely token."
+)
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Nucleus.")
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="Most likely tokens; 0: all.")
 @click.option("--seed", type=click.IntRange(min=0), help="Fixes what is sampled.")
@@ -47,7 +49,7 @@ class _Sampling:
     type=click.Choice(["auto", "inductor", "eager"]),
     default="auto",
     show_default=True,
-    help="What compiles the pieces; auto: inductor on a GPU, eager on a CPU, where compiling takes longer than answering.",
+    help="What compiles the pieces; auto: inductor on a GPU; eager on a CPU, where compiling takes half a minute.",
 )
 @click.option("--max-model-len", type=click.IntRange(min=2), help="Tokens of prompt and answer at most.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, at the end.")

@@ -104,10 +104,11 @@ def _write_weights(model: Any, folder: Path) -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep transformers' own bars and advice away from ours: nobody chose this model's format."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
+    logging: Any = transformers.logging
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         with without_bars(), contextlib.redirect_stderr(io.StringIO()):  # one of the bars obeys no setting
             yield
     finally:
-        transformers.logging.set_verbosity(verbosity)
+        logging.set_verbosity(verbosity)

@@ -153,13 +153,14 @@ def _read_tokenizer(path: str) -> tuple[Any | None, str]:
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
     """Keep transformers' own progress bars out of ours."""
-    had_bars = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.disable_progress_bar()
+    logging: Any = transformers.logging
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         if had_bars:
-            transformers.logging.enable_progress_bar()
+            logging.enable_progress_bar()
 
 
 @contextlib.contextmanager

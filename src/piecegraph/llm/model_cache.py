@@ -112,7 +112,8 @@ def _make_whole(folder: Path, make: Callable[[Path], None], num_bytes: int) -> N
 def _fingerprint(path: Path) -> dict[str, Any]:
     """The size of a file and a hash of it.
 
-    Of weights, the header is hashed: it says where each tensor ends, and to hash them all takes longer than to load them.
+    Of weights, the header is hashed: it says where each tensor ends, and to hash them all would take as long as to load
+    them.
     """
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
