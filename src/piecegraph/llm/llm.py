@@ -15,6 +15,7 @@ import torch
 from piecegraph.config import CudagraphMode
 from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RequestError
 from piecegraph.events import EventLog
+from piecegraph.llm.chat import chat_tokens
 from piecegraph.llm.config import make_llm_config
 from piecegraph.llm.engine import Generation
 from piecegraph.llm.groups import PagedCache
@@ -34,8 +35,9 @@ class LLM:
     """A causal language model of transformers, run through the tape.
 
     Args:
-        path: a folder with a model, or a name that transformers can find.
-        dtype: of weights and cache; ``"auto"`` takes the checkpoint's.
+        path: a folder with a model, a name that transformers can find, or ``"demo"``: a small model from a package
+            (a folder of that name is ``"./demo"``).
+        dtype: of weights and cache; ``"auto"`` takes the checkpoint's, on a CPU float32 in place of half precision.
         device: ``"auto"`` takes a GPU if there is one.
         backend: what compiles the pieces: ``"inductor"``, ``"eager"`` (nothing) or a callable.
         attention: the name of an attention kernel; ``"auto"`` takes the fastest that supports the model.
@@ -191,6 +193,18 @@ class LLM:
         rows = [dict(zip(values, row, strict=True)) | shared for row in zip(*tables, strict=True)]
         _ = self.started  # raises after close(), and not only when a stream is read
         return self._stream(each, rows) if stream else self._answer(each, rows)
+
+    def chat_prompt(self, conversation: str | Sequence[Mapping[str, str]]) -> list[int]:
+        """A prompt as the model was taught to answer them, by the chat template of its tokenizer.
+
+        Args:
+            conversation: what the user says; or messages with a ``role`` and a ``content`` each.
+
+        Example:
+            llm.generate(llm.chat_prompt("What is the capital of France?"))
+        """
+        said = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else list(conversation)
+        return chat_tokens(self.tokenizer, said)
 
     def explain(self) -> str:
         """How the model is run, as text: stages, pieces, cuts, sizes, every decision and every fallback."""

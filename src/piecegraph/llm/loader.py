@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import os
 import types
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -52,24 +53,27 @@ def load(
 
     Args:
         path: a folder with a model, or a name that transformers can find.
-        dtype: of the weights; ``"auto"`` takes the checkpoint's.
+        dtype: of the weights; ``"auto"`` takes the checkpoint's, on a CPU float32 in place of half precision.
         device: where to put it.
         load_format: ``"dummy"`` fills the weights with small random numbers and needs only the configuration.
     """
+    path = os.path.expanduser(path)
     config = _read_config(path)
     reason = _WRONG_FAMILIES.get(config.model_type)
     if reason is not None:
         raise ModelError("PG662", f"models of family {config.model_type!r} are refused", why=reason)
-    made, unused = _make(path, config, dtype, load_format, device)
+    dtype, precision = _precision(config, dtype, device)
+    with without_bars():
+        made, unused = _make(path, config, dtype, load_format, device)
     model = made.to(device).eval().requires_grad_(False)
-    decisions = (*unused, *_fix_ropes(model))
+    decisions = (*precision, *unused, *_fix_ropes(model))
     tokenizer, tokenizer_error = _read_tokenizer(path)
     max_positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
     return LoadedModel(model, tokenizer, tokenizer_error, plug.number_experts(model), int(max_positions), decisions)
 
 
 def _read_config(path: str) -> Any:
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ModelError(
             "PG661",
@@ -86,6 +90,17 @@ def _read_config(path: str) -> Any:
             why=str(error).strip().splitlines()[0],
             hint="give the folder of a transformers model",
         ) from error
+
+
+def _precision(
+    config: Any, dtype: torch.dtype | Literal["auto"], device: torch.device
+) -> tuple[torch.dtype | Literal["auto"], tuple[Decision, ...]]:
+    """Which dtype ``"auto"`` means: where a CPU has no instructions for half precision, it takes many times as long."""
+    stored = getattr(config.get_text_config(), "dtype", None)
+    if dtype != "auto" or device.type != "cpu" or stored not in (torch.bfloat16, torch.float16):
+        return dtype, ()
+    name = str(stored).removeprefix("torch.")
+    return torch.float32, (Decision("dtype", "float32", f"the checkpoint's {name} is slow on many CPUs"),)
 
 
 def _make(
@@ -159,6 +174,19 @@ def _read_tokenizer(path: str) -> tuple[Any | None, str]:
         return transformers.AutoTokenizer.from_pretrained(path), ""
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
         return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep transformers' own progress bars out of ours."""
+    logging: Any = transformers.logging
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
 
 
 @contextlib.contextmanager

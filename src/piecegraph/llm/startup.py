@@ -14,6 +14,7 @@ from piecegraph.config import Options
 from piecegraph.errors import ConfigError, ModelError
 from piecegraph.events import EventLog
 from piecegraph.graph_device import CudaGraphs, GraphDevice
+from piecegraph.llm import demo_model
 from piecegraph.llm.attention.kernel import AttentionKernel
 from piecegraph.llm.attention.registry import choose_kernel
 from piecegraph.llm.batch import BatchBuffers, BatchLimits
@@ -69,6 +70,9 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
     """Load, trace, compile, measure, allocate, record, check."""
     stages, progress, options = _Stages(), Progress(config.options.progress), config.options
     choose_kernel(config.attention, (), torch.float32, config.device)  # a wrong name is told before anything is done
+    if path == demo_model.NAME:
+        path = str(demo_model.demo_folder(progress))
+        stages.done("demo model")
     with progress.bar("load", 1) as bar:
         loaded = load(path, dtype=config.dtype, device=config.device, load_format=config.load_format)
         bar.advance(path)
@@ -96,7 +100,8 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
     )
     decisions = [*loaded.decisions, *model.decisions, length, parts.attention, prefix_cache, look_ahead]
     if options.self_check:
-        decisions.append(_check(loaded, engine))
+        with progress.bar("self check", 1):
+            decisions.append(_check(loaded, engine))
         stages.done("self check")
     return Started(loaded, model, engine, limits, groups, parts.cache_bytes(groups), tuple(decisions), stages.seconds)
 

@@ -82,7 +82,9 @@ def trace_model(
     started = time.perf_counter()
     if backend == "inductor" and model.device.type == "cuda":
         torch_compat.start_compile_workers()  # they come up while the model is traced
-    traced = _trace_decoder(model, cache, takes_embeds)
+    progress = Progress(options.progress)
+    with progress.bar("trace", 1):
+        traced = _trace_decoder(model, cache, takes_embeds)
     layers, reaches = number_sites(traced.graph)
     states = number_states(traced.graph, tuple(path for path, _ in cache.opaque))
     traced_at = time.perf_counter()
@@ -92,7 +94,7 @@ def trace_model(
         decisions = (*decisions, decision)
     segments = split(traced, CutRules("auto"), full=False)
     lowering = Lowering(backend, linear_passes(model.device), options.inductor)
-    program, num_compiles = lower(traced, segments, lowering, events, Progress(options.progress))
+    program, num_compiles = lower(traced, segments, lowering, events, progress)
     seconds = {"trace": traced_at - started, "compile": time.perf_counter() - traced_at}
     return TracedModel(
         TracedBody(traced, program, lambda name, recorded: recorded),
