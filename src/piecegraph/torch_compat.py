@@ -128,6 +128,9 @@ def explain_dynamo_error(error: BaseException) -> tuple[list[tuple[str, int]], s
     reason = lines[0] if lines else type(error).__name__
     explanation = next((text.removeprefix("Explanation: ") for text in lines if text.startswith("Explanation: ")), "")
     hint = next((text.removeprefix("Hint: ") for text in lines if text.startswith("Hint: ")), "")
+    raised = next((text for text in lines if text.startswith("Developer debug context: raised exception ")), "")
+    if raised:  # the user's code itself raises; what Dynamo thinks of that explains nothing
+        return stack, raised.removeprefix("Developer debug context: "), ""
     return stack, f"{reason}: {explanation}" if explanation else reason, hint
 
 

@@ -18,15 +18,10 @@ from safetensors import SafetensorError
 
 from piecegraph.errors import ModelError
 from piecegraph.llm import plug
+from piecegraph.llm.refusals import no_interface, refuse_family, refuse_model
 from piecegraph.plan import Decision
 
 LoadFormat = Literal["auto", "dummy"]
-
-_WRONG_FAMILIES = {
-    "minimax": "its lightning attention keeps a cache of its own, which paging cannot follow",
-    "deepseek_v4": "its attention reads a compressed cache of its own, which paging cannot follow",
-}
-"""Families that would run and answer wrongly."""
 
 _MOVING_ROPES = ("dynamic", "longrope")
 """Rotations that depend on the longest sequence of a batch, so that neighbours would change each other's answers."""
@@ -59,13 +54,12 @@ def load(
     """
     path = os.path.expanduser(path)
     config = _read_config(path)
-    reason = _WRONG_FAMILIES.get(config.model_type)
-    if reason is not None:
-        raise ModelError("PG662", f"models of family {config.model_type!r} are refused", why=reason)
+    refuse_family(config)
     dtype, precision = _precision(config, dtype, device)
     with without_bars():
         made, unused = _make(path, config, dtype, load_format, device)
     model = made.to(device).eval().requires_grad_(False)
+    refuse_model(model)
     decisions = (*precision, *unused, *_fix_ropes(model))
     tokenizer, tokenizer_error = _read_tokenizer(path)
     max_positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
@@ -110,11 +104,14 @@ def _make(
     try:
         if load_format == "dummy":
             return _make_dummy(config, dtype, device, plugs), []
-        load: Any = transformers.AutoModelForCausalLM.from_pretrained
+        load: Any = _class_for(config).from_pretrained
         model, found = load(path, dtype=dtype, output_loading_info=True, **plugs)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
+        if isinstance(error, KeyError) and error.args == (plug.NAME,):
+            # Older families look their attention up in a table of their own.
+            raise no_interface(f"a model of family {config.model_type!r}") from error
         raise ModelError(
             "PG661",
             f"the model at {path} cannot be loaded",
@@ -143,6 +140,14 @@ def _unused_weights(unused: Collection[str]) -> list[Decision]:
 def _some(names: Collection[str]) -> str:
     first = sorted(names)[:3]
     return ", ".join(first) + (f" and {len(names) - len(first)} more" if len(names) > len(first) else "")
+
+
+def _class_for(config: Any) -> Any:
+    """What loads a model: the text part of some models has a configuration that the automatic class does not know."""
+    named = (config.architectures or [""])[0]
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or not named.endswith("ForCausalLM"):
+        return transformers.AutoModelForCausalLM
+    return getattr(transformers, named, transformers.AutoModelForCausalLM)
 
 
 def _make_dummy(config: Any, dtype: torch.dtype | str, device: torch.device, plugs: dict[str, str]) -> Any:

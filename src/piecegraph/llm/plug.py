@@ -16,6 +16,9 @@ from transformers.modeling_utils import AttentionInterface
 NAME = "piecegraph"
 """Under this name the functions are registered, but no mask function, so that transformers makes no masks."""
 
+_KNOWN_TENSORS = ("position_ids", "cache_position")
+"""Tensors that attention functions are given and need not look at."""
+
 SITE = "_piecegraph_site"
 """The attribute of a module that tells which site it is."""
 
@@ -42,16 +45,15 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Emit one attention op. Queries, keys and values are ``[1, heads, tokens, width]``."""
     if attention_mask is not None:
-        raise UnsupportedCallError(
-            f"{type(module).__name__} brings a mask of its own, which the paged cache cannot follow"
-        )
-    if kwargs.get("position_bias") is not None:
-        raise UnsupportedCallError(f"{type(module).__name__} adds a position bias to its scores")
+        raise UnsupportedCallError(f"{_name(module)} brings a mask of its own, which the paged cache cannot follow")
+    for name, given in kwargs.items():
+        if isinstance(given, torch.Tensor) and name not in _KNOWN_TENSORS:
+            raise UnsupportedCallError(f"{_name(module)} hands {name} to its attention, which the ops do not know")
     if is_causal is False:
-        raise UnsupportedCallError(f"{type(module).__name__} attends to later tokens")
+        raise UnsupportedCallError(f"{_name(module)} attends to later tokens")
     if hasattr(module, LATENT):
         if sliding_window or softcap or s_aux is not None:
-            raise UnsupportedCallError(f"{type(module).__name__} attends to latents with a window, a softcap or sinks")
+            raise UnsupportedCallError(f"{_name(module)} attends to latents with a window, a softcap or sinks")
         return _latent_attention(module, query, key, value, scaling), None
     rows = [tensor.transpose(1, 2).squeeze(0).contiguous() for tensor in (query, key, value)]
     out = rows[0].new_empty(rows[0].shape[0], rows[0].shape[1], rows[2].shape[2])
@@ -61,6 +63,11 @@ def attention_forward(
         *rows, out, s_aux, 0, float(scale), 0 if chunk else int(sliding_window or 0), chunk, float(softcap or 0.0)
     )
     return out.unsqueeze(0), None
+
+
+def _name(module: torch.nn.Module) -> str:
+    layer = getattr(module, "layer_idx", None)
+    return type(module).__name__ if layer is None else f"{type(module).__name__} of layer {layer}"
 
 
 def _latent_attention(

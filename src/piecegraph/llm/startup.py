@@ -24,6 +24,7 @@ from piecegraph.llm.forward import Forward, StepKey
 from piecegraph.llm.groups import CacheGroup, PagedCache
 from piecegraph.llm.loader import LoadedModel, load
 from piecegraph.llm.memory import Memory
+from piecegraph.llm.refusals import refuse_attention
 from piecegraph.llm.scheduler import Scheduler, SchedulerLimits
 from piecegraph.llm.self_check import self_check
 from piecegraph.llm.sizing import CacheNeeds, StepSizes, choose_step_sizes, largest_buckets, size_cache
@@ -83,8 +84,9 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         cache = cache_for(
             decoder_of(loaded.model), linear_attention=options.linear_attention, latent_cache=options.latent_cache
         )
+        if not cache.keeps_state:
+            refuse_attention(loaded.model)
         model = trace_model(loaded.model, cache, backend=config.backend, options=core_options, events=events)
-    _require_sites(loaded, model)
     _check_sizes(loaded, model, limits)
     stages.done("trace and compile")
     parts = _Parts.make(loaded, model, config, limits, _embeds_tracer(loaded, model, cache, config, events), events)
@@ -285,16 +287,6 @@ def _check_sizes(loaded: LoadedModel, model: TracedModel, limits: SchedulerLimit
         reason = model.decoder.violated((size,))
         if reason is not None:
             raise ModelError("PG662", f"{type(loaded.model).__name__} cannot run steps of {size} tokens", why=reason)
-
-
-def _require_sites(loaded: LoadedModel, model: TracedModel) -> None:
-    if not model.layers and not model.states:
-        raise ModelError(
-            "PG662",
-            f"{type(loaded.model).__name__} cannot be run",
-            why="its attention does not go through transformers' AttentionInterface, so it can have no paged cache",
-            hint="use a family that does; most that were added since 2023 do",
-        )
 
 
 def _graph_device(config: LLMConfig) -> GraphDevice | None:

@@ -45,6 +45,11 @@ class TraceCache:
     latent: tuple[torch.nn.Module, ...] = ()
     decisions: tuple[Decision, ...] = ()
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether there are layers that remember by themselves."""
+        return bool(self.fine or self.opaque)
+
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """While tracing; afterwards the model and its modeling file are as they were."""

@@ -10,6 +10,7 @@ No name in a model's configuration is relied on: what a layer keeps for a token 
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from transformers import PreTrainedModel
 
 from piecegraph import torch_compat
 from piecegraph.body import TracedBody
@@ -29,6 +31,7 @@ from piecegraph.fuse import fuse_linears
 from piecegraph.llm import ops
 from piecegraph.llm.layers import AttentionLayer, LatentLayer, Reach, StateLayer
 from piecegraph.llm.linear import linear_passes
+from piecegraph.llm.plug import UnsupportedCallError
 from piecegraph.llm.state_sites import number_states
 from piecegraph.llm.trace_cache import TraceCache
 from piecegraph.lower import Lowering, lower
@@ -150,14 +153,22 @@ def _trace_decoder(model: Any, cache: TraceCache, takes_embeds: bool) -> Traced:
 
 def decoder_of(model: Any) -> torch.nn.Module:
     """The part of a causal language model below its head."""
-    decoder: torch.nn.Module = model.base_model
-    if decoder is model:
-        raise ModelError(
-            "PG662",
-            f"{type(model).__name__} has no decoder apart from its head",
-            why=f"it has no submodule {model.base_model_prefix!r}",
-        )
+    decoder: torch.nn.Module = getattr(model, _decoder_name(model))
     return decoder
+
+
+def _decoder_name(model: Any) -> str:
+    """Under which name a model has its decoder. Most say it themselves, some of them wrongly."""
+    if model.base_model_prefix in model._modules:
+        return str(model.base_model_prefix)
+    for name, module in model._modules.items():
+        if isinstance(module, PreTrainedModel):
+            return str(name)
+    raise ModelError(
+        "PG662",
+        f"{type(model).__name__} has no decoder apart from its head",
+        why=f"it has no submodule {model.base_model_prefix!r}, nor another that is a model",
+    )
 
 
 def number_sites(graph: torch.fx.Graph) -> tuple[tuple[AttentionLayer | LatentLayer, ...], tuple[Reach, ...]]:
@@ -235,7 +246,9 @@ class _NoDecoder(torch.nn.Module):
         self.__dict__["_decoder"] = decoder
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_decoder"], name)
+        found = getattr(self.__dict__["_decoder"], name)
+        # Some heads call a decoder within the decoder.
+        return _NoDecoder(found) if isinstance(found, PreTrainedModel) else found
 
     def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> _Hidden:
         return _Hidden(inputs_embeds)
@@ -245,7 +258,7 @@ def make_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """The model's own forward without its decoder."""
     headless = copy.copy(model)
     headless.__dict__["_modules"] = dict(model._modules)
-    headless._modules[model.base_model_prefix] = _NoDecoder(decoder_of(model))
+    headless._modules[_decoder_name(model)] = _NoDecoder(decoder_of(model))
 
     def head(hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = headless(inputs_embeds=hidden[None], use_cache=False, return_dict=True).logits
@@ -255,6 +268,8 @@ def make_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _refusal(model: Any, error: TraceError) -> ModelError:
+    if unsupported := re.search(rf"{UnsupportedCallError.__name__}\((['\"])(.*)\1\)", error.why):
+        return ModelError("PG662", f"{type(model).__name__} cannot be run", where=error.where, why=unsupported[2])
     return ModelError(
         "PG663",
         f"{type(model).__name__} cannot be traced",

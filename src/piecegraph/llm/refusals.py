@@ -1,0 +1,66 @@
+"""What is refused before any time is spent on it, because it would be wrong or could not be run."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from piecegraph.errors import ModelError
+
+_WRONG_FAMILIES = {
+    "minimax": "its lightning attention keeps a cache of its own, which paging cannot follow",
+    "deepseek_v4": "its attention reads a compressed cache of its own, which paging cannot follow",
+}
+"""Families that would run and answer wrongly."""
+
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+"""What a modeling file asks for its attention function, if it goes through the AttentionInterface."""
+
+_PADDED_POSITIONS = "create_position_ids_from_input_ids"
+"""A method of embeddings that count positions by the tokens that are no padding."""
+
+
+def refuse_family(config: Any) -> None:
+    """Raise if models of this family are known to answer wrongly."""
+    reason = _WRONG_FAMILIES.get(config.model_type)
+    if reason is not None:
+        raise ModelError("PG662", f"models of family {config.model_type!r} are refused", why=reason)
+
+
+def refuse_model(model: torch.nn.Module) -> None:
+    """Raise if a module is of a kind that cannot be run."""
+    for path, module in model.named_modules():
+        if hasattr(type(module), _PADDED_POSITIONS):
+            raise ModelError(
+                "PG662",
+                f"{type(model).__name__} cannot be run",
+                where=path,
+                why=f"{type(module).__name__} derives the position of a token from padding before it",
+            )
+
+
+def refuse_attention(model: torch.nn.Module) -> None:
+    """Raise if no attention of a model can be replaced. Not for models whose layers keep a state instead."""
+    if any(_uses_interface(type(module)) for module in model.modules()):
+        return
+    path = next((path for path, module in model.named_modules() if "Attention" in type(module).__name__), "")
+    raise no_interface(type(model).__name__, path)
+
+
+def no_interface(kind: str, where: str = "") -> ModelError:
+    """What to say of a model whose attention cannot be replaced."""
+    return ModelError(
+        "PG662",
+        f"{kind} cannot be run",
+        where=where,
+        why="its attention does not go through transformers' AttentionInterface, so it can have no paged cache",
+        hint="use a family that does; most that were added since 2023 do",
+    )
+
+
+def _uses_interface(kind: type) -> bool:
+    if not kind.__module__.startswith("transformers.models."):
+        return False
+    return _INTERFACE in inspect.getsource(kind)
