@@ -1,6 +1,6 @@
 """Run every family of causal language models of the installed transformers, and write down which of them are right.
 
-Each family is judged in a process of its own (``family_check.py``), forked after the slow imports, with a limit on its time
+Each family is judged in a process of its own (``family_check.py``), forked after the slow imports, with limits on time
 and memory: a crash or a hang is a verdict too. Results are kept in a JSON file after every family, so that a sweep that
 was stopped goes on where it was. ``sweep_page.py`` makes the page of them.
 
@@ -89,7 +89,8 @@ def _keep(path: Path | None, results: dict[str, Any]) -> None:
 
 def _line(verdict: dict[str, Any]) -> str:
     error = "" if verdict["error"] is None else f"{verdict['error']:.1e}"
-    return f"{verdict['family']:<28} {verdict['verdict']:<10} {verdict['seconds']:5.1f} s  {error}{verdict['reason'][:200]}"
+    told = f"{verdict['family']:<28} {verdict['verdict']:<10} {verdict['seconds']:5.1f} s"
+    return f"{told}  {error}{verdict['reason'][:200]}"
 
 
 def _import_what_is_slow() -> None:

@@ -38,8 +38,8 @@ _NAMES = (
     ),
     (
         96,
-        "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dff dim_ff d_inner ffn_hidden_size intermediate_size_mlp "
-        "dense_intermediate_size feed_forward_size n_inner",
+        "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dff dim_ff d_inner ffn_hidden_size "
+        "intermediate_size_mlp dense_intermediate_size feed_forward_size n_inner",
     ),
     (
         32,
@@ -60,14 +60,14 @@ _NAMES = (
     (
         _HEAD_WIDTH,
         "head_dim global_head_dim swa_head_dim v_head_dim kv_lora_rank dim_head d_head linear_key_head_dim "
-        "linear_head_dim index_head_dim attention_head_size qk_head_dim state_size mamba_d_state ssm_state_size mamba_head_dim "
-        "mamba_d_head mamba_headdim ple_embed_dim hidden_size_per_layer_input laurel_rank router_hidden_size "
+        "linear_head_dim index_head_dim attention_head_size qk_head_dim state_size mamba_d_state ssm_state_size "
+        "mamba_head_dim mamba_d_head mamba_headdim ple_embed_dim hidden_size_per_layer_input laurel_rank router_hidden_size "
         "query_pre_attn_scalar pronunciation_embed_dim shape_embed_dim adapter_rank time_step_rank",
     ),
     (
         8,
-        "num_experts num_local_experts n_routed_experts moe_num_experts qk_nope_head_dim qk_rope_head_dim rotary_dim "
-        "linear_value_head_dim mamba_n_heads mamba_num_heads mamba_chunk_size chunk_size hc_lowrank o_lora_rank "
+        "floor_scale num_experts num_local_experts n_routed_experts moe_num_experts qk_nope_head_dim "
+        "qk_rope_head_dim rotary_dim linear_value_head_dim mamba_n_heads mamba_num_heads mamba_chunk_size chunk_size hc_lowrank o_lora_rank "
         "mamba_dt_rank index_topk d_rel gated_norm_rank",
     ),
     (24, "q_lora_rank"),
@@ -88,7 +88,14 @@ _NAMES = (
 )
 SIZES = {name: value for value, names in _NAMES for name in names.split()}
 
-_USED_IF_NONE = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "n_shared_experts")
+_USED_IF_NONE = (
+    "head_dim",
+    "num_key_value_heads",
+    "num_experts_per_tok",
+    "n_routed_experts",
+    "n_shared_experts",
+    "sliding_window",
+)
 """Sizes that are given even where the default leaves them to the model."""
 
 _LAYER_COUNTS = (
@@ -102,6 +109,8 @@ _LAYER_COUNTS = (
 )
 
 _GEMMA4 = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+_ZAMBA = {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 128}
 _QWEN4 = {
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
@@ -111,9 +120,10 @@ _QWEN4 = {
 }
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_config": {"hidden_size_global": 64}, "decoder_config": {"hidden_size_global": 64}},
     "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "layer_types": _SLIDING,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
             "full_attention": None,
@@ -128,10 +138,24 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "gemma4_text": _GEMMA4,
     "gemma4_unified": {"text_config": _GEMMA4 | {"num_kv_shared_layers": 0}},
     "gemma4_unified_text": _GEMMA4 | {"num_kv_shared_layers": 0},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
+    "laguna": {"layer_types": _SLIDING, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8},
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
+    "mellum": {"layer_types": _SLIDING},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+        "index_n_heads": 2,
+    },
+    "xmod": {"default_language": "en_XX"},
+    "zamba": _ZAMBA,
+    "zamba2": _ZAMBA,
+    "zaya": {"num_experts_per_tok": 1},
     "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 48]},
 }
 """What a family needs besides, by the names of its configuration; ``None`` leaves a name out."""
@@ -165,10 +189,10 @@ def _shrunk(kind: Any, corrections: Mapping[str, Any]) -> Any:
         latent = {"head_dim": small["qk_rope_head_dim"], "num_key_value_heads": _HEADS}
         small |= {name: value for name, value in latent.items() if name in small}
     small |= {name: value for name, value in corrections.items() if not isinstance(value, dict) or name not in small}
-    if "layer_types" in corrections:
-        small |= {name: len(small["layer_types"]) for name in _LAYER_COUNTS if name in small}
-    if hasattr(default, "is_decoder"):
-        small.setdefault("is_decoder", True)
+    for kinds in ("layer_types", "layers_block_type"):
+        if kinds in corrections:
+            small |= {name: len(small[kinds]) for name in _LAYER_COUNTS if name in small}
+    small |= {name: True for name in ("is_decoder", "use_sliding_window") if name in values and name not in corrections}
     return kind(**{name: value for name, value in small.items() if value is not None})
 
 
@@ -182,9 +206,9 @@ def _num_layers(values: Mapping[str, Any]) -> int:
 
 
 def _is_per_layer(value: Any, values: Mapping[str, Any]) -> bool:
-    """Whether a list tells something about each layer. If all its entries differ, it is a list of layers instead."""
+    """Whether a list tells layers apart. If all its entries differ, it is a list of layers instead."""
     is_long = isinstance(value, (list, tuple)) and len(value) == _num_layers(values) > MIN_LAYERS
-    return is_long and len(set(map(str, value))) < len(value)
+    return is_long and 1 < len(set(map(str, value))) < len(value)
 
 
 def _kept_layers(values: Mapping[str, Any]) -> Sequence[int]:

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from piecegraph.errors import ModelError
 
@@ -32,21 +33,31 @@ def refuse_family(config: Any) -> None:
 def refuse_model(model: torch.nn.Module) -> None:
     """Raise if a module is of a kind that cannot be run."""
     for path, module in model.named_modules():
+        why = ""
         if hasattr(type(module), _PADDED_POSITIONS):
-            raise ModelError(
-                "PG662",
-                f"{type(model).__name__} cannot be run",
-                where=path,
-                why=f"{type(module).__name__} derives the position of a token from padding before it",
-            )
+            why = f"{type(module).__name__} derives the position of a token from padding before it"
+        elif path.endswith(".indexer"):
+            # Not left to the self check: over few tokens every token is chosen, and nothing is wrong yet.
+            why = f"{type(module).__name__} chooses the tokens to attend to, by keys that the paged cache does not hold"
+        if why:
+            raise ModelError("PG662", f"{type(model).__name__} cannot be run", where=path, why=why)
 
 
 def refuse_attention(model: torch.nn.Module) -> None:
-    """Raise if no attention of a model can be replaced. Not for models whose layers keep a state instead."""
-    if any(_uses_interface(type(module)) for module in model.modules()):
-        return
-    path = next((path for path, module in model.named_modules() if "Attention" in type(module).__name__), "")
-    raise no_interface(type(model).__name__, path)
+    """Raise if the attention of a model cannot be given a paged cache. Not for layers that keep a state instead."""
+    if not any(_uses_interface(type(module)) for module in model.modules()):
+        path = next((path for path, module in model.named_modules() if "Attention" in type(module).__name__), "")
+        raise no_interface(type(model).__name__, path)
+    inner = ((path, module) for path, module in model.named_modules() if path)
+    decoders = [(path, module) for path, module in inner if isinstance(module, PreTrainedModel)]
+    if decoders and not any(_takes_positions(module) for _, module in decoders):
+        path, module = decoders[-1]
+        raise ModelError(
+            "PG662",
+            f"{type(model).__name__} cannot be run",
+            where=path,
+            why=f"{type(module).__name__} takes no position_ids, and would count through all sequences of a batch",
+        )
 
 
 def no_interface(kind: str, where: str = "") -> ModelError:
@@ -58,6 +69,10 @@ def no_interface(kind: str, where: str = "") -> ModelError:
         why="its attention does not go through transformers' AttentionInterface, so it can have no paged cache",
         hint="use a family that does; most that were added since 2023 do",
     )
+
+
+def _takes_positions(module: torch.nn.Module) -> bool:
+    return "position_ids" in inspect.signature(type(module).forward).parameters
 
 
 def _uses_interface(kind: type) -> bool:

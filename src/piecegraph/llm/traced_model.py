@@ -270,10 +270,13 @@ def make_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 def _refusal(model: Any, error: TraceError) -> ModelError:
     if unsupported := re.search(rf"{UnsupportedCallError.__name__}\((['\"])(.*)\1\)", error.why):
         return ModelError("PG662", f"{type(model).__name__} cannot be run", where=error.where, why=unsupported[2])
+    why = error.why if error.where else f"{error.what}: {error.why}"
+    if "data-dependent" in why:
+        why = "what happens here depends on values that only the device knows, so that no graph can hold it"
     return ModelError(
         "PG663",
         f"{type(model).__name__} cannot be traced",
         where=error.where,
-        why=error.why,
+        why=why,
         hint="run it with transformers itself, or report the family",
     )
