@@ -61,13 +61,15 @@ _NAMES = (
         _HEAD_WIDTH,
         "head_dim global_head_dim swa_head_dim v_head_dim kv_lora_rank dim_head d_head linear_key_head_dim "
         "linear_head_dim index_head_dim attention_head_size qk_head_dim state_size mamba_d_state ssm_state_size "
-        "mamba_head_dim mamba_d_head mamba_headdim ple_embed_dim hidden_size_per_layer_input laurel_rank router_hidden_size "
+        "mamba_head_dim mamba_d_head mamba_headdim ple_embed_dim hidden_size_per_layer_input laurel_rank "
+        "router_hidden_size "
         "query_pre_attn_scalar pronunciation_embed_dim shape_embed_dim adapter_rank time_step_rank",
     ),
     (
         8,
         "floor_scale num_experts num_local_experts n_routed_experts moe_num_experts qk_nope_head_dim "
-        "qk_rope_head_dim rotary_dim linear_value_head_dim mamba_n_heads mamba_num_heads mamba_chunk_size chunk_size hc_lowrank o_lora_rank "
+        "qk_rope_head_dim rotary_dim linear_value_head_dim mamba_n_heads mamba_num_heads mamba_chunk_size "
+        "chunk_size hc_lowrank o_lora_rank "
         "mamba_dt_rank index_topk d_rel gated_norm_rank",
     ),
     (24, "q_lora_rank"),
