@@ -1,4 +1,4 @@
-"""The main job on what this machine has: a small transformer, eager, compiled, and through the tape.
+"""The main job on what this machine has: a small transformer through the tape, then a real language model.
 
     python examples/demo.py
 
@@ -60,7 +60,8 @@ class Transformer(nn.Module):
         return x
 
 
-def main() -> None:
+def compare() -> None:
+    """A small transformer: eager, compiled, and through the tape."""
     torch.manual_seed(0)
     model = Transformer().to(DEVICE).eval()
     arguments = {"splitting_ops": [attention], "capture_sizes": SIZES}
@@ -84,5 +85,18 @@ def main() -> None:
     print(f"\n{hardware()}\n{table(contenders)}\n\n{fast.explain()}")
 
 
+def ask(question: str) -> None:
+    """A real language model answers, token by token."""
+    print("\nloading a language model (the first time it is converted, which takes half a minute) ...", flush=True)
+    # On a CPU, compiling would take longer than answering. Float32: rounding matters to a model this small.
+    backend = "inductor" if DEVICE.type == "cuda" else "eager"
+    llm = piecegraph.LLM("demo", backend=backend, dtype="float32", max_model_len=1024, max_num_seqs=4)
+    print(f"{llm.explain()}\n\n> {question}")
+    for chunk in llm.generate(llm.chat_prompt(question), max_new_tokens=32, stream=True):
+        print(chunk.text, end="", flush=True)
+    print()
+
+
 if __name__ == "__main__":
-    main()
+    compare()
+    ask("Answer in one sentence: what is the capital of France?")

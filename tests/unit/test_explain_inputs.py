@@ -86,10 +86,11 @@ def test_the_catalogue_is_listed() -> None:
     [
         (b"", "PG602"),
         (b"\x7fELF" + bytes(range(256)) * 20, "PG603"),
+        (random.Random(0).randbytes(5000), "PG603"),
         (b"\x1f\x8b" + b"no gzip at all", "PG601"),
         (None, "PG601"),
     ],
-    ids=["empty", "binary", "broken gzip", "missing"],
+    ids=["empty", "binary", "compressed", "broken gzip", "missing"],
 )
 def test_unusable_input_is_a_clear_error(content: bytes | None, code: str, tmp_path: Path) -> None:
     path = tmp_path / "run.log"

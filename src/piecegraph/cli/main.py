@@ -9,6 +9,7 @@ import click
 from piecegraph.cli.doctor import doctor
 from piecegraph.cli.env import env
 from piecegraph.cli.explain import explain
+from piecegraph.cli.generate import generate
 from piecegraph.cli.run import run
 from piecegraph.errors import PiecegraphError
 from piecegraph.ranks import leave_job
@@ -25,6 +26,7 @@ def group(debug: bool) -> None:
 group.add_command(doctor)
 group.add_command(env)
 group.add_command(explain)
+group.add_command(generate)
 group.add_command(run)
 
 

@@ -27,7 +27,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _WIDE = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
          (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"), (codecs.BOM_UTF8, "utf-8-sig"))  # fmt: skip
 _CONTROL = bytes(set(range(32)) - set(b"\t\n\r\x08\x0c\x1b"))
-_BINARY_SHARE = 0.1
+_BINARY_SHARE = 0.05
 _BINARY_HINT = "give the text that the run printed; a profile or a core file is none"
 
 

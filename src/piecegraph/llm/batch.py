@@ -128,6 +128,9 @@ class BatchBuffers:
         self.device = torch.device(device)
         self.sampling_mode: SamplingMode = "greedy"
         """What the sequences of the last step need (Note [Sampling modes])."""
+        self.has_embeds = False
+        """Whether tokens of the last step have embeddings of their own."""
+        self._may_have_extras = False
         self._fields = _fields(limits)
         num_bytes = sum(-(-field.num_bytes // _ALIGNMENT) * _ALIGNMENT for field in self._fields)
         is_cuda = self.device.type == "cuda"
@@ -218,7 +221,8 @@ class BatchBuffers:
         self._pad(num_tokens, num_seqs, bucket)
         self._buffer.copy_(self._staging, non_blocking=True)
         if fed is not None:
-            self._tensors["input_ids"][:num_tokens].copy_(fed[:num_tokens])
+            # Where the logits were not numbers the token is negative: the step is for nothing, but must not fail.
+            torch.clamp(fed[:num_tokens], min=0, out=self._tensors["input_ids"][:num_tokens])
         self.tables.send()
         if self._sent is not None:
             self._sent.record()
@@ -266,6 +270,7 @@ class BatchBuffers:
         host["state_slots"][:num_seqs] = [request.state_slot for request in requests]
         host["uniform"][:num_seqs] = 0
         self._seeds[:num_seqs] = [request.seed for request in requests]
+        self._may_have_extras = self.limits.has_mrope or any(request.input_embeds is not None for request in requests)
         modes = {mode_of(params) for params in all_params}
         self.sampling_mode = "truncated" if "truncated" in modes else "plain" if "plain" in modes else "greedy"
 
@@ -308,7 +313,8 @@ class BatchBuffers:
         slots = host["slots"]
         for g in range(self.limits.num_groups):
             np.add(self.tables.mirror[g][rows, indices].astype(np.int64) * size, offsets, out=slots[g, :num_tokens])
-        if self.limits.has_mrope or self._embeds is not None:
+        self.has_embeds = False
+        if self._may_have_extras:
             self._write_extras(plan.works)
 
     def _write_extras(self, works: Sequence[Work]) -> None:
@@ -326,6 +332,7 @@ class BatchBuffers:
                 embeds = request.input_embeds
                 host["has_embeds"][first:end] = False
                 if embeds is not None and num_given:
+                    self.has_embeds = True
                     host["has_embeds"][first : first + num_given] = True
                     self._embeds[first : first + num_given].copy_(embeds[start : start + num_given], non_blocking=True)
             first = end

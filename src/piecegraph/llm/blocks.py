@@ -105,6 +105,13 @@ class BlockPool:
         """The block with this content, or 0."""
         return self._block_of.get(digest, 0)
 
+    def forget(self) -> None:
+        """Know the content of no block any more."""
+        self._empty.extend(self._kept)
+        self._kept.clear()
+        self._block_of.clear()
+        self._digest_of = [None] * self.num_blocks
+
     def is_held(self, block: int) -> bool:
         return self._holders[block] > 0
 

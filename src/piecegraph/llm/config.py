@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from piecegraph.config import CudagraphMode
+from piecegraph.config import CudagraphMode, GraphDeviceName
 from piecegraph.errors import ConfigError
 from piecegraph.llm.loader import LoadFormat
 
@@ -23,13 +24,15 @@ class LLMOptions:
     """Compare a few logits with those of transformers when the model is loaded, and refuse it if they differ."""
     block_size: int = 16
     """Tokens in a block of the cache."""
+    cache_tokens: int | Literal["auto"] = "auto"
+    """Tokens that the cache holds at most, for each kind of layer; ``"auto"``: what can be used and memory allows."""
     linear_attention: Literal["auto", "fine", "opaque"] = "auto"
     """How layers with a recurrent state are run: their projections in compiled pieces, or each as a whole."""
     latent_cache: bool = True
     """Keep the compressed form of multi-head latent attention."""
     look_ahead: bool | Literal["auto"] = "auto"
     """Launch a decode step before the tokens of the one before it are read; ``"auto"``: on a GPU."""
-    graph_device: Literal["auto", "simulated"] = "auto"
+    graph_device: GraphDeviceName = "auto"
     """``"simulated"``: recorded without a GPU, for tests."""
     progress: bool | Literal["auto"] = "auto"
     """Show progress bars; ``"auto"``: if standard error is a terminal."""
@@ -38,14 +41,16 @@ class LLMOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inductor", dict(self.inductor or {}))
-        if not isinstance(self.block_size, int) or self.block_size < 1:
-            raise ConfigError("PG101", f"block_size is {self.block_size!r}", why="it must be a positive integer")
-        for name, choices in (
-            ("linear_attention", ("auto", "fine", "opaque")),
-            ("graph_device", ("auto", "simulated")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ConfigError("PG101", f"{name} is {getattr(self, name)!r}", why=f"it must be one of {choices}")
+        if not _is_positive(self.block_size):
+            raise _bad("options['block_size']", self.block_size, "a positive integer")
+        if self.cache_tokens != "auto" and not _is_positive(self.cache_tokens):
+            raise _bad("options['cache_tokens']", self.cache_tokens, 'a positive integer or "auto"')
+        for name in ("fuse_linears", "self_check", "latent_cache"):
+            _check_choice(f"options[{name!r}]", getattr(self, name), (True, False))
+        for name in ("look_ahead", "progress"):
+            _check_choice(f"options[{name!r}]", getattr(self, name), (True, False, "auto"))
+        _check_choice("options['linear_attention']", self.linear_attention, ("auto", "fine", "opaque"))
+        _check_choice("options['graph_device']", self.graph_device, get_args(GraphDeviceName))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,20 +73,24 @@ class LLMConfig:
     options: LLMOptions
 
     def __post_init__(self) -> None:
-        if self.load_format not in ("auto", "dummy"):
-            raise _bad("load_format", self.load_format, '"auto" or "dummy"')
+        _check_choice("load_format", self.load_format, get_args(LoadFormat))
+        _check_choice("cudagraph_mode", self.cudagraph_mode, get_args(CudagraphMode))
+        _check_choice("prefix_cache", self.prefix_cache, (True, False))
+        if isinstance(self.backend, str):
+            _check_choice("backend", self.backend, ("inductor", "eager"))
+        elif not callable(self.backend):
+            raise _bad("backend", self.backend, '"inductor", "eager" or a callable')
         for name in ("max_num_seqs", "max_batch_tokens"):
             if not _is_positive(getattr(self, name)):
                 raise _bad(name, getattr(self, name), "a positive integer")
         if self.max_model_len is not None and not (_is_positive(self.max_model_len) and self.max_model_len > 1):
             raise _bad("max_model_len", self.max_model_len, "an integer above 1")
-        if not 0 < self.memory_fraction <= 1:
-            raise _bad("memory_fraction", self.memory_fraction, "above 0 and at most 1")
-        if self.cudagraph_mode not in ("auto", "piecewise", "full", "none"):
-            raise _bad("cudagraph_mode", self.cudagraph_mode, '"auto", "piecewise", "full" or "none"')
-        sizes = self.capture_sizes
-        if sizes != "auto" and not (sizes and all(map(_is_positive, sizes))):
-            raise ConfigError("PG102", f"capture_sizes is {sizes!r}", why="it must hold positive integers")
+        if self.max_batch_tokens < self.max_num_seqs:
+            raise _bad("max_batch_tokens", self.max_batch_tokens, f"at least max_num_seqs ({self.max_num_seqs})")
+        if not isinstance(self.memory_fraction, (int, float)) or not 0 < self.memory_fraction <= 1:
+            raise _bad("memory_fraction", self.memory_fraction, "a number above 0 and at most 1")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise _bad("seed", self.seed, "an integer")
 
 
 def make_llm_config(
@@ -106,19 +115,28 @@ def make_llm_config(
         max_num_seqs=seqs,
         max_batch_tokens=tokens,
         memory_fraction=memory_fraction if memory_fraction is not None else (0.9 if is_gpu else 0.25),
-        capture_sizes=capture_sizes if capture_sizes == "auto" else tuple(capture_sizes),
+        capture_sizes=_sizes(capture_sizes),
         options=_options(options or {}),
         **rest,
     )
+
+
+def _sizes(given: Any) -> Literal["auto"] | tuple[int, ...]:
+    if given == "auto":
+        return "auto"
+    sizes = tuple(given) if isinstance(given, Iterable) else ()
+    if not sizes or not all(map(_is_positive, sizes)):
+        raise ConfigError("PG102", f"capture_sizes is {given!r}", why='it must be "auto" or hold positive integers')
+    return sizes
 
 
 def _options(given: Mapping[str, Any]) -> LLMOptions:
     known = {field.name for field in fields(LLMOptions)}
     unknown = sorted(set(given) - known)
     if unknown:
-        raise ConfigError(
-            "PG101", f"unknown option {unknown[0]!r}", why=f"known options are {', '.join(sorted(known))}"
-        )
+        close = difflib.get_close_matches(str(unknown[0]), known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known options: {', '.join(sorted(known))}"
+        raise ConfigError("PG101", f"unknown option {unknown[0]!r}", hint=hint)
     return LLMOptions(**given)
 
 
@@ -126,27 +144,34 @@ def _device(device: torch.device | str) -> torch.device:
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         found = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError("PG101", f"device is {device!r}", why=str(error).splitlines()[0]) from error
+    if found.type not in ("cpu", "cuda"):
+        raise _bad("device", device, '"auto", "cpu" or a CUDA device')
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("PG101", f"device is {device!r}", why="there is no GPU here", hint='use device="cpu"')
+    if found.index is not None and found.type == "cuda" and found.index >= torch.cuda.device_count():
+        raise ConfigError("PG101", f"device is {device!r}", why=f"there are {torch.cuda.device_count()} GPUs here")
     # Graphs, random numbers and memory all belong to a numbered device.
     return torch.device("cuda", torch.cuda.current_device()) if found.type == "cuda" and found.index is None else found
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype | Literal["auto"]:
-    if isinstance(dtype, torch.dtype):
-        return dtype
     if dtype == "auto":
         return "auto"
-    found = getattr(torch, str(dtype), None)
-    if not isinstance(found, torch.dtype):
-        raise _bad("dtype", dtype, 'a torch dtype, its name, or "auto"')
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
+    if found not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise _bad("dtype", dtype, '"auto", bfloat16, float16, float32 or float64')
     return found
 
 
 def _is_positive(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+        raise _bad(name, value, f"one of {', '.join(map(repr, choices))}")
 
 
 def _bad(name: str, value: Any, must_be: str) -> ConfigError:

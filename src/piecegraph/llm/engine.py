@@ -42,27 +42,53 @@ class Generation:
     prompt: str | None
     text: IncrementalText | None
     on_new: Callable[[Generation, str, list[int]], None] | None = None
+    """Told of every new token, and of the end."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     hidden_states: list[torch.Tensor] = field(default_factory=list)
     num_steps: int = 0
     num_replays: int = 0
-    error: RequestError | None = None
+    num_read: int = 0
+    """Tokens of the request that ``text`` has, or that are not part of it."""
+
+    is_watched: bool = False
+    """Whether its text must be known at every step. Otherwise it is made once, at the end."""
+    wants_details: bool = False
+    """Whether more than the chosen tokens is read of its steps."""
+
+    def __post_init__(self) -> None:
+        params = self.request.params
+        self.num_read = self.request.num_prompt
+        self.is_watched = self.on_new is not None or bool(params.stop)
+        self.wants_details = params.logprobs is not None or params.wants_every_row
 
     @property
     def is_done(self) -> bool:
-        return self.request.is_done or self.error is not None
+        return self.request.is_done
+
+    def new_text(self) -> str:
+        """The text that became safe since the last call."""
+        text, request = self.text, self.request
+        if text is None:
+            return ""
+        # A token that ends the text is not part of it; a stop text is found in it, and cut off there.
+        is_ended_by_token = request.finish_reason == "stop" and not text.is_stopped
+        end = len(request.tokens) - is_ended_by_token
+        new = text.add(request.tokens[self.num_read : end])
+        self.num_read = end
+        return new + text.finish() if request.is_done else new
 
     def completion(self) -> Completion:
         """The answer so far."""
         request, params = self.request, self.request.params
+        self.new_text()
         return Completion(
             prompt=self.prompt,
             prompt_token_ids=request.tokens[: request.num_prompt].tolist(),
             text=self.text.text if self.text is not None else None,
             token_ids=request.generated,
             finish_reason=request.finish_reason or "error",
-            error=self.error or request.error,
+            error=request.error,
             logprobs=self.logprobs if params.logprobs is not None else None,
             prompt_logprobs=self.prompt_logprobs if params.prompt_logprobs is not None else None,
             hidden_states=torch.cat(self.hidden_states) if self.hidden_states else None,
@@ -94,18 +120,18 @@ class Landing:
         self._events = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
         self._next = 0
 
-    def take(self, tokens: torch.Tensor) -> Callable[[], list[int]]:
-        """Send tokens to the host; returns what waits for them."""
-        place, event = self._places[self._next], self._events[self._next]
+    def take(self, tokens: torch.Tensor, count: int) -> Callable[[], list[int]]:
+        """Send the first tokens to the host; returns what waits for them."""
+        place, event = self._places[self._next][:count], self._events[self._next]
         self._next ^= 1
-        place[: len(tokens)].copy_(tokens, non_blocking=True)
+        place.copy_(tokens[:count], non_blocking=True)
         if event is not None:
             event.record()
 
         def read() -> list[int]:
             if event is not None:
                 event.synchronize()
-            found: list[int] = place[: len(tokens)].tolist()
+            found: list[int] = place.tolist()
             return found
 
         return read
@@ -120,11 +146,6 @@ class _Launched:
     is_replayed: bool
     read: Callable[[], list[int]]
     """Waits for the chosen tokens."""
-
-
-def _wants_details(work: Work) -> bool:
-    params = work.request.params
-    return params.logprobs is not None or params.wants_every_row
 
 
 class Engine:
@@ -145,12 +166,19 @@ class Engine:
         self.scheduler = scheduler
         self._buffers = buffers
         self._sizes = sizes
-        self._events = events
+        self.events = events
         self._record_unseen = record_unseen
+        self._recordable = frozenset(sizes.all())
+        self._dropped: set[StepKey] = set()
+        """Steps that could not be recorded: not tried again."""
         self._looks_ahead = looks_ahead
         self._ahead: _Launched | None = None
         self._landing = Landing(buffers.limits.max_seqs, buffers.device)
         self._generations: dict[str, Generation] = {}
+        self._is_foreign = False
+        """Whether the last steps were another scheduler's."""
+        self._num_detailed = 0
+        """Generations that want more than their tokens."""
         self._ids = itertools.count()
 
     def add(
@@ -161,19 +189,37 @@ class Engine:
         seed: int,
         prompt: str | None = None,
         decode: Callable[[list[int]], str] | None = None,
+        on_new: Callable[[Generation, str, list[int]], None] | None = None,
     ) -> Generation:
-        """Queue a prompt. Raises a RequestError if it can never be served."""
+        """Queue a prompt. Raises a RequestError if it can never be served.
+
+        Args:
+            tokens: the prompt.
+            params: how to go on from it.
+            seed: used if ``params`` has none.
+            prompt: its text, if it was given as one.
+            decode: the text of tokens; without it there are only tokens.
+            on_new: told of new text and tokens while they are generated, and of the end.
+        """
         request = Request(str(next(self._ids)), tokens, params, seed=seed)
         self.scheduler.add(request)
+        self._is_foreign = False
         text = IncrementalText(decode, params.stop, request.tokens[-8:]) if decode is not None else None
-        generation = Generation(request, prompt, text)
+        generation = Generation(request, prompt, text, on_new)
         self._generations[request.id] = generation
+        self._num_detailed += generation.wants_details
         return generation
 
     def abort(self, generation: Generation) -> None:
         """End a request now and free what it holds."""
-        self.scheduler.abort(generation.request.id)
-        self._generations.pop(generation.request.id, None)
+        if self.scheduler.abort(generation.request.id):
+            self._tell_new(generation, [])
+
+    def abort_all(self) -> None:
+        """End every request."""
+        for generation in list(self._generations.values()):
+            self.abort(generation)
+        self._ahead = None
 
     def step(self) -> bool:
         """Run one step; False if there is nothing to do. See Note [Looking ahead]."""
@@ -183,91 +229,127 @@ class Engine:
             if plan is None:
                 return False
             current = self._launch(plan)
-        ahead = self._ahead_of(current.plan)
-        if ahead is not None:
-            self._ahead = self._launch(ahead, fed=current.result.tokens)
+        ahead = self._launch_ahead(current) if self._looks_ahead and not self._num_detailed else None
         chosen = current.read()
-        self._tell_details(current.plan, chosen, current.result)
+        if self._num_detailed:
+            self._tell_details(current.plan, chosen, current.result)
         self.scheduler.commit(current.plan, chosen)
         self._tell_tokens(current, chosen)
+        self._ahead = ahead  # not before: after an error the step would be run upon one that was never finished
         return True
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Run the tokens of a plan that another scheduler made."""
-        return self._launch(plan).result
+        """Run the tokens of a plan that another scheduler made. There is one cache, so nobody else may be running."""
+        self._check_foreign(plan)
+        if any(work.request.input_embeds is not None for work in plan.works):
+            self.forward.prepare_embeds(self.scheduler.limits.vocab_size)
+        self._ahead = None
+        if not self._is_foreign:
+            self.scheduler.cache.forget()
+            self._is_foreign = True
+        tokens, logits, hidden = self._launch(plan).result
+        return StepResult(tokens[: plan.num_seqs], logits[: plan.num_seqs], hidden[: plan.num_tokens])
 
-    def _ahead_of(self, plan: StepPlan) -> StepPlan | None:
-        """The step to launch behind one whose tokens are not known yet, if there is one."""
-        if not self._looks_ahead or any(_wants_details(work) for work in plan.works):
-            return None
-        ahead = self.scheduler.schedule_ahead(plan)
-        if ahead is None:
-            return None
-        key = StepKey(self._sizes.bucket_for(ahead), self._buffers.sampling_mode)
-        # Recording writes a batch of its own to the buffers, where the tokens of this step would be lost.
-        return None if key not in self.forward.tapes and self._may_record(key) else ahead
+    def _check_foreign(self, plan: StepPlan) -> None:
+        limits, why = self.scheduler.limits, ""
+        if self.scheduler.num_unfinished:
+            why = "generate() is running, and there is one cache"
+        elif plan.num_seqs > limits.max_num_seqs or plan.num_tokens > limits.max_batch_tokens:
+            why = f"it has {plan.num_tokens} tokens of {plan.num_seqs} sequences, the model was loaded for "
+            why += f"max_batch_tokens={limits.max_batch_tokens} and max_num_seqs={limits.max_num_seqs}"
+        else:
+            why = next(filter(None, (self._why_unfit(work.request) for work in plan.works)), "")
+        if why:
+            raise RequestError("PG657", "the step cannot be run", why=why, hint="plan it with llm.make_scheduler()")
 
-    def _may_record(self, key: StepKey) -> bool:
-        return self._record_unseen is not None and key.bucket in self._sizes.all()
+    def _why_unfit(self, request: Request) -> str:
+        shape = (request.num_prompt, self._buffers.limits.embed_width)
+        if request.blocks is None:
+            return f"request {request.id!r} is not running"
+        if request.mrope_positions is not None and not self._buffers.limits.has_mrope:
+            return f"request {request.id!r} has positions in three dimensions, which the model was not traced for"
+        given = shape if request.input_embeds is None else tuple(request.input_embeds.shape)
+        return f"the embeddings of request {request.id!r} are of shape {given}, not {shape}" if given != shape else ""
 
     def _launch(self, plan: StepPlan, fed: torch.Tensor | None = None) -> _Launched:
         bucket = self._sizes.bucket_for(plan)
         self._buffers.fill(plan, bucket, fed=fed)
-        key = StepKey(bucket, self._buffers.sampling_mode)
-        if key not in self.forward.tapes and self._record_unseen is not None:
-            self._record(key, plan)
-        result = StepResult(*self.forward.run(key))
-        return _Launched(plan, result, key in self.forward.tapes, self._landing.take(result.tokens[: plan.num_seqs]))
-
-    def _record(self, key: StepKey, plan: StepPlan) -> None:
-        """Record a size that was left for its first use."""
-        if self._record_unseen is not None and self._may_record(key):
-            self._record_unseen(key)
-            self._buffers.fill(plan, key.bucket)  # recording wrote a batch of its own
-        if key not in self.forward.tapes:
+        key = StepKey(bucket, self._buffers.sampling_mode, self._buffers.has_embeds)
+        if fed is None and self._must_record(key):
+            self._record(key)
+            self._buffers.fill(plan, bucket)  # recording wrote a batch of its own
+        is_replayed = key in self.forward.tapes
+        if not is_replayed and self._record_unseen is not None:
             reason = f"{key} runs the compiled pieces without graphs"
-            self._events.emit(Event("PG503", "step", reason, "add a larger capture size"))
+            self.events.emit(Event("PG503", f"a {bucket.kind} step", reason, "add a larger capture size"))
+        result = StepResult(*self.forward.run(key))
+        return _Launched(plan, result, is_replayed, self._landing.take(result.tokens, plan.num_seqs))
+
+    def _launch_ahead(self, current: _Launched) -> _Launched | None:
+        """Launch the step behind one that is running, if it can be known."""
+        # The same requests run in the same rows, so they sample in the same mode.
+        key = StepKey(self._sizes.decode_bucket(current.plan.num_seqs), self._buffers.sampling_mode)
+        if self._must_record(key):
+            return None  # recording would overwrite the tokens that the step is to be fed with
+        plan = self.scheduler.schedule_ahead(current.plan)
+        return self._launch(plan, fed=current.result.tokens) if plan is not None else None
+
+    def _must_record(self, key: StepKey) -> bool:
+        """Whether a step has been left to be recorded at its first use."""
+        return (
+            self._record_unseen is not None
+            and key not in self.forward.tapes
+            and key.bucket in self._recordable
+            and key not in self._dropped
+        )
+
+    def _record(self, key: StepKey) -> None:
+        assert self._record_unseen is not None
+        self._record_unseen(key)
+        if key not in self.forward.tapes:
+            self._dropped.add(key)
+
+    # -- what is told of a step
 
     def _tell_tokens(self, launched: _Launched, chosen: Sequence[int]) -> None:
         for work, token in zip(launched.plan.works, chosen, strict=True):
-            generation = self._generations.get(work.request.id)
+            request = work.request
+            generation = self._generations.get(request.id)
             if generation is None:
                 continue  # ended while the step ran
             generation.num_steps += 1
             generation.num_replays += launched.is_replayed
-            if work.samples and token >= 0:
-                self._add_text(generation, token)
-            if work.request.is_done:
-                del self._generations[work.request.id]
-                self._notify(generation, generation.text.finish() if generation.text is not None else "", [])
+            if request.finish_reason is not None or (work.samples and generation.is_watched):
+                self._tell_new(generation, [token] if work.samples and token >= 0 else [])
 
-    def _add_text(self, generation: Generation, token: int) -> None:
-        new = ""
+    def _tell_new(self, generation: Generation, tokens: list[int]) -> None:
         request = generation.request
-        if generation.text is not None and request.finish_reason != "stop":
-            new = generation.text.add([token])
-            if generation.text.is_stopped and not request.is_done:
-                self.scheduler.finish(request, "stop")
-        self._notify(generation, new, [token])
-
-    @staticmethod
-    def _notify(generation: Generation, new: str, tokens: list[int]) -> None:
+        new = generation.new_text() if generation.is_watched else ""
+        if generation.text is not None and generation.text.is_stopped:
+            self.scheduler.finish(request, "stop")
+            request.finish_reason = "stop"  # also where the last token that was allowed completed the stop text
+        if request.is_done:
+            del self._generations[request.id]
+            self._num_detailed -= generation.wants_details
         if generation.on_new is not None:
             generation.on_new(generation, new, tokens)
 
-    # -- what some requests want to know besides their tokens
-
     def _tell_details(self, plan: StepPlan, chosen: Sequence[int], result: StepResult) -> None:
+        described: dict[int, Generation] = {}
         first = 0
         for row, work in enumerate(plan.works):
-            params, generation = work.request.params, self._generations.get(work.request.id)
-            if generation is None:
-                continue
-            if params.logprobs is not None and work.samples and chosen[row] >= 0:
-                generation.logprobs += _describe(result.logits[row : row + 1], [chosen[row]], params.logprobs)
-            if params.wants_every_row:
+            generation, params = self._generations.get(work.request.id), work.request.params
+            if generation is not None and params.wants_every_row:
                 self._tell_rows(generation, work, result.hidden[first : first + work.num_tokens])
+            if generation is not None and params.logprobs is not None and work.samples and chosen[row] >= 0:
+                described[row] = generation
             first += work.num_tokens
+        if described:
+            rows = list(described)
+            counts = [described[row].request.params.logprobs or 0 for row in rows]
+            told = _describe(result.logits[rows], [chosen[row] for row in rows], counts)
+            for generation, logprob in zip(described.values(), told, strict=True):
+                generation.logprobs.append(logprob)
 
     def _tell_rows(self, generation: Generation, work: Work, hidden: torch.Tensor) -> None:
         rows, request = work.new_rows, work.request
@@ -283,10 +365,14 @@ class Engine:
         for start in range(0, len(following), _ROWS_AT_ONCE):
             tokens = following[start : start + _ROWS_AT_ONCE].tolist()
             table = self.forward.head(new[start : start + len(tokens)])
-            generation.prompt_logprobs += _describe(table, tokens, wanted)
+            generation.prompt_logprobs += _describe(table, tokens, [wanted] * len(tokens))
 
 
-def _describe(logits: torch.Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprob]:
-    found = logprobs(logits, torch.tensor(tokens, device=logits.device), k)
-    rows: Any = zip(tokens, found.chosen.tolist(), found.top_tokens.tolist(), found.top.tolist(), strict=True)
-    return [TokenLogprob(token, chosen, tuple(zip(ids, values, strict=True))) for token, chosen, ids, values in rows]
+def _describe(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
+    """The log-probability of a token in each row, and of a number of the most likely ones."""
+    found = logprobs(logits, torch.tensor(tokens, device=logits.device), max(counts))
+    rows: Any = zip(tokens, counts, found.chosen.tolist(), found.top_tokens.tolist(), found.top.tolist(), strict=True)
+    return [
+        TokenLogprob(token, chosen, tuple(zip(ids[:count], values[:count], strict=True)))
+        for token, count, chosen, ids, values in rows
+    ]

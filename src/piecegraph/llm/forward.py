@@ -8,12 +8,14 @@ everything is called directly. Which mode a kind of step has is decided from wha
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from piecegraph import torch_compat
+from piecegraph.body import TracedBody
+from piecegraph.errors import ModelError
 from piecegraph.events import Event, EventLog
 from piecegraph.graph_device import GraphDevice
 from piecegraph.llm import ops
@@ -28,6 +30,9 @@ from piecegraph.progress import Progress
 from piecegraph.record import Recorder
 from piecegraph.tape import Tape
 
+_TRIED_TOKENS = 8
+"""In the step that compares embeddings with ids."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepKey:
@@ -35,11 +40,14 @@ class StepKey:
 
     bucket: Bucket
     sampling: SamplingMode
+    takes_embeds: bool = False
+    """Whether some of its tokens have embeddings of their own."""
 
     def __str__(self) -> str:
         size = f"{self.bucket.num_tokens} tokens"
         if self.bucket.kind == "mixed":
             size += f" of {self.bucket.num_seqs} sequences"
+        size += ", embeddings" if self.takes_embeds else ""
         return f"{self.bucket.kind} {size}" + (f", {self.sampling}" if self.sampling != "greedy" else "")
 
 
@@ -63,6 +71,7 @@ class Forward:
         buffers: where steps are written to.
         device: what captures graphs; None to call everything directly.
         modes: ``"full"`` or ``"piecewise"`` for each kind of step, with the reason.
+        trace_embeds: makes the decoder that takes embeddings; called when they are first used.
         events: where losses are told.
     """
 
@@ -73,6 +82,7 @@ class Forward:
         buffers: BatchBuffers,
         device: GraphDevice | None,
         modes: Mapping[StepKind, Decision],
+        trace_embeds: Callable[[], TracedBody],
         events: EventLog,
     ) -> None:
         self._model = model
@@ -80,6 +90,8 @@ class Forward:
         self._buffers = buffers
         self._device = device
         self.modes = dict(modes)
+        self._trace_embeds = trace_embeds
+        self._embeds_decoder: TracedBody | None = None
         self._events = events
         self._uncapturable: dict[int, str] = {}
         self.tapes: dict[StepKey, Tape] = {}
@@ -106,6 +118,31 @@ class Forward:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of rows of hidden states, outside of any graph."""
         return self._model.head(hidden)
+
+    def prepare_embeds(self, vocab_size: int) -> None:
+        """Make the decoder that takes embeddings, and make sure that it is the same model: ids and the embeddings of
+        the same ids must give the same.
+        """
+        if self._embeds_decoder is not None:
+            return
+        with torch_compat.outside_inference():
+            self._embeds_decoder = self._trace_embeds()
+        bucket = Bucket(min(_TRIED_TOKENS, self._buffers.limits.max_tokens), 1)
+        self._buffers.fill_dummy(bucket)
+        views = self._buffers.views(bucket)
+        assert views.has_embeds is not None
+        views.has_embeds.zero_()
+        views.input_ids.copy_(torch.arange(bucket.num_tokens) % vocab_size)
+        with ops.current_sites(self._memory):
+            self._memory.use_batch(self._buffers, bucket)
+            of_ids, of_embeds = (self._decode(StepKey(bucket, "greedy", takes), run_plainly) for takes in (False, True))
+        if not torch.allclose(of_ids.float(), of_embeds.float(), rtol=1e-2, atol=1e-2 * float(of_ids.abs().max())):
+            self._embeds_decoder = None
+            raise ModelError(
+                "PG662",
+                "the model cannot take embeddings in the place of tokens",
+                why="it needs the tokens themselves besides their embeddings",
+            )
 
     # -- recording
 
@@ -173,28 +210,38 @@ class Forward:
         recorder.begin()
         outputs = device.call(self._compute, (key,), {})
         recorder.end("the whole step")
-        return self._tape(recorder, outputs)
+        return self._tape(recorder, key, outputs)
 
     def _record_pieces(self, device: GraphDevice, recorder: Recorder, key: StepKey) -> Tape:
-        hidden = self._decode(key.bucket, recorder.run_step)
+        hidden = self._decode(key, recorder.run_step)
         recorder.begin()
         outputs = device.call(self._choose, (key, hidden), {})
         recorder.end("head and sampler")
-        return self._tape(recorder, outputs)
+        return self._tape(recorder, key, outputs)
 
-    def _tape(self, recorder: Recorder, outputs: Sequence[torch.Tensor]) -> Tape:
+    def _tape(self, recorder: Recorder, key: StepKey, outputs: Sequence[torch.Tensor]) -> Tape:
         held = recorder.outputs(outputs)
-        return Tape(recorder.steps, held, self._model.decoder.weights(), recorder.cells, check_always=False)
+        return Tape(recorder.steps, held, self._decoder(key).weights(), recorder.cells, check_always=False)
 
     # -- the step itself
 
     def _compute(self, key: StepKey) -> tuple[torch.Tensor, ...]:
-        return self._choose(key, self._decode(key.bucket, run_plainly))
+        return self._choose(key, self._decode(key, run_plainly))
 
-    def _decode(self, bucket: Bucket, run_step: RunStep) -> torch.Tensor:
-        views = self._buffers.views(bucket)
-        decoder = self._model.decoder
-        hidden: torch.Tensor = decoder.run((views.input_ids, views.positions), (bucket.num_tokens,), run_step)[0]
+    def _decoder(self, key: StepKey) -> TracedBody:
+        if not key.takes_embeds:
+            return self._model.decoder
+        assert self._embeds_decoder is not None
+        return self._embeds_decoder
+
+    def _decode(self, key: StepKey, run_step: RunStep) -> torch.Tensor:
+        views = self._buffers.views(key.bucket)
+        inputs = [views.input_ids, views.positions]
+        if key.takes_embeds:
+            assert views.input_embeds is not None
+            assert views.has_embeds is not None
+            inputs += [views.input_embeds, views.has_embeds]
+        hidden: torch.Tensor = self._decoder(key).run(inputs, (key.bucket.num_tokens,), run_step)[0]
         return hidden
 
     def _choose(self, key: StepKey, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -219,6 +219,11 @@ class PagedCache:
             for block in reversed(blocks.tables[g][blocks.num_returned[g] :]):
                 pool.release(block)
 
+    def forget(self) -> None:
+        """Find no prefix any more that was computed until now: the memory is used by somebody else."""
+        for pool in self.pools:
+            pool.forget()
+
     def check(self, running: Sequence[SequenceBlocks]) -> None:
         """Compare the pools with what the sequences hold; for tests."""
         for g, pool in enumerate(self.pools):

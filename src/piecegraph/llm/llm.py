@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,24 +15,29 @@ import torch
 from piecegraph.config import CudagraphMode
 from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RequestError
 from piecegraph.events import EventLog
+from piecegraph.llm.chat import chat_tokens
 from piecegraph.llm.config import make_llm_config
-from piecegraph.llm.engine import Engine, Generation
+from piecegraph.llm.engine import Generation
+from piecegraph.llm.groups import PagedCache
 from piecegraph.llm.loader import LoadFormat
 from piecegraph.llm.report import explain_llm, stats_of_llm
 from piecegraph.llm.request import SamplingParams
 from piecegraph.llm.results import Chunk, Completion, RequestMetrics, StepResult
+from piecegraph.llm.scheduler import Scheduler
 from piecegraph.llm.startup import Started, start
 from piecegraph.llm.step import StepPlan
 
 Prompt = str | Sequence[int]
+OnNew = Callable[[Generation, str, list[int]], None]
 
 
 class LLM:
     """A causal language model of transformers, run through the tape.
 
     Args:
-        path: a folder with a model, or a name that transformers can find.
-        dtype: of weights and cache; ``"auto"`` takes the checkpoint's.
+        path: a folder with a model, a name that transformers can find, or ``"demo"``: a small model from a package
+            (a folder of that name is ``"./demo"``).
+        dtype: of weights and cache; ``"auto"`` takes the checkpoint's, on a CPU float32 in place of half precision.
         device: ``"auto"`` takes a GPU if there is one.
         backend: what compiles the pieces: ``"inductor"``, ``"eager"`` (nothing) or a callable.
         attention: the name of an attention kernel; ``"auto"`` takes the fastest that supports the model.
@@ -43,14 +52,16 @@ class LLM:
         seed: what sampling without a seed of its own starts from.
         options: rarely needed settings, see :class:`piecegraph.llm.config.LLMOptions`.
 
+    Several threads may call it at once. ``close()`` gives back its memory; it is also a context manager.
+
     Example:
-        llm = piecegraph.LLM("path/to/model")
-        print(llm.generate(["The capital of France is"], max_new_tokens=8)[0].text)
+        with piecegraph.LLM("path/to/model") as llm:
+            print(llm.generate(["The capital of France is"], max_new_tokens=8)[0].text)
     """
 
     def __init__(
         self,
-        path: str,
+        path: str | os.PathLike[str],
         *,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str = "auto",
@@ -85,9 +96,33 @@ class LLM:
         )
         self.path = str(path)
         self.events = EventLog("ignore")
-        self.started: Started = start(self.path, self.config, self.events)
+        self._started: Started | None = start(self.path, self.config, self.events)
         self._lock = threading.RLock()
         self._num_requests = 0
+
+    @property
+    def started(self) -> Started:
+        """The running parts. Raises after ``close()``."""
+        if self._started is None:
+            raise ConfigError("PG106", "the model was called after close()", hint="load it again")
+        return self._started
+
+    def close(self) -> None:
+        """Give back weights, cache and graphs. Requests that run in other threads end with ``"abort"``."""
+        with self._lock:
+            if self._started is None:
+                return
+            self._started.engine.abort_all()
+            self._started = None
+            gc.collect()  # a model and its modules refer to each other
+            if self.config.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def tokenizer(self) -> Any:
@@ -138,31 +173,38 @@ class LLM:
             ``finish_reason="error"`` and its ``error``; the others are answered.
         """
         each = _one_for_each(prompts)
-        values = {
+        values: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
             "top_p": top_p,
             "top_k": top_k,
             "seed": seed,
         }
-        shared = {
+        shared: dict[str, Any] = {
             "stop": stop,
             "ignore_eos": ignore_eos,
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
             "return_hidden_states": return_hidden_states,
         }
+        # What is wrong for all prompts is a wrong call; what is wrong in a list is the error of one request.
+        SamplingParams(**{name: value for name, value in values.items() if not _is_list(value)}, **shared)
         tables = [_spread(name, value, len(each)) for name, value in values.items()]
-        rows = [dict(zip(values, row, strict=True)) for row in zip(*tables, strict=True)]
-        if len(each) == 1:
-            SamplingParams(**rows[0], **shared)  # a wrong number for the only prompt is a wrong call
-        generations = [self._queue(prompt, row | shared) for prompt, row in zip(each, rows, strict=True)]
-        stepping = self._stream(generations)
-        if stream:
-            return stepping
-        for _ in stepping:
-            pass
-        return [g if isinstance(g, Completion) else g.completion() for g in generations]
+        rows = [dict(zip(values, row, strict=True)) | shared for row in zip(*tables, strict=True)]
+        _ = self.started  # raises after close(), and not only when a stream is read
+        return self._stream(each, rows) if stream else self._answer(each, rows)
+
+    def chat_prompt(self, conversation: str | Sequence[Mapping[str, str]]) -> list[int]:
+        """A prompt as the model was taught to answer them, by the chat template of its tokenizer.
+
+        Args:
+            conversation: what the user says; or messages with a ``role`` and a ``content`` each.
+
+        Example:
+            llm.generate(llm.chat_prompt("What is the capital of France?"))
+        """
+        said = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else list(conversation)
+        return chat_tokens(self.tokenizer, said)
 
     def explain(self) -> str:
         """How the model is run, as text: stages, pieces, cuts, sizes, every decision and every fallback."""
@@ -172,92 +214,152 @@ class LLM:
         """The same as numbers."""
         return stats_of_llm(self.started, self.events)
 
+    def make_scheduler(self, *, prefix_cache: bool = True) -> Scheduler:
+        """A scheduler over this model's cache, for use with :meth:`forward`.
+
+        Args:
+            prefix_cache: whether beginnings that prompts have in common are computed once.
+        """
+        ours = self.started.engine.scheduler
+        cache = PagedCache(
+            ours.cache.groups,
+            block_size=ours.cache.block_size,
+            prefix_cache=prefix_cache and not ours.needs_state,
+        )
+        return Scheduler(
+            ours.limits,
+            cache,
+            eos_token_ids=ours.eos_token_ids,
+            needs_state=ours.needs_state,
+            release_state=ours.release_state,
+        )
+
     def forward(self, plan: StepPlan) -> StepResult:
         """Run one step of a scheduler of your own.
 
+        The model has one cache: what ``generate`` remembered of prompts is forgotten, and while requests of your
+        scheduler run, ``generate`` must not be called.
+
         Args:
-            plan: which tokens of which requests run; their blocks must be of this model's cache
-                (``llm.started.cache_groups`` tells how many there are). It must not be mixed with ``generate``.
+            plan: which tokens of which requests run, as a scheduler of :meth:`make_scheduler` plans it.
 
         Returns:
-            Tokens, logits and hidden states, valid until the next step.
+            Tokens, logits and hidden states of the plan's works in their order, valid until the next step.
+
+        Raises:
+            RequestError: ``generate`` is running, or the plan cannot be run by this model.
+
+        Example:
+            scheduler = llm.make_scheduler()
+            scheduler.add(Request("first", [1, 2, 3], SamplingParams(max_new_tokens=8)))
+            while plan := scheduler.schedule():
+                result = llm.forward(plan)
+                scheduler.commit(plan, result.tokens.tolist())
         """
         with self._lock, torch.inference_mode():
-            return self._engine.run(plan)
+            return self.started.engine.run(plan)
 
-    @property
-    def _engine(self) -> Engine:
-        return self.started.engine
+    # -- requests
 
-    def _queue(self, prompt: Prompt, params: dict[str, Any]) -> Generation | Completion:
-        """Queue one prompt, or say why it cannot be served."""
-        text = prompt if isinstance(prompt, str) else None
-        tokenizer = self.started.loaded.tokenizer
-        try:
-            tokens = self.tokenizer(text)["input_ids"] if text is not None else prompt
-            checked = SamplingParams(**params)
-            with self._lock:
-                self._num_requests += 1
-                seed = self.config.seed * 1_000_003 + self._num_requests
-                decode = (lambda ids: tokenizer.decode(ids, skip_special_tokens=True)) if tokenizer else None
-                return self._engine.add(tokens, checked, seed=seed % 2**64, prompt=text, decode=decode)
-        except (RequestError, ConfigError) as error:
-            return _refused(text, prompt, error)
+    def _answer(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]]) -> list[Completion]:
+        with self._queued(prompts, rows, None) as queued:
+            waiting = [each for each in queued if isinstance(each, Generation)]
+            while self._step(waiting):
+                pass
+            return [each if isinstance(each, Completion) else each.completion() for each in queued]
 
-    def _stream(self, generations: Sequence[Generation | Completion]) -> Iterator[Chunk]:
-        chunks: list[Chunk] = []
-        for index, generation in enumerate(generations):
-            if isinstance(generation, Completion):
-                chunks.append(Chunk(index, "", [], generation))
-            else:
-                generation.on_new = _collector(index, chunks)
-        waiting = [generation for generation in generations if isinstance(generation, Generation)]
-        try:
-            while True:
+    def _stream(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]]) -> Iterator[Chunk]:
+        """Nothing is queued before the first chunk is asked for: a stream that nobody reads holds nothing."""
+        chunks: deque[Chunk] = deque()
+        with self._queued(prompts, rows, chunks) as queued:
+            waiting = [each for each in queued if isinstance(each, Generation)]
+            is_running = True
+            while is_running:
+                is_running = self._step(waiting)
                 while chunks:
-                    yield chunks.pop(0)
-                with self._lock, torch.inference_mode():
-                    if all(generation.request.is_done for generation in waiting):
-                        break
-                    self._engine.step()
-            while chunks:
-                yield chunks.pop(0)
+                    yield chunks.popleft()
+
+    def _step(self, waiting: list[Generation]) -> bool:
+        """Run a step, for all threads' requests; False once all that wait are done."""
+        with self._lock, torch.inference_mode():
+            while waiting and waiting[-1].is_done:
+                waiting.pop()
+            if waiting:
+                has_run = self.started.engine.step()
+                assert has_run, "requests are left, but there is nothing to do"
+            return bool(waiting)
+
+    @contextlib.contextmanager
+    def _queued(
+        self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], chunks: deque[Chunk] | None
+    ) -> Iterator[list[Generation | Completion]]:
+        """Queue prompts, and abort what is not done in the end: after an error, or if a stream is left unread."""
+        queued: list[Generation | Completion] = []
+        try:
+            for index, (prompt, params) in enumerate(zip(prompts, rows, strict=True)):
+                queued.append(self._queue(prompt, params, _collector(index, chunks) if chunks is not None else None))
+                if chunks is not None and isinstance(queued[-1], Completion):
+                    chunks.append(Chunk(index, "", [], queued[-1]))
+            yield queued
         finally:
             with self._lock:
-                for generation in waiting:
-                    if not generation.request.is_done:
-                        self._engine.abort(generation)
+                for each in queued:
+                    if isinstance(each, Generation) and not each.is_done:
+                        self.started.engine.abort(each)
+
+    def _queue(self, prompt: Prompt, params: dict[str, Any], on_new: OnNew | None) -> Generation | Completion:
+        """Queue one prompt, or say why it cannot be served."""
+        text = prompt if isinstance(prompt, str) else None
+        try:
+            checked = SamplingParams(**params)
+            needs_text = text is not None or checked.stop
+            tokenizer: Any = self.tokenizer if needs_text else self.started.loaded.tokenizer
+            tokens: Any = prompt if text is None else tokenizer(text)["input_ids"]
+            decode = (lambda ids: tokenizer.decode(ids, skip_special_tokens=True)) if tokenizer is not None else None
+            with self._lock:
+                self._num_requests += 1
+                seed = (self.config.seed * 1_000_003 + self._num_requests) % 2**64
+                return self.started.engine.add(tokens, checked, seed=seed, prompt=text, decode=decode, on_new=on_new)
+        except (RequestError, ConfigError, ModelError) as error:
+            return _refused(text, prompt, error)
 
 
-def _collector(index: int, chunks: list[Chunk]) -> Callable[[Generation, str, list[int]], None]:
+def _collector(index: int, chunks: deque[Chunk]) -> OnNew:
     def on_new(generation: Generation, text: str, tokens: list[int]) -> None:
-        is_last = generation.request.is_done and not tokens
-        if text or tokens or is_last:
-            chunks.append(Chunk(index, text, tokens, generation.completion() if is_last else None))
+        finished = generation.completion() if generation.is_done else None
+        if text or tokens or finished is not None:
+            chunks.append(Chunk(index, text, tokens, finished))
 
     return on_new
 
 
-def _one_for_each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, also where one was given."""
+def _one_for_each(prompts: Any) -> list[Any]:
+    """A list of prompts, also where one was given. Tensors and arrays become lists."""
     if isinstance(prompts, str):
         return [prompts]
-    found = list(prompts)
-    if found and all(isinstance(item, int) for item in found):
-        return [found]  # type: ignore[list-item]
-    return found  # type: ignore[return-value]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Mapping)):
+        raise ConfigError(
+            "PG101", f"prompts is {prompts!r}", why="it must be a text, a list of token ids, or a list of these"
+        )
+    found = [item.tolist() if hasattr(item, "tolist") else item for item in prompts]
+    return [found] if found and all(isinstance(item, int) for item in found) else found
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
 
 
 def _spread(name: str, value: Any, count: int) -> list[Any]:
-    if not isinstance(value, (list, tuple)):
+    if not _is_list(value):
         return [value] * count
     if len(value) != count:
         raise ConfigError("PG108", f"{name} has {len(value)} values", why=f"there are {count} prompts")
     return list(value)
 
 
-def _refused(text: str | None, prompt: Prompt, error: PiecegraphError) -> Completion:
-    tokens = [] if isinstance(prompt, str) else [token for token in prompt if isinstance(token, int)]
+def _refused(text: str | None, prompt: Any, error: PiecegraphError) -> Completion:
+    given = prompt if isinstance(prompt, (list, tuple)) else ()
+    tokens = [token for token in given if isinstance(token, int)]
     metrics = RequestMetrics(
         num_prompt_tokens=len(tokens),
         num_new_tokens=0,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import os
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from piecegraph.errors import ModelError
 from piecegraph.llm import plug
@@ -46,23 +48,26 @@ def load(
 
     Args:
         path: a folder with a model, or a name that transformers can find.
-        dtype: of the weights; ``"auto"`` takes the checkpoint's.
+        dtype: of the weights; ``"auto"`` takes the checkpoint's, on a CPU float32 in place of half precision.
         device: where to put it.
         load_format: ``"dummy"`` fills the weights with small random numbers and needs only the configuration.
     """
+    path = os.path.expanduser(path)
     config = _read_config(path)
     refuse_family(config)
-    made = _make(path, config, dtype, load_format, device)
+    dtype, precision = _precision(config, dtype, device)
+    with without_bars():
+        made, unused = _make(path, config, dtype, load_format, device)
     model = made.to(device).eval().requires_grad_(False)
     refuse_model(model)
-    decisions = tuple(_fix_ropes(model))
+    decisions = (*precision, *unused, *_fix_ropes(model))
     tokenizer, tokenizer_error = _read_tokenizer(path)
     max_positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
     return LoadedModel(model, tokenizer, tokenizer_error, plug.number_experts(model), int(max_positions), decisions)
 
 
 def _read_config(path: str) -> Any:
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ModelError(
             "PG661",
@@ -81,13 +86,27 @@ def _read_config(path: str) -> Any:
         ) from error
 
 
-def _make(path: str, config: Any, dtype: torch.dtype | str, load_format: LoadFormat, device: torch.device) -> Any:
+def _precision(
+    config: Any, dtype: torch.dtype | Literal["auto"], device: torch.device
+) -> tuple[torch.dtype | Literal["auto"], tuple[Decision, ...]]:
+    """Which dtype ``"auto"`` means: where a CPU has no instructions for half precision, it takes many times as long."""
+    stored = getattr(config.get_text_config(), "dtype", None)
+    if dtype != "auto" or device.type != "cpu" or stored not in (torch.bfloat16, torch.float16):
+        return dtype, ()
+    name = str(stored).removeprefix("torch.")
+    return torch.float32, (Decision("dtype", "float32", f"the checkpoint's {name} is slow on many CPUs"),)
+
+
+def _make(
+    path: str, config: Any, dtype: torch.dtype | str, load_format: LoadFormat, device: torch.device
+) -> tuple[Any, list[Decision]]:
     plugs = {"attn_implementation": plug.NAME, "experts_implementation": plug.NAME}
     try:
         if load_format == "dummy":
-            return _make_dummy(config, dtype, device, plugs)
-        return _class_for(config).from_pretrained(path, dtype=dtype, **plugs)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+            return _make_dummy(config, dtype, device, plugs), []
+        load: Any = _class_for(config).from_pretrained
+        model, found = load(path, dtype=dtype, output_loading_info=True, **plugs)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         if isinstance(error, KeyError) and error.args == (plug.NAME,):
@@ -99,6 +118,28 @@ def _make(path: str, config: Any, dtype: torch.dtype | str, load_format: LoadFor
             why=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
             hint="check that the files are complete, or load it with transformers to see more",
         ) from error
+    _check_complete(path, found["missing_keys"])
+    return model, _unused_weights(found["unexpected_keys"])
+
+
+def _check_complete(path: str, missing: Collection[str]) -> None:
+    """Transformers would fill what is missing with random numbers."""
+    if missing:
+        raise ModelError(
+            "PG661",
+            f"the model at {path} cannot be loaded",
+            why=f"its files lack {_some(missing)}",
+            hint="check that the files are complete and of this kind of model",
+        )
+
+
+def _unused_weights(unused: Collection[str]) -> list[Decision]:
+    return [Decision("unused weights", _some(unused), "the model has no place for them")] if unused else []
+
+
+def _some(names: Collection[str]) -> str:
+    first = sorted(names)[:3]
+    return ", ".join(first) + (f" and {len(names) - len(first)} more" if len(names) > len(first) else "")
 
 
 def _class_for(config: Any) -> Any:
@@ -138,6 +179,19 @@ def _read_tokenizer(path: str) -> tuple[Any | None, str]:
         return transformers.AutoTokenizer.from_pretrained(path), ""
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
         return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep transformers' own progress bars out of ours."""
+    logging: Any = transformers.logging
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
 
 
 @contextlib.contextmanager

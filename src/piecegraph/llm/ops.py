@@ -8,6 +8,7 @@ and the same compiled pieces serve every batch. Each op writes to memory it is g
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -74,23 +75,28 @@ class Sites(Protocol):
         """The gated delta rule over each sequence, from its remembered state."""
 
 
-class _Current:
+class _Current(threading.local):
+    """Of each thread: two models may run at the same time."""
+
     sites: Sites | None = None
+
+
+_current = _Current()
 
 
 @contextlib.contextmanager
 def current_sites(sites: Sites) -> Iterator[None]:
     """Ops that run inside belong to this model."""
-    before, _Current.sites = _Current.sites, sites
+    before, _current.sites = _current.sites, sites
     try:
         yield
     finally:
-        _Current.sites = before
+        _current.sites = before
 
 
 def _sites() -> Sites:
-    assert _Current.sites is not None, "an op of a language model ran outside of a forward"
-    return _Current.sites
+    assert _current.sites is not None, "an op of a language model ran outside of a forward"
+    return _current.sites
 
 
 def _attention(

@@ -48,7 +48,8 @@ def refuse_attention(model: torch.nn.Module) -> None:
     if not any(_uses_interface(type(module)) for module in model.modules()):
         path = next((path for path, module in model.named_modules() if "Attention" in type(module).__name__), "")
         raise no_interface(type(model).__name__, path)
-    decoders = [(path, module) for path, module in model.named_modules() if path and isinstance(module, PreTrainedModel)]
+    inner = ((path, module) for path, module in model.named_modules() if path)
+    decoders = [(path, module) for path, module in inner if isinstance(module, PreTrainedModel)]
     if decoders and not any(_takes_positions(module) for _, module in decoders):
         path, module = decoders[-1]
         raise ModelError(

@@ -19,7 +19,9 @@ def explain_llm(started: Started, events: EventLog) -> str:
     lines.append(f"  {stats['num_pieces']} pieces, {stats['num_compiles']} distinct (each compiled once)")
     lines += [f"  {count} cuts at {op}: {reason}" for (op, reason), count in _cuts(started).items()]
     lines += ["", "cache", *(f"  {line}" for line in _cache_lines(started))]
-    lines += ["", "decisions", *(f"  {decision}" for decision in started.decisions)]
+    # How steps are recorded is decided anew when a capture fails.
+    decisions = [*started.decisions, *started.engine.forward.modes.values()]
+    lines += ["", "decisions", *(f"  {decision}" for decision in decisions)]
     lines += ["", "recorded", *(f"  {line}" for line in _recorded_lines(started))]
     lines += ["", f"steps  {stats['num_steps']}, replayed {stats['num_replays']} ({stats['coverage']:.0%})"]
     losses = [f"  {count} x {text}" for text, count in _losses(events)]
@@ -57,12 +59,11 @@ def _cuts(started: Started) -> dict[tuple[str, str], int]:
 
 def _cache_lines(started: Started) -> list[str]:
     size = started.engine.scheduler.cache.block_size
-    lines = [f"{started.cache_bytes / 2**30:.2f} GiB in blocks of {size} tokens"]
+    lines = [f"{started.cache_bytes / 2**20:,.1f} MiB in blocks of {size} tokens"]
     for group in started.cache_groups:
-        reach = (
-            f"window of {group.window}" if group.window else f"chunks of {group.chunk}" if group.chunk else "all tokens"
-        )
-        lines.append(f"{(group.num_blocks - 1) * size} tokens for layers that see {reach}")
+        window, chunk = f"a window of {group.window}", f"chunks of {group.chunk}"
+        reach = window if group.window else chunk if group.chunk else "all tokens"
+        lines.append(f"{(group.num_blocks - 1) * size:,} tokens for layers that see {reach}")
     return lines
 
 

@@ -91,7 +91,8 @@ class Request:
         prompt: token ids.
         params: how to go on from the prompt.
         seed: used if ``params`` has none.
-        cache_key: requests share cached prefixes only if their keys are equal; None: never.
+        cache_key: requests share cached prefixes only if their keys are equal; None: never. With embeddings of its own
+            a request shares nothing unless it has a key, which must then tell what they were made from.
         input_embeds: [tokens of the prompt, hidden size], used in place of the embeddings of the prompt's ids.
         mrope_positions: [3, tokens of the prompt], for models that place tokens in three dimensions.
 
@@ -142,7 +143,7 @@ class Request:
         """The prompt and what was generated. A preempted request keeps them all, and computes them again."""
         self.num_prompt = len(self.tokens)
         self.seed = seed if params.seed is None else params.seed
-        self.cache_key = cache_key
+        self.cache_key = None if input_embeds is not None and not cache_key else cache_key
         self.input_embeds = input_embeds
         self.mrope_positions = mrope_positions
         self.mrope_delta = 0 if mrope_positions is None else int(mrope_positions.max()) + 1 - self.num_prompt
@@ -182,6 +183,8 @@ class Request:
 
 def _token_array(request_id: str, prompt: Sequence[int]) -> array[int]:
     try:
+        if isinstance(prompt, (bytes, bytearray)):  # an array would take them for its memory
+            raise TypeError("it is bytes")
         tokens = array("q", prompt)
     except (TypeError, OverflowError) as error:
         raise RequestError(

@@ -86,7 +86,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self._requests: dict[str, Request] = {}
-        self._release_state = release_state
+        self.needs_state = needs_state
+        self.release_state = release_state
         self._free_slots = list(range(limits.max_num_seqs, 0, -1)) if needs_state else None
         self._rows: list[Request] = []
         """The requests of the last plan in its order; see :func:`_keep_rows`."""
@@ -327,8 +328,8 @@ class Scheduler:
         request.blocks = None
         if self._free_slots is not None:
             self._free_slots.append(request.state_slot)
-            if self._release_state is not None:
-                self._release_state(request.state_slot)
+            if self.release_state is not None:
+                self.release_state(request.state_slot)
             request.state_slot = 0
 
     # ------------------------------------------------------------------ the step has run

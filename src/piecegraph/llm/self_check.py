@@ -20,6 +20,7 @@ from piecegraph.errors import ModelError
 from piecegraph.llm.engine import Engine, Generation
 from piecegraph.llm.loader import without_plugs
 from piecegraph.llm.request import SamplingParams
+from piecegraph.plan import Decision
 
 _LENGTHS = (7, 12)
 _NEW_TOKENS = 3
@@ -31,25 +32,34 @@ _ROUNDINGS = 4
 """Rounding happens in every layer, the jitter once."""
 
 
-def self_check(model: Any, engine: Engine) -> None:
+def self_check(model: Any, engine: Engine) -> Decision:
     """Generate a few tokens for two prompts and compare the logits of every step with those of one plain forward.
+
+    Returns:
+        That they are equal, and how much so.
 
     Raises:
         ModelError: they differ.
     """
-    vocab = engine.scheduler.limits.vocab_size
+    limits = engine.scheduler.limits
     numbers = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(vocab, (length,), generator=numbers).tolist() for length in _LENGTHS]
+    lengths = [min(length, max(1, limits.max_model_len - _NEW_TOKENS)) for length in _LENGTHS]
+    prompts = [torch.randint(limits.vocab_size, (length,), generator=numbers).tolist() for length in lengths]
     params = SamplingParams(max_new_tokens=_NEW_TOKENS, ignore_eos=True, return_hidden_states=True)
     generations = [engine.add(prompt, params, seed=0) for prompt in prompts]
     with torch.inference_mode():
         while engine.step():
             pass
-        for generation in generations:
-            _compare(model, engine, generation)
+        difference, allowed = max(_compare(model, engine, generation) for generation in generations)
+    reason = f"logits differ by {difference:.2g} of their norm, {allowed:.2g} is allowed"
+    return Decision("self check", "passed", reason)
 
 
-def _compare(model: Any, engine: Engine, generation: Generation) -> None:
+def _compare(model: Any, engine: Engine, generation: Generation) -> tuple[float, float]:
+    """By how much of their norm the logits of a request differ from those of transformers, and what is allowed."""
+    failure = generation.request.error
+    if failure is not None:
+        raise ModelError("PG664", f"{type(model).__name__} gives no answer", why=failure.why, hint=failure.hint)
     tokens = torch.tensor([generation.request.tokens[:-1].tolist()], device=model.device)
     with without_plugs(model):
         expected = model(input_ids=tokens, use_cache=False).logits[0].float()
@@ -69,6 +79,7 @@ def _compare(model: Any, engine: Engine, generation: Generation) -> None:
             why=f"its logits differ by {difference:.1%} of their norm ({allowed:.1%} is allowed)",
             hint='run it with transformers itself, or look into it with options={"self_check": False}',
         )
+    return difference, allowed
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> float:

@@ -23,6 +23,8 @@ class CacheNeeds:
     max_num_seqs: int
     max_model_len: int
     max_batch_tokens: int
+    max_tokens: int | None = None
+    """What a group may hold at most, if that was asked for."""
 
     def most_blocks(self, group: int) -> int:
         """More than this many blocks of a group are never held at once. Block 0 is not counted."""
@@ -32,13 +34,15 @@ class CacheNeeds:
         # A chunk of a prompt is written before what lies behind its window is given back.
         in_flight = -(-self.max_batch_tokens // self.block_size) + self.max_num_seqs
         whole = -(-self.max_model_len // self.block_size)
-        return min(self.max_num_seqs * per_sequence + in_flight, self.max_num_seqs * whole)
+        most = min(self.max_num_seqs * per_sequence + in_flight, self.max_num_seqs * whole)
+        return most if self.max_tokens is None else min(most, -(-self.max_tokens // self.block_size))
 
 
 def size_cache(needs: CacheNeeds, budget_bytes: int) -> tuple[int, ...]:
     """Blocks of each group, block 0 included: all that can be used, or as many as the budget allows.
 
-    Groups with a window are cheap and come first; the others share what is left, token for token.
+    Groups with a window are cheap and come first, but get no more than half; the others share what is left, token for
+    token.
     """
     if not needs.reaches:
         return ()
@@ -48,12 +52,14 @@ def size_cache(needs: CacheNeeds, budget_bytes: int) -> tuple[int, ...]:
     full = [group for group in groups if group not in limited]
     total = sum(blocks[group] * needs.bytes_per_block[group] for group in groups)
     if total > budget_bytes:
-        shrinking = full or limited
-        left = budget_bytes - sum(blocks[g] * needs.bytes_per_block[g] for g in groups if g not in shrinking)
-        fitting = left // sum(needs.bytes_per_block[group] for group in shrinking)
-        for group in shrinking:
-            blocks[group] = min(blocks[group], fitting)
-    if min(blocks) < 3:
+        left = budget_bytes
+        for shrinking in filter(None, (limited, full)):
+            share = left // 2 if shrinking is limited and full else left
+            fitting = share // sum(needs.bytes_per_block[group] for group in shrinking)
+            for group in shrinking:
+                blocks[group] = min(blocks[group], fitting)
+                left -= blocks[group] * needs.bytes_per_block[group]
+    if min(blocks) < 2:
         raise ModelError(
             "PG665",
             f"there is no room for the cache in {budget_bytes / 2**20:.0f} MiB",
@@ -74,9 +80,13 @@ class StepSizes:
     def bucket_for(self, plan: StepPlan) -> Bucket:
         """The smallest recorded bucket, or the step's own size if none is large enough."""
         if plan.kind == "decode":
-            size = _fit(plan.num_seqs, self.decode)
-            return Bucket(size, size, "decode")
+            return self.decode_bucket(plan.num_seqs)
         return _mixed(_fit(plan.num_tokens, self.tokens), _fit(plan.num_seqs, self.seqs))
+
+    def decode_bucket(self, num_seqs: int) -> Bucket:
+        """The same for a step of decoding."""
+        size = _fit(num_seqs, self.decode)
+        return Bucket(size, size, "decode")
 
     def at_start(self) -> list[Bucket]:
         """What is recorded when the model is loaded. Mixed steps of many sequences are rare, and recorded when used."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from piecegraph.body import TracedBody
 from piecegraph.config import Options
 from piecegraph.errors import ConfigError, ModelError
 from piecegraph.events import EventLog
 from piecegraph.graph_device import CudaGraphs, GraphDevice
+from piecegraph.llm import demo_model
 from piecegraph.llm.attention.kernel import AttentionKernel
 from piecegraph.llm.attention.registry import choose_kernel
 from piecegraph.llm.batch import BatchBuffers, BatchLimits
@@ -28,7 +30,7 @@ from piecegraph.llm.self_check import self_check
 from piecegraph.llm.sizing import CacheNeeds, StepSizes, choose_step_sizes, largest_buckets, size_cache
 from piecegraph.llm.state import StateMemory
 from piecegraph.llm.step import StepKind
-from piecegraph.llm.trace_cache import cache_for
+from piecegraph.llm.trace_cache import TraceCache, cache_for
 from piecegraph.llm.traced_model import TracedModel, decoder_of, trace_model
 from piecegraph.llm.verdict import Accepted, Rejected, Verdict
 from piecegraph.plan import Decision
@@ -68,9 +70,14 @@ class _Stages:
 def start(path: str, config: LLMConfig, events: EventLog) -> Started:
     """Load, trace, compile, measure, allocate, record, check."""
     stages, progress, options = _Stages(), Progress(config.options.progress), config.options
+    choose_kernel(config.attention, (), torch.float32, config.device)  # a wrong name is told before anything is done
+    if path == demo_model.NAME:
+        path = str(demo_model.demo_folder(progress))
+        stages.done("demo model")
     with progress.bar("load", 1) as bar:
         loaded = load(path, dtype=config.dtype, device=config.device, load_format=config.load_format)
         bar.advance(path)
+    limits, length = _limits(loaded, config)
     stages.done("load")
     core_options = Options(fuse_linears=options.fuse_linears, inductor=options.inductor, progress=options.progress)
     with torch.no_grad():
@@ -80,37 +87,25 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         if not cache.keeps_state:
             refuse_attention(loaded.model)
         model = trace_model(loaded.model, cache, backend=config.backend, options=core_options, events=events)
+    _check_sizes(loaded, model, limits)
     stages.done("trace and compile")
-    parts = _Parts.make(loaded, model, config, events)
+    parts = _Parts.make(loaded, model, config, limits, _embeds_tracer(loaded, model, cache, config, events), events)
     groups = parts.give_memory(progress)
     stages.done("measure and allocate")
     parts.forward.record([StepKey(bucket, "greedy") for bucket in parts.sizes.at_start()], progress)
     stages.done("record")
-    scheduler = Scheduler(
-        parts.limits,
-        PagedCache(groups, block_size=options.block_size, prefix_cache=config.prefix_cache and not model.states),
+    prefix_cache, look_ahead = _prefix_cache(config, model), _look_ahead(config)
+    engine = parts.make_engine(
+        PagedCache(groups, block_size=options.block_size, prefix_cache=prefix_cache.choice == "on"),
         eos_token_ids=_eos_token_ids(loaded),
-        needs_state=bool(model.states),
-        release_state=parts.states.release if parts.states is not None else None,
+        looks_ahead=look_ahead.choice == "on",
     )
-
-    def record_unseen(key: StepKey) -> None:
-        parts.forward.record([key], Progress(False))
-
-    engine = Engine(
-        parts.forward,
-        scheduler,
-        parts.buffers,
-        parts.sizes,
-        events,
-        record_unseen=record_unseen if parts.device is not None else None,
-        looks_ahead=config.device.type == "cuda" if options.look_ahead == "auto" else options.look_ahead,
-    )
+    decisions = [*loaded.decisions, *model.decisions, length, parts.attention, prefix_cache, look_ahead]
     if options.self_check:
-        self_check(loaded.model, engine)
+        with progress.bar("self check", 1):
+            decisions.append(_check(loaded, engine))
         stages.done("self check")
-    decisions = (*loaded.decisions, *model.decisions, *parts.decisions, *parts.forward.modes.values())
-    return Started(loaded, model, engine, parts.limits, groups, parts.cache_bytes(groups), decisions, stages.seconds)
+    return Started(loaded, model, engine, limits, groups, parts.cache_bytes(groups), tuple(decisions), stages.seconds)
 
 
 @dataclass(frozen=True)
@@ -126,12 +121,19 @@ class _Parts:
     buffers: BatchBuffers
     device: GraphDevice | None
     forward: Forward
-    decisions: tuple[Decision, ...]
+    events: EventLog
+    attention: Decision
 
     @staticmethod
-    def make(loaded: LoadedModel, model: TracedModel, config: LLMConfig, events: EventLog) -> _Parts:
+    def make(
+        loaded: LoadedModel,
+        model: TracedModel,
+        config: LLMConfig,
+        limits: SchedulerLimits,
+        trace_embeds: Callable[[], TracedBody],
+        events: EventLog,
+    ) -> _Parts:
         dtype, options = loaded.model.dtype, config.options
-        limits, length = _limits(loaded, config)
         kernel, why = choose_kernel(config.attention, model.layers, dtype, config.device)
         states = (
             StateMemory(model.states, decoder_of(loaded.model), limits.max_num_seqs + 1, config.device)
@@ -154,6 +156,8 @@ class _Parts:
                 max_model_len=limits.max_model_len,
                 block_size=options.block_size,
                 num_groups=len(model.reaches),
+                embed_width=loaded.model.get_input_embeddings().weight.shape[1],
+                embed_dtype=dtype,
             ),
             config.device,
         )
@@ -167,28 +171,50 @@ class _Parts:
         kinds: tuple[StepKind, ...] = ("decode", "mixed")
         safety = {kind: _capture_safe(kind, kernel, states, loaded.experts, dtype) for kind in kinds}
         modes = {kind: _mode(kind, config, device, safety[kind]) for kind in kinds}
-        forward = Forward(model, memory, buffers, device, modes, events)
-        decisions = [length, Decision("attention", kernel.name, why)]
-        if states is not None:
-            reason = "blocks of keys and values do not bring back a recurrent state"
-            decisions.append(Decision("prefix cache", "off", reason))
-        return _Parts(config, model, limits, sizes, memory, states, buffers, device, forward, tuple(decisions))
+        forward = Forward(model, memory, buffers, device, modes, trace_embeds, events)
+        attention = Decision("attention", kernel.name, why)
+        return _Parts(config, model, limits, sizes, memory, states, buffers, device, forward, events, attention)
 
     def give_memory(self, progress: Progress) -> tuple[CacheGroup, ...]:
         """Size the cache by what is left once the largest steps are recorded, and allocate it."""
+        options = self.config.options
         needs = CacheNeeds(
             reaches=self.model.reaches,
             bytes_per_block=tuple(self.memory.bytes_per_block(group) for group in range(len(self.model.reaches))),
-            block_size=self.config.options.block_size,
+            block_size=options.block_size,
             max_num_seqs=self.limits.max_num_seqs,
             max_model_len=self.limits.max_model_len,
             max_batch_tokens=self.limits.max_batch_tokens,
+            max_tokens=None if options.cache_tokens == "auto" else options.cache_tokens,
         )
         blocks = size_cache(needs, self._measure_budget(progress))
         self.memory.allocate(blocks)
         return tuple(
             CacheGroup(num_blocks=num, window=reach.window, chunk=reach.chunk)
             for num, reach in zip(blocks, self.model.reaches, strict=True)
+        )
+
+    def make_engine(self, cache: PagedCache, *, eos_token_ids: set[int], looks_ahead: bool) -> Engine:
+        """Put the parts together."""
+        scheduler = Scheduler(
+            self.limits,
+            cache,
+            eos_token_ids=eos_token_ids,
+            needs_state=self.states is not None,
+            release_state=self.states.release if self.states is not None else None,
+        )
+
+        def record_unseen(key: StepKey) -> None:
+            self.forward.record([key], Progress(False))
+
+        return Engine(
+            self.forward,
+            scheduler,
+            self.buffers,
+            self.sizes,
+            self.events,
+            record_unseen=record_unseen if self.device is not None else None,
+            looks_ahead=looks_ahead,
         )
 
     def cache_bytes(self, groups: tuple[CacheGroup, ...]) -> int:
@@ -239,6 +265,30 @@ def _limits(loaded: LoadedModel, config: LLMConfig) -> tuple[SchedulerLimits, De
     return limits, length
 
 
+def _embeds_tracer(
+    loaded: LoadedModel, model: TracedModel, cache: TraceCache, config: LLMConfig, events: EventLog
+) -> Callable[[], TracedBody]:
+    """What makes the decoder that takes embeddings. Its weights stay where they are: they are not joined again."""
+    options = Options(inductor=config.options.inductor, progress=config.options.progress)
+
+    def trace_embeds() -> TracedBody:
+        traced = trace_model(
+            loaded.model, cache, backend=config.backend, options=options, events=events, takes_embeds=True
+        )
+        assert (traced.layers, traced.states) == (model.layers, model.states), "the same calls in the same order"
+        return traced.decoder
+
+    return trace_embeds
+
+
+def _check_sizes(loaded: LoadedModel, model: TracedModel, limits: SchedulerLimits) -> None:
+    """One trace serves steps of every size. See Note [Dropped guards]."""
+    for size in (1, 2, limits.max_batch_tokens):
+        reason = model.decoder.violated((size,))
+        if reason is not None:
+            raise ModelError("PG662", f"{type(loaded.model).__name__} cannot run steps of {size} tokens", why=reason)
+
+
 def _graph_device(config: LLMConfig) -> GraphDevice | None:
     if config.cudagraph_mode == "none":
         return None
@@ -276,6 +326,30 @@ def _mode(kind: StepKind, config: LLMConfig, device: GraphDevice | None, verdict
         hint = 'use cudagraph_mode="auto"'
         raise ConfigError("PG301", f"{kind} steps cannot be one graph", why=verdict.reason, hint=hint)
     return Decision(subject, "piecewise", verdict.reason)
+
+
+def _prefix_cache(config: LLMConfig, model: TracedModel) -> Decision:
+    if config.prefix_cache and model.states:
+        return Decision("prefix cache", "off", "blocks of keys and values do not bring back a recurrent state")
+    return Decision("prefix cache", "on" if config.prefix_cache else "off", "asked for")
+
+
+def _look_ahead(config: LLMConfig) -> Decision:
+    wish = config.options.look_ahead
+    if wish != "auto":
+        return Decision("look ahead", "on" if wish else "off", "asked for")
+    if config.device.type == "cuda":
+        return Decision("look ahead", "on", "the device need not wait for the host between two steps of decoding")
+    return Decision("look ahead", "off", "the host computes, too")
+
+
+def _check(loaded: LoadedModel, engine: Engine) -> Decision:
+    """See ``self_check.py``. Its steps are nobody's, so they are not counted."""
+    counted, engine.events = engine.events, EventLog("ignore")
+    decision = self_check(loaded.model, engine)
+    engine.events = counted
+    engine.forward.num_steps = engine.forward.num_replays = 0
+    return decision
 
 
 def _eos_token_ids(loaded: LoadedModel) -> set[int]:

@@ -40,7 +40,7 @@ from piecegraph.plan import Cut, Decision, Piece
 from piecegraph.progress import Progress
 from piecegraph.signature import Binder
 from piecegraph.split import split
-from piecegraph.trace import trace
+from piecegraph.trace import Traced, trace
 
 _TRACED_TOKENS = 16
 
@@ -71,36 +71,24 @@ def trace_model(
     backend: str | Callable[..., Any],
     options: Options,
     events: EventLog,
+    takes_embeds: bool = False,
 ) -> TracedModel:
-    """Trace and compile a loaded model whose attention goes through our plug."""
-    decoder = decoder_of(model)
+    """Trace and compile a loaded model whose attention goes through our plug.
+
+    Args:
+        model: as transformers loaded it.
+        cache: what stands where it would use a cache.
+        backend: what compiles the pieces.
+        options: of the compiler.
+        events: where losses are told.
+        takes_embeds: the decoder takes two inputs more, embeddings and which of its tokens have them.
+    """
     started = time.perf_counter()
     if backend == "inductor" and model.device.type == "cuda":
         torch_compat.start_compile_workers()  # they come up while the model is traced
-
-    def forward(input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        output = decoder(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False)
-        hidden: torch.Tensor = output[0]
-        return hidden[0]
-
-    tokens = torch.zeros(_TRACED_TOKENS, dtype=torch.long, device=model.device)
-    example = read_example(
-        forward,
-        Binder(forward),
-        (tokens, torch.arange(_TRACED_TOKENS, device=model.device)),
-        {},
-        dynamic_dims={"input_ids": 0, "position_ids": 0},
-        static_inputs=(),
-        training=False,
-    )
-    weights = dict(decoder.named_parameters(remove_duplicate=False)) | dict(
-        decoder.named_buffers(remove_duplicate=False)
-    )
-    try:
-        with cache.installed():
-            traced = trace(forward, example, weights)
-    except TraceError as error:
-        raise _refusal(model, error) from error
+    progress = Progress(options.progress)
+    with progress.bar("trace", 1):
+        traced = _trace_decoder(model, cache, takes_embeds)
     decisions = (*cache.decisions, *count_by_sequence(traced, 1, type(model).__name__))
     layers, reaches = number_sites(traced.graph)
     states = number_states(traced.graph, tuple(path for path, _ in cache.opaque))
@@ -110,7 +98,7 @@ def trace_model(
         decisions = (*decisions, decision)
     segments = split(traced, CutRules("auto"), full=False)
     lowering = Lowering(backend, linear_passes(model.device), options.inductor)
-    program, num_compiles = lower(traced, segments, lowering, events, Progress(options.progress))
+    program, num_compiles = lower(traced, segments, lowering, events, progress)
     seconds = {"trace": traced_at - started, "compile": time.perf_counter() - traced_at}
     return TracedModel(
         TracedBody(traced, program, lambda name, recorded: recorded),
@@ -123,6 +111,45 @@ def trace_model(
         decisions,
         seconds,
     )
+
+
+def _trace_decoder(model: Any, cache: TraceCache, takes_embeds: bool) -> Traced:
+    decoder, embed, device = decoder_of(model), model.get_input_embeddings(), model.device
+
+    def of_ids(input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = decoder(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False)[0]
+        return hidden[0]
+
+    def of_embeds(
+        input_ids: torch.Tensor, position_ids: torch.Tensor, input_embeds: torch.Tensor, has_embeds: torch.Tensor
+    ) -> torch.Tensor:
+        rows = torch.where(has_embeds[:, None], input_embeds, embed(input_ids))
+        hidden: torch.Tensor = decoder(inputs_embeds=rows[None], position_ids=position_ids[None], use_cache=False)[0]
+        return hidden[0]
+
+    args = [torch.zeros(_TRACED_TOKENS, dtype=torch.long, device=device), torch.arange(_TRACED_TOKENS, device=device)]
+    if takes_embeds:
+        args.append(torch.zeros(_TRACED_TOKENS, embed.weight.shape[1], dtype=model.dtype, device=device))
+        args.append(torch.zeros(_TRACED_TOKENS, dtype=torch.bool, device=device))
+    forward: Callable[..., torch.Tensor] = of_embeds if takes_embeds else of_ids
+    names = ("input_ids", "position_ids", "input_embeds", "has_embeds")[: len(args)]
+    example = read_example(
+        forward,
+        Binder(forward),
+        tuple(args),
+        {},
+        dynamic_dims=dict.fromkeys(names, 0),
+        static_inputs=(),
+        training=False,
+    )
+    weights = dict(decoder.named_parameters(remove_duplicate=False)) | dict(
+        decoder.named_buffers(remove_duplicate=False)
+    )
+    try:
+        with cache.installed():
+            return trace(forward, example, weights)
+    except TraceError as error:
+        raise _refusal(model, error) from error
 
 
 def decoder_of(model: Any) -> torch.nn.Module:

@@ -1,0 +1,143 @@
+"""``piecegraph generate``: a language model answers in the terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from piecegraph.cli.answers import Answers, document, summary
+
+if TYPE_CHECKING:
+    from piecegraph.llm.llm import LLM
+
+_INTERRUPTED = 130
+_MOST_AT_ONCE_GPU, _MOST_AT_ONCE_CPU = 256, 16
+"""Prompts that run together; the others wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+
+    def arguments(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@click.command()
+@click.argument("model")
+@click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Of each answer.")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0: most likely token."
+)
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Nucleus.")
+@click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="Most likely tokens; 0: all.")
+@click.option("--seed", type=click.IntRange(min=0), help="Fixes what is sampled.")
+@click.option("--raw", is_flag=True, help="Go on from the prompt as it is, without the chat template.")
+@click.option("--dtype", default="auto", show_default=True, help="Of weights and cache, such as bfloat16.")
+@click.option("--device", default="auto", show_default=True, help="Such as cuda:1 or cpu; auto: a GPU if there is one.")
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", "inductor", "eager"]),
+    default="auto",
+    show_default=True,
+    help="What compiles the pieces; auto: inductor on a GPU; eager on a CPU, where compiling takes half a minute.",
+)
+@click.option("--max-model-len", type=click.IntRange(min=2), help="Tokens of prompt and answer at most.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document, at the end.")
+@click.option("--explain", "explains", is_flag=True, help="Tell how the model was run, on standard error.")
+def generate(
+    model: str,
+    prompts: tuple[str, ...],
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    seed: int | None,
+    raw: bool,
+    as_json: bool,
+    explains: bool,
+    **how: Any,
+) -> None:
+    """Let a language model answer, token by token.
+
+    MODEL is a folder with a transformers model, a name that transformers can find, or "demo": a small model from a
+    package. Prompts run together. A prompt that is "-", or no prompt at all, is read from standard input.
+
+    Ends with 0; with 1 if the model or a prompt was refused, with its code.
+    """
+    sampling = _Sampling(max_new_tokens, temperature, top_p, top_k, seed)
+    try:
+        read = _read_prompts(prompts)
+        begun = time.perf_counter()
+        llm = _load(model, len(read), sampling, how)
+        import_s = time.perf_counter() - begun - sum(llm.started.stages.values())
+        answers = _answer(llm, read, sampling, raw=raw, prints=not as_json)
+    except KeyboardInterrupt:
+        click.echo(err=True)
+        sys.exit(_INTERRUPTED)
+    if as_json:
+        from piecegraph.json_text import to_json
+
+        click.echo(to_json(document(model, llm, answers, import_s=import_s, explains=explains)))
+    else:
+        click.echo(summary(llm, answers), err=True)
+        if explains:
+            click.echo(f"\n{llm.explain()}", err=True)
+    sys.exit(1 if answers.tell_errors() else 0)
+
+
+def _read_prompts(prompts: tuple[str, ...]) -> list[str]:
+    if not prompts and sys.stdin.isatty():
+        raise click.UsageError("Missing argument 'PROMPT': give a prompt, or pipe one in.")
+    wanted = prompts or ("-",)
+    if wanted.count("-") > 1:
+        raise click.UsageError("Only one prompt can be read from standard input.")
+    read = [_standard_input() if prompt == "-" else prompt for prompt in wanted]
+    for number, prompt in enumerate(read, 1):
+        if not prompt:
+            raise click.UsageError(f"Prompt {number} is empty.")
+        if not prompt.isprintable() and any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise click.UsageError(f"Prompt {number} is not UTF-8.")
+    return read
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode().rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"Standard input is not UTF-8: {error}.") from error
+
+
+def _load(model: str, num_prompts: int, sampling: _Sampling, how: dict[str, Any]) -> LLM:
+    import torch
+
+    from piecegraph.llm.llm import LLM
+    from piecegraph.llm.request import SamplingParams
+
+    SamplingParams(**sampling.arguments())  # a wrong number is told before the model is loaded
+    device = how["device"]
+    is_gpu = torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
+    if how["backend"] == "auto":
+        how = {**how, "backend": "inductor" if is_gpu else "eager"}
+    # No more is cached and recorded than these prompts can use.
+    return LLM(model, **how, max_num_seqs=min(num_prompts, _MOST_AT_ONCE_GPU if is_gpu else _MOST_AT_ONCE_CPU))
+
+
+def _answer(llm: LLM, prompts: list[str], sampling: _Sampling, *, raw: bool, prints: bool) -> Answers:
+    from piecegraph.llm.chat import has_chat_template
+
+    is_chat = not raw and has_chat_template(llm.tokenizer)
+    answers = Answers(prompts, prints=prints)
+    asked = [llm.chat_prompt(prompt) if is_chat else prompt for prompt in prompts]
+    for chunk in llm.generate(asked, **sampling.arguments(), stream=True):
+        answers.add(chunk)
+    return answers
