@@ -55,7 +55,7 @@ def check_family(family: str) -> FamilyVerdict:
         model = tiny_model(tiny_config(family))
         _require_effect(model)
     except Exception as error:  # noqa: BLE001 - whatever stops transformers from running it is the verdict
-        return FamilyVerdict(family=family, verdict="not built", reason=_first_line(error))
+        return FamilyVerdict(family=family, verdict="not built", reason=_in_short(error))
     about = {"family": family, "architecture": type(model).__name__}
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -67,7 +67,7 @@ def check_family(family: str) -> FamilyVerdict:
                 **about, verdict="refused", code=refusal.code, reason=_reason(refusal), error_unchecked=unchecked
             )
         except Exception as error:  # noqa: BLE001 - anything but a refusal is a defect, and is told
-            return FamilyVerdict(**about, verdict="crashed", reason=_first_line(error))
+            return FamilyVerdict(**about, verdict="crashed", reason=_in_short(error))
     tolerance = TOLERANCE if found.error <= TOLERANCE else max(TOLERANCE, _own_error(model))
     is_right = found.error <= tolerance and found.has_same_tokens
     reason = "" if is_right else f"tokens are {'equal' if found.has_same_tokens else 'different'}"
@@ -163,6 +163,5 @@ def _reason(refusal: PiecegraphError) -> str:
     return ": ".join(part for part in parts if part)
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

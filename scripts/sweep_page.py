@@ -10,12 +10,14 @@ _INTRODUCTION = """# Models
 Written by `python scripts/model_sweep.py --json FILE --page docs/models.md`; do not edit. Versions: {versions}.
 
 Every family of causal language models that transformers knows (`AutoModelForCausalLM`) was built tiny, with random
-weights, with every kind of layer that its configuration can have, and run by `piecegraph.LLM` on a CPU in float32: three
-prompts of {prompts} tokens and {new} new tokens each, at most 8 tokens in a step and blocks of 4 tokens, so that prompts are
-split, steps are mixed, and windows of 6 tokens matter; then once more with what the prefix cache holds. The logits of all
-tokens and the greedy tokens are compared with one forward of transformers without a cache. *Right* means: every row of
-logits within {tolerance} of its norm (or, for layers that compute one token by another formula than many, within what
-transformers with its cache differs from itself), and the same tokens.
+weights and every kind of layer that the family has, and run by `piecegraph.LLM` on a CPU in float32: three prompts of
+{prompts} tokens, {new} new tokens for each, at most 8 tokens in a step and blocks of 4 tokens. So prompts are split,
+steps are mixed, and windows of 6 tokens matter. Then all again, with what the prefix cache holds. The logits of all
+tokens and the greedy tokens are compared with one forward of transformers without a cache. *Right* means that the
+tokens are the same and every row of logits is within {tolerance} of its norm (for layers that compute one token by
+another formula than many: within what transformers, token by token, differs from itself).
+
+A tiny model shows that a family's layers are understood, not that every checkpoint fits into memory or is quick.
 
 | families | number |
 |---|---|
@@ -29,13 +31,13 @@ _GUARDED = """
 ## Refused by the self check alone
 
 Without the check (`options={"self_check": False}`) these would run and answer wrongly:
+
 """
 
 _NOT_GUARDED = """
 ## Refused by the self check alone
 
-None: whatever is refused is refused for a reason of its own. `options={"self_check": False}` lets no family of this page
-answer wrongly.
+None: every family above is refused for a reason of its own, also with `options={"self_check": False}`.
 """
 
 
@@ -51,17 +53,17 @@ def write_page(results: Mapping[str, Any], other: Mapping[str, Any] | None) -> s
     guarded = [v for v in by_verdict["refused"] if v["error_unchecked"] is not None]
     parts = [
         _introduction(results["versions"], by_verdict),
-        "\n## Right\n",
+        "\n## Right\n\n",
         _right_table(by_verdict["right"]),
-        "\n## Refused\n",
+        "\n## Refused\n\n",
         _table(("family", "code", "reason"), ((v["family"], v["code"], v["reason"]) for v in by_verdict["refused"])),
         _GUARDED if guarded else _NOT_GUARDED,
         _table(("family", "error"), ((v["family"], f"{v['error_unchecked']:.0%}") for v in guarded)) if guarded else "",
-        "\n## Not built\n",
+        "\n## Not built\n\n",
         _table(("family", "reason"), ((v["family"], v["reason"]) for v in by_verdict["not built"])),
     ]
     if wrong := [*by_verdict["wrong"], *by_verdict["crashed"]]:
-        parts += ["\n## Wrong\n", _table(("family", "reason"), ((v["family"], v["reason"]) for v in wrong))]
+        parts += ["\n## Wrong\n\n", _table(("family", "reason"), ((v["family"], v["reason"]) for v in wrong))]
     if other is not None:
         parts.append(_differences(results, other))
     return "".join(parts).rstrip() + "\n"

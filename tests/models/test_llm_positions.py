@@ -21,7 +21,9 @@ Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def traced(function: Function) -> Traced:
     tensors = (torch.zeros(16, dtype=torch.long), torch.arange(16))
     names = {"tokens": 0, "positions": 0}
-    example = read_example(function, Binder(function), tensors, {}, dynamic_dims=names, static_inputs=(), training=False)
+    example = read_example(
+        function, Binder(function), tensors, {}, dynamic_dims=names, static_inputs=(), training=False
+    )
     return trace(function, example, {})
 
 

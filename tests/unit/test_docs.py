@@ -63,6 +63,7 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         "make lint",  # .ci/run
         ".ci/run",
         "scripts/gpu_check.sh",  # needs a GPU; test_scripts_parse
+        "python scripts/model_sweep.py --json FILE --page docs/models.md",  # tests/models/test_sweep
         "piecegraph env",
         "piecegraph doctor",  # test_doctor_page
         "piecegraph doctor --json",

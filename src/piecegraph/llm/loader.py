@@ -62,8 +62,15 @@ def load(
     refuse_model(model)
     decisions = (*precision, *unused, *_fix_ropes(model))
     tokenizer, tokenizer_error = _read_tokenizer(path)
-    max_positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
-    return LoadedModel(model, tokenizer, tokenizer_error, plug.number_experts(model), int(max_positions), decisions)
+    plug.note_windows(model)
+    experts = plug.number_experts(model)
+    return LoadedModel(model, tokenizer, tokenizer_error, experts, _max_positions(config), decisions)
+
+
+def _max_positions(config: Any) -> int:
+    """Some have no limit, or say -1."""
+    told = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    return int(told) if told > 0 else 2048
 
 
 def _read_config(path: str) -> Any:

@@ -6,6 +6,7 @@ Nothing of a model is rewritten. The functions here are what Dynamo sees when it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,13 @@ LATENT = "_piecegraph_latent"
 """The attribute of an attention module that hands on latents in the place of keys and values, while it is traced."""
 
 
+WINDOW = "_piecegraph_window"
+"""The attribute of an attention module that tells its window where it does not tell it to the attention function."""
+
+_NOT_TOLD = -1
+_SLIDING_MASK = "create_sliding_window_causal_mask"
+
+
 class UnsupportedCallError(NotImplementedError):
     """A model calls attention in a way that the ops cannot express. Raised while tracing."""
 
@@ -37,7 +45,7 @@ def attention_forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = _NOT_TOLD,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
@@ -49,18 +57,19 @@ def attention_forward(
     for name, given in kwargs.items():
         if isinstance(given, torch.Tensor) and name not in _KNOWN_TENSORS:
             raise UnsupportedCallError(f"{_name(module)} hands {name} to its attention, which the ops do not know")
-    if is_causal is False:
+    if (is_causal if is_causal is not None else getattr(module, "is_causal", True)) is False:
         raise UnsupportedCallError(f"{_name(module)} attends to later tokens")
+    chunk = _chunk_length(module)
+    window = getattr(module, WINDOW, 0) if sliding_window == _NOT_TOLD else int(sliding_window or 0)
     if hasattr(module, LATENT):
-        if sliding_window or softcap or s_aux is not None:
+        if window or chunk or softcap or s_aux is not None:
             raise UnsupportedCallError(f"{_name(module)} attends to latents with a window, a softcap or sinks")
         return _latent_attention(module, query, key, value, scaling), None
     rows = [tensor.transpose(1, 2).squeeze(0).contiguous() for tensor in (query, key, value)]
     out = rows[0].new_empty(rows[0].shape[0], rows[0].shape[1], rows[2].shape[2])
     scale = scaling if scaling is not None else getattr(module, "scaling", rows[0].shape[-1] ** -0.5)
-    chunk = _chunk_length(module)
     torch.ops.piecegraph.attention(
-        *rows, out, s_aux, 0, float(scale), 0 if chunk else int(sliding_window or 0), chunk, float(softcap or 0.0)
+        *rows, out, s_aux, 0, float(scale), 0 if chunk else window, chunk, float(softcap or 0.0)
     )
     return out.unsqueeze(0), None
 
@@ -92,6 +101,19 @@ def _chunk_length(module: torch.nn.Module) -> int:
     if kinds is None or layer is None or layer >= len(kinds) or kinds[layer] != "chunked_attention":
         return 0
     return int(config.attention_chunk_size)  # type: ignore[union-attr]
+
+
+def note_windows(model: torch.nn.Module) -> None:
+    """Tell every attention module the window that its mask would have. Some families keep it to the mask, which is not
+    made.
+    """
+    for module in model.modules():
+        config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+        window = getattr(config, "sliding_window", None)
+        if window and layer is not None and hasattr(sys.modules[type(module).__module__], _SLIDING_MASK):
+            kinds = getattr(config, "layer_types", None)
+            if kinds is None or (layer < len(kinds) and kinds[layer] == "sliding_attention"):
+                setattr(module, WINDOW, int(window))
 
 
 def experts_forward(
