@@ -18,7 +18,7 @@ REFUSALS = {
     "mpt": r"transformer\.blocks\.0\.attn: its attention does not go through",
     "roberta": r"roberta\.embeddings: RobertaEmbeddings derives the position of a token from padding",
 }
-RIGHT = {"llama4_text": "chunks, full", "opt": "full", "qwen2_moe": "full, window"}
+RIGHT = {"llama4_text": "chunks, full", "opt": "full", "qwen2_moe": "window, full"}
 
 
 def tables(page: str) -> dict[str, list[list[str]]]:
