@@ -48,13 +48,14 @@ class DenseSites:
     """
 
     def __init__(self, model: TracedModel, states: StateMemory, experts: tuple[torch.nn.Module, ...]) -> None:
-        self.layers, self.states, self.experts = model.layers, states, experts
+        self.layers, self.memory, self.experts = model.layers, states, experts
+        self.states = self  # with checks around the memory that is tested
         self.seen: dict[tuple[int, int], list[torch.Tensor]] = {}
         self.batch = StateBatch(seq_lens=torch.zeros(0), state_slots=torch.zeros(0), spans=(), max_query_len=1)
 
     def use_batch(self, batch: StateBatch) -> None:
         self.batch = batch
-        self.states.use_batch(batch)
+        self.memory.use_batch(batch)
 
     def poison(self, *tensors: torch.Tensor) -> None:
         *inputs, out = tensors
@@ -96,18 +97,18 @@ class DenseSites:
 
     def mix_state(self, site: int, hidden: Any, out: Any) -> None:
         self.poison(hidden, out)
-        self.states.mix_state(site, hidden, out)
+        self.memory.mix_state(site, hidden, out)
         self.check(out)
 
     def convolve(self, site: int, hidden: Any, weight: Any, bias: Any, out: Any, activation: str) -> None:
         self.poison(hidden, out)
-        self.states.convolve(site, hidden, weight, bias, out, activation)
+        self.memory.convolve(site, hidden, weight, bias, out, activation)
         self.check(out)
 
     def delta_rule(self, site: int, *tensors: Any) -> None:
         *inputs, normalises = tensors
         self.poison(*inputs)
-        self.states.delta_rule(site, *inputs, normalises)
+        self.memory.delta_rule(site, *inputs, normalises)
         self.check(inputs[-1])
 
 

@@ -56,8 +56,6 @@ class RecordedStep:
     """How long a tape took to record, and what it takes."""
 
     key: StepKey
-    num_graphs: int
-    num_eager: int
     seconds: float
     num_bytes: int
 
@@ -186,9 +184,8 @@ class Forward:
         finally:
             device.end_size()
         self.tapes[key] = tape
-        num_graphs = sum(hasattr(step, "replay") for step in tape.steps)
         seconds, num_bytes = time.perf_counter() - start, device.reserved_bytes() - bytes_before
-        self.recorded.append(RecordedStep(key, num_graphs, len(tape.steps) - num_graphs, seconds, num_bytes))
+        self.recorded.append(RecordedStep(key, seconds, num_bytes))
 
     def _record_tape(self, device: GraphDevice, key: StepKey) -> Tape:
         kind = key.bucket.kind

@@ -124,35 +124,8 @@ class Memory:
     ) -> None:
         out.copy_(run_experts(self._experts[site], hidden, expert, weight))
 
-    def mix_state(self, site: int, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        self._state_memory.mix_state(site, hidden, out)
-
-    def convolve(
-        self,
-        site: int,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        out: torch.Tensor,
-        activation: str,
-    ) -> None:
-        self._state_memory.convolve(site, hidden, weight, bias, out, activation)
-
-    def delta_rule(
-        self,
-        site: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        out: torch.Tensor,
-        normalises: bool,
-    ) -> None:
-        self._state_memory.delta_rule(site, query, key, value, decay, beta, out, normalises)
-
     @property
-    def _state_memory(self) -> StateMemory:
+    def states(self) -> StateMemory:
         assert self._states is not None, "a layer with a state ran in a model that has none"
         return self._states
 

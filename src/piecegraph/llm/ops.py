@@ -17,6 +17,37 @@ import torch
 from piecegraph.cut_rules import register_cut_op
 
 
+class StateSites(Protocol):
+    """What the call sites of layers that keep a state stand for."""
+
+    def mix_state(self, site: int, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """Run a layer that keeps a state for each sequence."""
+
+    def convolve(
+        self,
+        site: int,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        activation: str,
+    ) -> None:
+        """A causal convolution over each sequence that remembers its last inputs."""
+
+    def delta_rule(
+        self,
+        site: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        out: torch.Tensor,
+        normalises: bool,
+    ) -> None:
+        """The gated delta rule over each sequence, from its remembered state."""
+
+
 class Sites(Protocol):
     """What the call sites of one model stand for."""
 
@@ -47,32 +78,9 @@ class Sites(Protocol):
     ) -> None:
         """Send every token through the experts chosen for it."""
 
-    def mix_state(self, site: int, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """Run a layer that keeps a state for each sequence."""
-
-    def convolve(
-        self,
-        site: int,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        out: torch.Tensor,
-        activation: str,
-    ) -> None:
-        """A causal convolution over each sequence that remembers its last inputs."""
-
-    def delta_rule(
-        self,
-        site: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        out: torch.Tensor,
-        normalises: bool,
-    ) -> None:
-        """The gated delta rule over each sequence, from its remembered state."""
+    @property
+    def states(self) -> StateSites:
+        """Of the layers that keep a state for each sequence."""
 
 
 class _Current(threading.local):
@@ -132,7 +140,7 @@ def _experts(hidden: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, o
 
 
 def _stateful(hidden: torch.Tensor, out: torch.Tensor, site: int) -> None:
-    _sites().mix_state(site, hidden, out)
+    _sites().states.mix_state(site, hidden, out)
 
 
 def _causal_conv(
@@ -143,7 +151,7 @@ def _causal_conv(
     activation: str,
     site: int,
 ) -> None:
-    _sites().convolve(site, hidden, weight, bias, out, activation)
+    _sites().states.convolve(site, hidden, weight, bias, out, activation)
 
 
 def _delta_rule(
@@ -156,7 +164,7 @@ def _delta_rule(
     normalises: bool,
     site: int,
 ) -> None:
-    _sites().delta_rule(site, query, key, value, decay, beta, out, normalises)
+    _sites().states.delta_rule(site, query, key, value, decay, beta, out, normalises)
 
 
 _SCHEMAS = {

@@ -237,7 +237,8 @@ class _Parts:
         else:
             self.forward.warm_up(largest)
         free, total = torch.cuda.mem_get_info(self.config.device)
-        # Besides its memory in the pool, a graph takes some of the driver's: as much again for each that is to come.
+        # The smaller steps share the memory of the largest, but every graph also takes some of the driver's. How much
+        # all of them will take is not known yet: an eighth of what the largest took is kept for it.
         graphs = (free_before - free) // 8
         return free - int(total * (1 - self.config.memory_fraction)) - graphs - _SPARE_BYTES
 

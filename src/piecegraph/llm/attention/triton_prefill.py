@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-# (what Triton compiles is not Python: the types of arguments are those of the device)
+# (what Triton compiles is not Python: the types of arguments are those of the device. Nor does it know structures:
+# every pointer, stride and constant is an argument of its own, which makes functions longer than elsewhere.)
 """The Triton kernel for batches with any number of queries in each sequence, and the one that writes their keys and
 values to the cache before it: see ``triton_steps.py`` for its tiles and ``triton_paged.py`` for its grid.
 """
