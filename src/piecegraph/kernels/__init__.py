@@ -1,0 +1,1 @@
+"""Which line launched this kernel: traces, tables and groups of kernels."""
