@@ -335,7 +335,8 @@ def test_shared_memory_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_machine_with_nothing_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # Inductor sets it for the process it runs in
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TMPDIR"):  # Inductor sets the first for the process it runs in
+        monkeypatch.delenv(name, raising=False)
     for name in ("nvidia-smi", "nvcc", "gcc", "g++", "ptxas", "rustc"):
         program(tmp_path, name, "/bin/sleep 60")
     environ = package(tmp_path, "torch", "import time; time.sleep(60)") | {"PATH": str(tmp_path), "HF_TOKEN": "secret"}
