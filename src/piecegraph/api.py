@@ -14,6 +14,7 @@ from piecegraph.config import CompileConfig, CudagraphMode, Frontend, Padding, m
 from piecegraph.engine import Engine, run_eagerly
 from piecegraph.errors import ConfigError
 from piecegraph.events import OnFallback
+from piecegraph.kernels.live import LiveKernels
 from piecegraph.plan import Plan
 from piecegraph.planner import Subject
 from piecegraph.report import explain_engine, stats_of
@@ -45,6 +46,14 @@ class _Compiled:
     def plan(self) -> Plan | None:
         """The plan of the first kind of call seen, None before the first call."""
         return self._engine.plans[0][0] if self._engine.plans else None
+
+    @property
+    def kernels(self) -> LiveKernels:
+        """The kernels of the recorded graphs, to choose some, leave them out and see what they cost.
+
+        It takes ``options={"provenance": True}``.
+        """
+        return LiveKernels(self._engine)
 
     def close(self) -> None:
         """Give back graphs and memory. The original goes on working."""

@@ -235,7 +235,7 @@ class BreakableBody:
         token = _recording.set(breaker)
         try:
             recorder.begin()
-            with self._breaks():
+            with recorder.observing(), self._breaks():
                 leaves = self.run(tensors, sizes)
             recorder.end("last graph")
         finally:

@@ -57,6 +57,10 @@ class Options:
     """Inductor settings for the pieces, as ``torch.compile(options=...)`` takes them."""
     graph_device: GraphDeviceName = "auto"
     """``"simulated"``: on a CPU, record and replay as CUDA graphs do, with fixed addresses and recycled memory."""
+    provenance: bool = False
+    """Write down which line of the model put which kernels into the graphs, for ``trace()`` and ``kernels``: recording
+    takes longer, replays do not.
+    """
     progress: bool | Literal["auto"] = "auto"
     """Show progress bars on standard error. ``"auto"``: when it is a terminal."""
 
@@ -65,6 +69,7 @@ class Options:
             value = getattr(self, name)
             if not _is_positive_int(value):
                 raise ConfigError("PG101", f"options[{name!r}] is {value!r}", why="it must be a positive integer")
+        _check_choice("options['provenance']", self.provenance, (True, False))
         _check_choice("options['lazy']", self.lazy, (True, False, "auto"))
         _check_choice("options['progress']", self.progress, (True, False, "auto"))
         _check_choice("options['check_addresses']", self.check_addresses, get_args(AddressChecks))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,6 +20,7 @@ from piecegraph.ranks import report_failure
 from piecegraph.runner import PlanRunner, Refusal
 from piecegraph.signature import Binder, Call
 from piecegraph.structure import flatten
+from piecegraph.tape import Rerun, Tape
 
 run_eagerly: ContextVar[bool] = ContextVar("piecegraph_eager", default=False)
 """Set inside ``with piecegraph.eager():``."""
@@ -67,6 +70,32 @@ class Engine:
             except Exception as error:
                 report_failure(self.subject.name, error)
                 raise
+
+    @property
+    def name(self) -> str:
+        return self.subject.name
+
+    def tapes(self) -> list[Tape]:
+        """All that is recorded."""
+        return [tape for _, runner in self.plans for tape in runner.library.tapes.values() if isinstance(tape, Tape)]
+
+    @contextlib.contextmanager
+    def rerun(self, tape: Tape) -> Iterator[Rerun]:
+        """Make a recorded size ready to be run again; calls wait meanwhile."""
+        with self._lock:
+            self._check_open()
+            found = [
+                (runner.library, key)
+                for _, runner in self.plans
+                for key, recorded in runner.library.tapes.items()
+                if recorded is tape
+            ]
+            if not found:
+                hint = "select the kernels again"
+                raise CallError("PG106", f"{self.name} has recorded anew since", hint=hint)
+            library, key = found[0]
+            with library.rerun(key) as ready:
+                yield ready
 
     def forget(self) -> None:
         """Drop every plan; the next call makes a new one."""

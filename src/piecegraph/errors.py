@@ -11,8 +11,9 @@
     ├── InputError                        PG60x  a file given to a command cannot be used
     ├── CommandError                      PG61x  a command cannot do what it was asked to
     ├── RequestError (also ValueError)    PG65x  one request cannot be served; the others go on
-    └── ModelError                        PG66x  a language model cannot be loaded or run as it is
-                                          PG67x  the same, of the demo model and the cache it is kept in
+    ├── ModelError                        PG66x  a language model cannot be loaded or run as it is
+    │                                     PG67x  the same, of the demo model and the cache it is kept in
+    └── KernelError                       PG73x  kernels of recorded graphs cannot be chosen, read or switched
 
 The text of an error always says, in this order: what happened, where, why, what to do.
 """
@@ -81,6 +82,10 @@ CODES: dict[str, str] = {
     "PG671": "the demo model cannot be read",
     "PG672": "the cache folder is not safe to use",
     "PG673": "the cache folder cannot be used",
+    "PG731": "no kernel matches the selection",
+    "PG732": "the graphs were recorded without provenance",
+    "PG733": "the nodes of a graph cannot be read or switched",
+    "PG734": "the inputs of a recorded step are gone",
 }
 
 
@@ -181,6 +186,10 @@ class RequestError(PiecegraphError, ValueError):
 
 class ModelError(PiecegraphError):
     """A language model cannot be loaded, or not be run as it is."""
+
+
+class KernelError(PiecegraphError):
+    """Kernels of recorded graphs cannot be chosen, read or switched."""
 
 
 class PiecegraphWarning(UserWarning):

@@ -18,11 +18,22 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from piecegraph import torch_compat
+from piecegraph.graph_nodes import CudaNodes, LiveNodes, num_captured_nodes
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedGraph:
+    """A capture that holds something to do."""
+
+    replay: Callable[[], None]
+    nodes: LiveNodes | None
+    """Only if they were to be kept."""
 
 
 class GraphDevice(Protocol):
@@ -31,14 +42,17 @@ class GraphDevice(Protocol):
     def session(self) -> contextlib.AbstractContextManager[None]:
         """Everything recorded, warm-up runs included, happens inside a session."""
 
-    def begin(self) -> None:
-        """Start capturing."""
+    def begin(self, *, keep_nodes: bool) -> None:
+        """Start capturing; what is kept of the nodes costs memory on the host."""
+
+    def num_nodes(self) -> int:
+        """How many nodes the capture under way has so far."""
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function while capturing."""
 
-    def end(self) -> Callable[[], None] | None:
-        """Stop capturing; returns what replays the capture, or None if it holds nothing to do."""
+    def end(self) -> CapturedGraph | None:
+        """Stop capturing; returns None if the capture holds nothing to do."""
 
     def abandon(self) -> None:
         """Leave a capture in which something failed."""
@@ -61,6 +75,9 @@ class GraphDevice(Protocol):
     def use_caller_stream(self) -> None:
         """Order the work that follows behind all work this device did before, whatever stream that was on."""
 
+    def seconds_of(self, function: Callable[[], Any]) -> float:
+        """How long the work takes that a function starts."""
+
 
 class CudaGraphs:
     """CUDA graphs on one device."""
@@ -73,6 +90,7 @@ class CudaGraphs:
         self._anchors: list[torch.cuda.CUDAGraph] = []
         """A graph in every pool that stays: torch 2.11 cannot capture into a pool again whose last graph has gone."""
         self._capturing: torch.cuda.CUDAGraph | None = None
+        self._keeps_nodes = False
         self._ranges: list[tuple[int, int]] = []
         self._outside: set[int] = set()
         self._last_stream = torch.cuda.current_stream(self._index)
@@ -97,15 +115,16 @@ class CudaGraphs:
             caller.wait_stream(self.stream)
             torch.cuda.empty_cache()  # what warm-up runs left behind on the capture stream serves nobody else
 
-    def begin(self) -> None:
+    def begin(self, *, keep_nodes: bool) -> None:
         if len(self._anchors) == len(self._retired):
-            self._anchors.append(self._begin())
+            self._anchors.append(self._begin(keep_nodes=False))
             torch.zeros(1, device=f"cuda:{self._index}")
             self._anchors[-1].capture_end()
-        self._capturing = self._begin()
+        self._capturing = self._begin(keep_nodes)
+        self._keeps_nodes = keep_nodes
 
-    def _begin(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
+    def _begin(self, keep_nodes: bool) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph(keep_graph=keep_nodes)
         # thread_local: other threads (a NCCL watchdog, a data loader) may make calls that a capture forbids.
         graph.capture_begin(pool=self.pool.id, capture_error_mode="thread_local")  # type: ignore[arg-type]
         return graph
@@ -113,13 +132,20 @@ class CudaGraphs:
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)
 
-    def end(self) -> Callable[[], None] | None:
+    def num_nodes(self) -> int:
+        count = num_captured_nodes(self._index)
+        assert count is not None, "nodes are counted only where cuda-bindings are installed"
+        return count
+
+    def end(self) -> CapturedGraph | None:
         graph = self._capturing
         assert graph is not None, "end() without begin()"
-        num_nodes = torch_compat.num_captured_nodes(self._index)
+        num_nodes = num_captured_nodes(self._index)
         graph.capture_end()
         self._capturing = None
-        return None if num_nodes == 0 else graph.replay
+        if num_nodes == 0:
+            return None
+        return CapturedGraph(graph.replay, CudaNodes(graph) if self._keeps_nodes else None)
 
     def abandon(self) -> None:
         if self._capturing is not None:
@@ -164,3 +190,11 @@ class CudaGraphs:
             current = torch.cuda.current_stream(self._index)
             current.wait_stream(self._last_stream)
             self._last_stream = current
+
+    def seconds_of(self, function: Callable[[], Any]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3

@@ -6,7 +6,9 @@ every step with its arguments and decides what to do with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,8 +59,24 @@ def take(arguments: Any, values: Any) -> Any:
     return map_arguments(arguments, lambda atom: values[atom.index] if type(atom) is Slot else atom)
 
 
+_watch: ContextVar[RunStep | None] = ContextVar("piecegraph_watch", default=None)
+
+
+@contextlib.contextmanager
+def watched_steps(run_step: RunStep) -> Iterator[None]:
+    """Steps that would be run plainly go through ``run_step`` instead."""
+    token = _watch.set(run_step)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
+
+
 def run_plainly(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Sequence[Any]:
     """Call a step's function and nothing else."""
+    watch = _watch.get()
+    if watch is not None:
+        return watch(step, args, kwargs, values)
     returned = step.function(*take(args, values), **take(kwargs, values))
     return [returned if position is None else returned[position] for _, position in step.results]
 

@@ -8,29 +8,51 @@ nothing, and the next eager op needs data.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from piecegraph import torch_compat
+from piecegraph.call_stack import current_origin
 from piecegraph.errors import located
 from piecegraph.events import Event, EventLog
 from piecegraph.graph_device import GraphDevice
+from piecegraph.ledger import Ledger
+from piecegraph.observe import observing, run_observed, whole_step
+from piecegraph.origin import LaunchCall
 from piecegraph.plan import Cut, Piece
 from piecegraph.program import Slot, Step, take
 from piecegraph.structure import atoms, map_arguments
-from piecegraph.tape import EagerStep, GraphStep, Position
+from piecegraph.tape import EagerStep, GraphStep, Inside, Position
 
 
 class Recorder:
-    """Writes down what a body does, for one size."""
+    """Writes down what a body does, for one size.
 
-    def __init__(self, device: GraphDevice, events: EventLog, uncapturable: dict[int, str]) -> None:
+    Args:
+        device: what captures.
+        events: where losses are told.
+        uncapturable: pieces that could not be captured at an earlier size, with the reason; added to.
+        phase: what is recorded, in words.
+        provenance: also write down which call put what into the graphs.
+    """
+
+    def __init__(
+        self,
+        device: GraphDevice,
+        events: EventLog,
+        uncapturable: dict[int, str],
+        *,
+        phase: str,
+        provenance: bool,
+    ) -> None:
         self._device = device
+        self._phase = phase
+        self._ledger = Ledger(device.num_nodes) if provenance else None
         self._events = events
         self._uncapturable = uncapturable
-        """Pieces that could not be captured at an earlier size, with the reason; added to."""
         self.steps: list[GraphStep | EagerStep] = []
         self.cells: dict[int, Any] = {}
         self._fresh: set[int] = set()
@@ -52,7 +74,10 @@ class Recorder:
     def _try_capture(self, piece: Piece, step: Step, args: tuple[Any, ...]) -> Sequence[Any] | None:
         try:
             self.begin()
-            returned = self._device.call(step.function, args, {})
+            if self._ledger is None:
+                returned = self._device.call(step.function, args, {})
+            else:
+                returned = run_observed(step, args, {}, self._ledger, self._device.call)
             self.end(str(piece))
         except torch.OutOfMemoryError:
             self._device.abandon()
@@ -79,8 +104,9 @@ class Recorder:
         cells = tuple((results[i][0], step.results[i][0]) for i in sorted(fresh))
         for i in fresh:
             self.cells[step.results[i][0]] = results[i][1]
+        call = whole_step(step) if self._ledger is not None else None
         self.steps.append(
-            EagerStep(step.label, step.function, bound_args, bound_kwargs, copies, aliases, cells, self.cells)
+            EagerStep(step.label, step.function, bound_args, bound_kwargs, copies, aliases, cells, self.cells, call)
         )
         return kept
 
@@ -98,14 +124,25 @@ class Recorder:
 
     def begin(self) -> None:
         """Start a graph."""
-        self._device.begin()
+        self._device.begin(keep_nodes=self._ledger is not None)
+        if self._ledger is not None:
+            self._ledger.start_graph()
 
     def end(self, label: str) -> None:
         """End the graph under way and put it on the tape."""
-        replay = self._device.end()
-        if replay is not None:
-            replay()
-            self.steps.append(GraphStep(label, replay))
+        captured = self._device.end()
+        if captured is None:
+            return
+        inside = None
+        if self._ledger is not None and captured.nodes is not None:
+            record = self._ledger.finish_graph(label, self._phase, captured.nodes.describe())
+            inside = Inside(record, captured.nodes)
+        captured.replay()
+        self.steps.append(GraphStep(label, captured.replay, inside))
+
+    def observing(self) -> contextlib.AbstractContextManager[None]:
+        """Inside it, who captures what is written down, if that is asked for."""
+        return contextlib.nullcontext() if self._ledger is None else observing(self._ledger)
 
     def run_break(
         self, label: Cut, function: Callable[..., Sequence[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -118,7 +155,8 @@ class Recorder:
         self.place = {}
         bound_args, bound_kwargs = (map_arguments(part, self.hold) for part in (args, kwargs))
         kept, copies, aliases = self._keep(list(enumerate(returned)), set(), bound_args, bound_kwargs)
-        self.steps.append(EagerStep(label, function, bound_args, bound_kwargs, copies, aliases, (), self.cells))
+        call = LaunchCall(label.op, (current_origin(label.op),)) if self._ledger is not None else None
+        self.steps.append(EagerStep(label, function, bound_args, bound_kwargs, copies, aliases, (), self.cells, call))
         self.begin()
         return kept
 

@@ -8,6 +8,7 @@ capture is replayed; between sizes the whole pool is. What passes here keeps the
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph import torch_compat
+from piecegraph.graph_device import CapturedGraph
+from piecegraph.origin import GraphNode
 from piecegraph.structure import flatten
 
 _POISON = 0xFF  # NaN in every floating point type, -1 in every signed integer
@@ -41,11 +44,27 @@ class _Call:
     kwargs: dict[str, Any]
     results: list[tuple[int, _Block]]
     """(position among the result's tensors, block)."""
+    is_on: bool = True
 
     def replay(self) -> None:
         tensors = _tensors(self.function(*self.args, **self.kwargs))
         for position, block in self.results:
             block.memory.copy_(_bytes_of(tensors[position]))
+
+
+class _CallNodes:
+    """The calls of a capture as the nodes of a graph."""
+
+    def __init__(self, calls: list[_Call]) -> None:
+        self._calls = calls
+        self.off: set[int] = set()
+
+    def describe(self) -> tuple[GraphNode, ...]:
+        return tuple(GraphNode("op", _name_of(call.function), None, None, None) for call in self._calls)
+
+    def switch(self, index: int, *, on: bool) -> None:
+        self._calls[index].is_on = on
+        (self.off.discard if on else self.off.add)(index)
 
 
 class SimulatedGraphs:
@@ -58,6 +77,8 @@ class SimulatedGraphs:
         """Of sizes recorded before, which share the memory."""
         self._addresses: set[int] = set()
         self._calls: list[_Call] | None = None
+        self._captured: list[_Call] = []
+        self._keeps_nodes = False
         self._recycled: list[_Block] = []
 
     @contextlib.contextmanager
@@ -69,9 +90,10 @@ class SimulatedGraphs:
     def is_capturing(self) -> bool:
         return self._calls is not None
 
-    def begin(self) -> None:
+    def begin(self, *, keep_nodes: bool) -> None:
         assert not self.is_capturing, "begin() inside a capture"
-        self._calls = []
+        self._calls = self._captured = []
+        self._keeps_nodes = keep_nodes
         older = self._older if not self._blocks else []  # recycled once, by the first capture of a size
         self._recycled = [block for block in (*older, *self._blocks) if not block.is_held()]
 
@@ -79,7 +101,10 @@ class SimulatedGraphs:
         """Recorded as a whole: the kernels of a compiled piece are not seen one by one."""
         return self.record(function, args, kwargs)
 
-    def end(self) -> Callable[[], None] | None:
+    def num_nodes(self) -> int:
+        return len(self._captured)
+
+    def end(self) -> CapturedGraph | None:
         calls, recycled = self._calls, self._recycled
         assert calls is not None, "end() without begin()"
         self.abandon()
@@ -89,9 +114,10 @@ class SimulatedGraphs:
                 block.poison()
             with torch.no_grad():
                 for call in calls:
-                    call.replay()
+                    if call.is_on:
+                        call.replay()
 
-        return replay if calls else None
+        return CapturedGraph(replay, _CallNodes(calls) if self._keeps_nodes else None) if calls else None
 
     def abandon(self) -> None:
         self._calls, self._recycled = None, []
@@ -156,6 +182,11 @@ class SimulatedGraphs:
     def use_caller_stream(self) -> None:
         pass
 
+    def seconds_of(self, function: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+
 
 class _Watch(TorchDispatchMode):
     """Records the ops that run between breaks, for code that is captured as it runs."""
@@ -170,6 +201,10 @@ class _Watch(TorchDispatchMode):
         if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
             raise RuntimeError(f"operation not permitted when stream is capturing: {func} reads data on the host")
         return self._device.record(func, args, kwargs or {})
+
+
+def _name_of(function: Any) -> str:
+    return torch_compat.qualified_name(function) or getattr(function, "__qualname__", type(function).__name__)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

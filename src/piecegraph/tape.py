@@ -11,7 +11,10 @@ those of the recording.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,12 +22,50 @@ from typing import Any
 import torch
 
 from piecegraph.errors import AddressError, CallError
+from piecegraph.graph_nodes import LiveNodes
+from piecegraph.origin import GraphRecord, LaunchCall
 from piecegraph.plan import Cut, Piece
 from piecegraph.program import Slot, take
 from piecegraph.structure import atoms
 
+STEP_MARK = "piecegraph.step"
+"""The name of the range around a step of a tape, before the tape's number, the step's and the replay's."""
+
+_numbers = itertools.count()
+_serials = itertools.count()
+_live: weakref.WeakSet[Tape] = weakref.WeakSet()
+_announcing: list[None] = []
+
+
+@contextlib.contextmanager
+def announced_steps() -> Iterator[None]:
+    """All tapes, those of now and those recorded inside, tell a profiler which of their steps runs."""
+    for tape in _live if not _announcing else ():
+        tape._announce()
+    _announcing.append(None)
+    try:
+        yield
+    finally:
+        _announcing.pop()
+        for tape in _live if not _announcing else ():
+            tape._fall_silent()
+
+
+def live_tapes() -> dict[int, Tape]:
+    """Every tape there is, by number."""
+    return {tape.number: tape for tape in _live}
+
+
 Position = int | None
 """Where in a returned tuple a value is; None for the returned value itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What is known of a graph that was captured with provenance."""
+
+    record: GraphRecord
+    nodes: LiveNodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +74,7 @@ class GraphStep:
 
     label: str
     replay: Callable[[], None]
+    inside: Inside | None = None
 
     @property
     def run(self) -> Callable[[], None]:
@@ -59,6 +101,8 @@ class EagerStep:
     """Results without a fixed address: which cell each goes to."""
     store: dict[int, Any]
     """The tape's cells."""
+    call: LaunchCall | None = None
+    """Who it is, with provenance."""
 
     @property
     def run(self) -> Callable[[], None]:
@@ -146,8 +190,12 @@ class Tape:
         weights: Sequence[WatchedWeight],
         cells: dict[int, Any],
         *,
+        phase: str,
         check_always: bool,
     ) -> None:
+        self.number = next(_numbers)
+        self.phase = phase
+        """What it was recorded for, in words."""
         self.steps = tuple(steps)
         self._outputs = tuple(outputs)
         self._weights = tuple(weights)
@@ -156,6 +204,9 @@ class Tape:
         self._replay_order = tuple(step.run for step in self.steps)
         self.run: Callable[[], Sequence[Any]] = self._checked_replay
         """Replay, and return the outputs. The first time it goes through every check, see Note [Fixed addresses]."""
+        _live.add(self)
+        if _announcing:
+            self._announce()
 
     def _checked_replay(self) -> Sequence[Any]:
         self._check_weights()
@@ -175,10 +226,39 @@ class Tape:
             step()
         return tuple(take(self._outputs, self._cells))
 
+    def _announce(self) -> None:
+        quiet = self.run
+
+        def run() -> Sequence[Any]:
+            """The same, each step inside a range that a profiler sees."""
+            is_checked = quiet != self._checked_replay
+            serial = next(_serials)
+            for number, step in enumerate(self.steps):
+                with torch.profiler.record_function(f"{STEP_MARK} {self.number}.{number}.{serial}"):
+                    (self._replay_order[number] if is_checked else step.check)()
+            return tuple(take(self._outputs, self._cells))
+
+        self.run, self._quiet_run = run, quiet
+
+    def _fall_silent(self) -> None:
+        self.run = self._quiet_run
+
     def _check_weights(self) -> None:
         for weight in self._weights:
             if weight.current().data_ptr() != weight.address:
                 raise weight.moved()
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """A recorded size, ready to be run again on the inputs it had last, without harm to anything outside of it."""
+
+    replay: Callable[[], Any]
+    """Replay the tape."""
+    compute: Callable[[], Any]
+    """Run what was recorded again, without graphs."""
+    seconds_of: Callable[[Callable[[], Any]], float]
+    """How long the work takes that a function starts."""
 
 
 class DirectTape:

@@ -16,12 +16,13 @@ from piecegraph.config import Options
 from piecegraph.errors import PiecegraphError, RecordError, located
 from piecegraph.events import Event, EventLog
 from piecegraph.graph_device import GraphDevice
+from piecegraph.observe import is_tracing
 from piecegraph.padding import padding_changes, preserved
 from piecegraph.plan import RecordedSize, SizeKey
 from piecegraph.progress import Progress
 from piecegraph.record import Recorder
 from piecegraph.signature import Call, Signature
-from piecegraph.tape import DirectTape, GraphStep, Tape
+from piecegraph.tape import DirectTape, GraphStep, Rerun, Tape
 from piecegraph.user_code import user_line
 
 
@@ -76,6 +77,15 @@ class TapeLibrary:
                 free = self._device.free_bytes() if self._device is not None else None
                 bar.advance(f"size {key}" + (f", {free / 2**30:.1f} GiB free" if free is not None else ""))
 
+    @contextlib.contextmanager
+    def rerun(self, key: SizeKey) -> Iterator[Rerun]:
+        """Make a recorded size ready to be run again. What it writes outside of its buffers is put back."""
+        assert self._device is not None, "only what is recorded can be run again"
+        self._device.use_caller_stream()
+        views = self.buffers.views(key.values)
+        with torch_compat.without_trace(leaf.device for leaf in self._signature.tensors), preserved(self.state):
+            yield Rerun(self.tapes[key].run, lambda: self._body.run(views, key.values), self._device.seconds_of)
+
     def why_not_pad(self, key: SizeKey, sizes: Sizes, call: Call) -> str | None:
         """How padding calls of ``sizes`` to a recorded size would change them, or None. See Note [Padding]."""
         with self._session():
@@ -113,7 +123,8 @@ class TapeLibrary:
         self.recorded.append(RecordedSize(key, num_graphs, len(steps) - num_graphs, seconds, num_bytes))
 
     def _record_tape(self, device: GraphDevice, key: SizeKey, views: list[torch.Tensor], call: Call) -> Tape:
-        recorder = Recorder(device, self._events, self._uncapturable)
+        provenance = self._options.provenance or is_tracing()
+        recorder = Recorder(device, self._events, self._uncapturable, phase=str(key), provenance=provenance)
         try:
             self._warm_up(key, views, call)  # create workspaces for this size, on the capture stream
             with preserved(self.state):
@@ -136,7 +147,8 @@ class TapeLibrary:
         finally:
             device.end_size()
         check_always = self._options.check_addresses == "always"
-        return Tape(recorder.steps, outputs, self._body.weights(), recorder.cells, check_always=check_always)
+        weights = self._body.weights()
+        return Tape(recorder.steps, outputs, weights, recorder.cells, phase=str(key), check_always=check_always)
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:

@@ -208,6 +208,14 @@ def fake_like(tensor: torch.Tensor, neighbour: Any) -> torch.Tensor:
     return fake
 
 
+def are_fake(types: Iterable[type]) -> bool:
+    """Whether an op is called on stand-ins for tensors, by something that traces."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return any(issubclass(cls, (FakeTensor, FunctionalTensor)) for cls in types)
+
+
 def run_fake(function: Callable[..., Any], *fakes: Any) -> Any:
     """What a function would make of fake tensors.
 
@@ -435,17 +443,9 @@ def abandon_capture(graph: torch.cuda.CUDAGraph, pool_id: tuple[int, int], devic
     healthy.capture_end()
 
 
-def num_captured_nodes(device_index: int) -> int | None:
-    """How many nodes the capture under way on the current stream has so far; None without cuda-bindings."""
-    try:
-        from cuda.bindings import runtime
-    except ImportError:
-        return None
-    error, status, _, graph, *_ = runtime.cudaStreamGetCaptureInfo(raw_stream(device_index))
-    if int(error) != 0 or int(status) != 1:
-        return None
-    error, _, count = runtime.cudaGraphGetNodes(graph, 0)
-    return int(count) if int(error) == 0 else None
+def demangle(name: str) -> str:
+    """A C++ symbol as it is written in C++; what is no such symbol stays as it is."""
+    return str(torch._C._demangle(name))
 
 
 # --- streams in graphs

@@ -32,6 +32,8 @@ class LLMOptions:
     """Keep the compressed form of multi-head latent attention."""
     look_ahead: bool | Literal["auto"] = "auto"
     """Launch a decode step before the tokens of the one before it are read; ``"auto"``: on a GPU."""
+    provenance: bool = False
+    """Write down which line of the model put which kernels into the graphs, for ``trace()`` and ``kernels``."""
     graph_device: GraphDeviceName = "auto"
     """``"simulated"``: recorded without a GPU, for tests."""
     progress: bool | Literal["auto"] = "auto"
@@ -45,7 +47,7 @@ class LLMOptions:
             raise _bad("options['block_size']", self.block_size, "a positive integer")
         if self.cache_tokens != "auto" and not _is_positive(self.cache_tokens):
             raise _bad("options['cache_tokens']", self.cache_tokens, 'a positive integer or "auto"')
-        for name in ("fuse_linears", "self_check", "latent_cache"):
+        for name in ("fuse_linears", "self_check", "latent_cache", "provenance"):
             _check_choice(f"options[{name!r}]", getattr(self, name), (True, False))
         for name in ("look_ahead", "progress"):
             _check_choice(f"options[{name!r}]", getattr(self, name), (True, False, "auto"))

@@ -7,15 +7,17 @@ everything is called directly. Which mode a kind of step has is decided from wha
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from piecegraph import torch_compat
 from piecegraph.body import TracedBody
-from piecegraph.errors import ModelError
+from piecegraph.errors import KernelError, ModelError
 from piecegraph.events import Event, EventLog
 from piecegraph.graph_device import GraphDevice
 from piecegraph.llm import ops
@@ -24,11 +26,12 @@ from piecegraph.llm.memory import Memory
 from piecegraph.llm.sampling import SamplingMode, sample
 from piecegraph.llm.step import Bucket, StepKind
 from piecegraph.llm.traced_model import TracedModel
+from piecegraph.observe import is_tracing
 from piecegraph.plan import Decision
 from piecegraph.program import RunStep, run_plainly
 from piecegraph.progress import Progress
 from piecegraph.record import Recorder
-from piecegraph.tape import Tape
+from piecegraph.tape import Rerun, Tape
 
 _TRIED_TOKENS = 8
 """In the step that compares embeddings with ids."""
@@ -71,6 +74,7 @@ class Forward:
         modes: ``"full"`` or ``"piecewise"`` for each kind of step, with the reason.
         trace_embeds: makes the decoder that takes embeddings; called when they are first used.
         events: where losses are told.
+        provenance: write down which line put which kernels into the graphs.
     """
 
     def __init__(
@@ -82,8 +86,11 @@ class Forward:
         modes: Mapping[StepKind, Decision],
         trace_embeds: Callable[[], TracedBody],
         events: EventLog,
+        *,
+        provenance: bool,
     ) -> None:
         self._model = model
+        self._provenance = provenance
         self._memory = memory
         self._buffers = buffers
         self._device = device
@@ -96,6 +103,8 @@ class Forward:
         self.recorded: list[RecordedStep] = []
         self.num_steps = 0
         self.num_replays = 0
+        self._last: StepKey | None = None
+        """Whose batch the buffers hold."""
 
     def run(self, key: StepKey) -> Sequence[torch.Tensor]:
         """Run the step that was written to the buffers: (chosen tokens, logits, hidden states).
@@ -103,6 +112,7 @@ class Forward:
         The results are valid until the next step.
         """
         self.num_steps += 1
+        self._last = key
         tape = self.tapes.get(key)
         with ops.current_sites(self._memory):
             self._memory.use_batch(self._buffers, key.bucket)
@@ -141,6 +151,32 @@ class Forward:
                 "the model cannot take embeddings in the place of tokens",
                 why="it needs the tokens themselves besides their embeddings",
             )
+
+    @contextlib.contextmanager
+    def rerun(self, tape: Tape) -> Iterator[Rerun]:
+        """Make a recorded step ready to be run again: replayed on a batch of dummies, so that no cache is touched, or
+        computed on the batch it had last.
+        """
+        device, buffers = self._device, self._buffers
+        assert device is not None
+        key = next(key for key, recorded in self.tapes.items() if recorded is tape)
+
+        def replay() -> Any:
+            if self._last is not None:
+                self._last = None
+                buffers.fill_dummy(key.bucket)
+            return tape.run()
+
+        def compute() -> Any:
+            if self._last != key:
+                why = f"the last step was {self._last or 'none'}, and the buffers hold its batch"
+                raise KernelError("PG734", f"the inputs of {key} are gone", why=why, hint="generate again, then dump")
+            return self._compute(key)
+
+        device.use_caller_stream()
+        with torch_compat.without_trace([buffers.device]), ops.current_sites(self._memory):
+            self._memory.use_batch(buffers, key.bucket)
+            yield Rerun(replay, compute, device.seconds_of)
 
     # -- recording
 
@@ -189,7 +225,7 @@ class Forward:
 
     def _record_tape(self, device: GraphDevice, key: StepKey) -> Tape:
         kind = key.bucket.kind
-        recorder = Recorder(device, self._events, self._uncapturable)
+        recorder = self._recorder(device, key)
         if self.modes[kind].choice == "full":
             try:
                 return self._record_full(device, recorder, key)
@@ -200,25 +236,32 @@ class Forward:
                 reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 self._events.emit(Event("PG401", f"a {kind} step as one graph", reason))
                 self.modes[kind] = Decision(f"{kind} steps", "piecewise", f"one graph could not be captured: {reason}")
-                recorder = Recorder(device, self._events, self._uncapturable)
+                recorder = self._recorder(device, key)
         return self._record_pieces(device, recorder, key)
 
     def _record_full(self, device: GraphDevice, recorder: Recorder, key: StepKey) -> Tape:
         recorder.begin()
-        outputs = device.call(self._compute, (key,), {})
+        with recorder.observing():
+            outputs = device.call(self._compute, (key,), {})
         recorder.end("the whole step")
         return self._tape(recorder, key, outputs)
 
     def _record_pieces(self, device: GraphDevice, recorder: Recorder, key: StepKey) -> Tape:
         hidden = self._decode(key, recorder.run_step)
         recorder.begin()
-        outputs = device.call(self._choose, (key, hidden), {})
+        with recorder.observing():
+            outputs = device.call(self._choose, (key, hidden), {})
         recorder.end("head and sampler")
         return self._tape(recorder, key, outputs)
 
     def _tape(self, recorder: Recorder, key: StepKey, outputs: Sequence[torch.Tensor]) -> Tape:
         held = recorder.outputs(outputs)
-        return Tape(recorder.steps, held, self._decoder(key).weights(), recorder.cells, check_always=False)
+        weights = self._decoder(key).weights()
+        return Tape(recorder.steps, held, weights, recorder.cells, phase=str(key), check_always=False)
+
+    def _recorder(self, device: GraphDevice, key: StepKey) -> Recorder:
+        provenance = self._provenance or is_tracing()
+        return Recorder(device, self._events, self._uncapturable, phase=str(key), provenance=provenance)
 
     # -- the step itself
 

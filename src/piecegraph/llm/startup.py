@@ -171,7 +171,8 @@ class _Parts:
         kinds: tuple[StepKind, ...] = ("decode", "mixed")
         safety = {kind: _capture_safe(kind, kernel, states, loaded.experts, dtype) for kind in kinds}
         modes = {kind: _mode(kind, config, device, safety[kind]) for kind in kinds}
-        forward = Forward(model, memory, buffers, device, modes, trace_embeds, events)
+        provenance = config.options.provenance
+        forward = Forward(model, memory, buffers, device, modes, trace_embeds, events, provenance=provenance)
         attention = Decision("attention", kernel.name, why)
         return _Parts(config, model, limits, sizes, memory, states, buffers, device, forward, events, attention)
 

@@ -1,0 +1,182 @@
+"""Taking a trace: what runs inside ``with piecegraph.trace()`` is profiled, and every kernel attributed.
+
+The profile is written as a trace file and read back by the reader that other programs' traces go through; what is added
+is marks in it, which say which call or which step of which tape runs, and what is known of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from piecegraph.errors import KernelError
+from piecegraph.kernels.announce import CALL_MARK, Announcer
+from piecegraph.kernels.attribute import attribute
+from piecegraph.kernels.launch import How, KernelTrace, Launch, RawLaunch
+from piecegraph.kernels.read import read_launches
+from piecegraph.kernels.replays import RecordedGraph, RecordedTape, captured_calls, match_replay
+from piecegraph.observe import observing, tracing
+from piecegraph.origin import LaunchCall, Origin
+from piecegraph.tape import STEP_MARK, GraphStep, Tape, announced_steps, live_tapes
+
+_FIRST_OWN = 1 << 40
+"""Numbers of calls from here on are ours; those that the reader gives are smaller."""
+
+
+@contextlib.contextmanager
+def profiled(folder: Path) -> Iterator[Profile]:
+    """Profile what runs inside into a trace file in a folder."""
+    profile = Profile(folder / "trace.json", Announcer())
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with tracing(), announced_steps():
+        with torch.profiler.profile(activities=activities, record_shapes=True, with_stack=True) as profiler:
+            with observing(profile.announcer):
+                yield profile
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        profile.tapes = {number: _recorded(tape) for number, tape in live_tapes().items()}
+    profiler.export_chrome_trace(str(profile.path))
+
+
+class Profile:
+    """A trace file, and what its marks mean."""
+
+    def __init__(self, path: Path, announcer: Announcer) -> None:
+        self.path = path
+        self.announcer = announcer
+        self.tapes: dict[int, RecordedTape] = {}
+
+    def read(self) -> KernelTrace:
+        """Attribute everything that the file holds."""
+        raw, device = read_launches(self.path, progress=False)
+        marked = _Marked(self.tapes, self.announcer.calls)
+        marked.attribute(raw.launches)
+        trace = attribute(raw, device, lambda launch: marked.found.get(id(launch)))
+        captured = [
+            call
+            for number in sorted(marked.replayed)
+            for step in self.tapes[number].steps
+            if isinstance(step, RecordedGraph)
+            for call in captured_calls(step.record)
+        ]
+        return KernelTrace(trace.launches, tuple(captured), trace.device, (*trace.notes, *marked.notes()))
+
+
+def _recorded(tape: Tape) -> RecordedTape:
+    steps: list[RecordedGraph | LaunchCall | str] = []
+    for step in tape.steps:
+        if not isinstance(step, GraphStep):
+            steps.append(step.call or LaunchCall(str(step.label)))
+        elif step.inside is None:
+            steps.append(step.label)
+        else:
+            steps.append(RecordedGraph(step.inside.record, frozenset(step.inside.nodes.off)))
+    return RecordedTape(tape.phase, tuple(steps))
+
+
+class _Marked:
+    """Attributes launches by the marks around them."""
+
+    def __init__(self, tapes: dict[int, RecordedTape], calls: Sequence[LaunchCall | None]) -> None:
+        self._tapes = tapes
+        self._calls = calls
+        self._instances: dict[tuple[object, ...], int] = {}
+        self.found: dict[int, Launch] = {}
+        """By the identity of the raw launch."""
+        self.replayed: set[int] = set()
+        """The tapes that ran."""
+        self._unknown: set[str] = set()
+        self._mismatched: set[str] = set()
+
+    def attribute(self, launches: Sequence[RawLaunch]) -> None:
+        replays: dict[tuple[str, int], list[RawLaunch]] = {}
+        for launch in launches:
+            step, call = _marks(launch)
+            if step and launch.is_replayed:
+                replays.setdefault((step, launch.correlation), []).append(launch)
+            elif step:
+                self._attribute_in_step(launch, step)
+            elif call:
+                number = int(call)
+                self._keep(launch, self._calls[number], ("call", number), "", "call")
+        for (step, correlation), together in replays.items():
+            self._attribute_replay(together, step, correlation)
+
+    def notes(self) -> Iterator[str]:
+        """What could not be found out."""
+        if self._unknown:
+            names = ", ".join(sorted(self._unknown)[:4])
+            yield f"{len(self._unknown)} graphs were recorded without provenance ({names}): only their step is known"
+        if self._mismatched:
+            names = ", ".join(sorted(self._mismatched)[:4])
+            yield f"the kernels of {names} are not those that were captured: only their step is known"
+
+    def _attribute_in_step(self, launch: RawLaunch, mark: str) -> None:
+        """What a step launches outside of graphs: the op between two graphs, or what torch does for a replay."""
+        tape, step = self._step(mark)
+        if tape is None:
+            return
+        call = step if isinstance(step, LaunchCall) else LaunchCall("replay of a graph", (Origin("replay", ""),))
+        self._keep(launch, call, ("step", mark), tape.phase, "call")
+
+    def _attribute_replay(self, launches: Sequence[RawLaunch], mark: str, correlation: int) -> None:
+        tape, step = self._step(mark)
+        if tape is None:
+            return
+        if not isinstance(step, RecordedGraph):
+            self._unknown.add(str(step))
+            calls: Sequence[int | None] = [None] * len(launches)
+            how: How = "step"
+        else:
+            calls, how = match_replay(launches, step)
+            if how == "step":
+                self._mismatched.add(f"{step.record.title} at {tape.phase}")
+        for launch, number in zip(launches, calls, strict=True):
+            known = isinstance(step, RecordedGraph) and number is not None
+            call = step.record.calls[number] if known else None  # type: ignore[union-attr,index]
+            key = ("replay", mark, correlation, number) if known else None
+            self._keep(launch, call, key, tape.phase, how)
+
+    def _step(self, mark: str) -> tuple[RecordedTape | None, RecordedGraph | LaunchCall | str]:
+        number, step, _ = map(int, mark.split("."))
+        tape = self._tapes.get(number)
+        if tape is None:
+            return None, ""
+        self.replayed.add(number)
+        return tape, tape.steps[step]
+
+    def _keep(
+        self, raw: RawLaunch, call: LaunchCall | None, key: tuple[object, ...] | None, phase: str, how: How
+    ) -> None:
+        instance = -1 if key is None else self._instances.setdefault(key, _FIRST_OWN + len(self._instances))
+        self.found[id(raw)] = Launch(
+            raw.kind,
+            raw.name,
+            raw.start,
+            raw.duration,
+            raw.stream,
+            raw.grid,
+            raw.block,
+            call,
+            instance,
+            phase,
+            how,
+        )
+
+
+def _marks(launch: RawLaunch) -> tuple[str, str]:
+    """The numbers in the marks around a launch: of a step, of a call. A step's word counts for all inside it."""
+    step = call = ""
+    for around in launch.ranges:
+        if around.kind == "annotation":
+            if around.name.startswith(STEP_MARK):
+                step = around.name.removeprefix(STEP_MARK).strip()
+            elif around.name.startswith(CALL_MARK) and not call:
+                call = around.name.removeprefix(CALL_MARK).strip()
+    return step, call

@@ -1,0 +1,60 @@
+"""Which call put which nodes into the graph that is being captured.
+
+Note [Counting nodes]
+~~~~~~~~~~~~~~~~~~~~~
+Capture appends nodes to the graph in the order in which work is launched, and CUDA tells at any time how many there
+are. So it is enough to look at the count when a call starts and when it ends: the nodes in between are the call's.
+Nothing is patched, nothing is hooked, and every launch counts, whoever made it: cuBLAS, Triton, a custom extension.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from piecegraph.origin import GraphNode, GraphRecord, LaunchCall
+
+
+class Ledger:
+    """A :class:`~piecegraph.observe.CallSink` for one recording; see Note [Counting nodes]."""
+
+    def __init__(self, num_nodes: Callable[[], int]) -> None:
+        self._num_nodes = num_nodes
+        self.is_inside = False
+        self._calls: list[LaunchCall] = []
+        self._owners: list[int | None] = []
+        self._num_settled = 0
+
+    def start_graph(self) -> None:
+        """A new graph begins."""
+        self._calls, self._owners, self._num_settled = [], [], 0
+
+    def begin(self) -> None:
+        self.is_inside = True
+        self._leave_loose()
+
+    def end(self, make_call: Callable[[], LaunchCall]) -> None:
+        self.is_inside = False
+        launched = self._num_nodes() - len(self._owners)
+        if launched:
+            self._owners += [len(self._calls)] * launched
+            self._calls.append(make_call())
+
+    def settle(self, make_call: Callable[[], LaunchCall]) -> None:
+        self._leave_loose()
+        loose = [i for i in range(self._num_settled, len(self._owners)) if self._owners[i] is None]
+        self._num_settled = len(self._owners)
+        for i in loose:
+            self._owners[i] = len(self._calls)
+        if loose:
+            self._calls.append(make_call())
+
+    def _leave_loose(self) -> None:
+        """What was launched up to now outside of any call has no owner yet."""
+        self._owners += [None] * (self._num_nodes() - len(self._owners))
+
+    def finish_graph(self, title: str, phase: str, nodes: Sequence[GraphNode]) -> GraphRecord:
+        """What the graph that was captured holds."""
+        owners = [*self._owners, *[None] * (len(nodes) - len(self._owners))]
+        named = [dataclasses.replace(node, call=owner) for node, owner in zip(nodes, owners, strict=True)]
+        return GraphRecord(title, phase, tuple(self._calls), tuple(named))

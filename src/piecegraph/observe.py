@@ -1,0 +1,216 @@
+"""Watching who launches what, while code runs: op by op, node by node, or line by line of a compiled wrapper.
+
+What is seen goes to a :class:`CallSink`: a ledger at capture, marks in a profile otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+import torch.fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from piecegraph import torch_compat
+from piecegraph.call_stack import current_origin
+from piecegraph.fx_origins import launch_calls, origin_of
+from piecegraph.origin import LaunchCall, Origin
+from piecegraph.plan import Piece
+from piecegraph.program import Step, take, watched_steps
+from piecegraph.structure import atoms
+
+
+_num_traces = 0
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """What is compiled or recorded inside is attributed."""
+    global _num_traces
+    _num_traces += 1
+    try:
+        yield
+    finally:
+        _num_traces -= 1
+
+
+def is_tracing() -> bool:
+    """Whether a trace is being taken."""
+    return _num_traces > 0
+
+
+class CallSink(Protocol):
+    """Is told of calls as they happen. Calls do not nest: what runs inside of one belongs to it."""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a call is under way."""
+
+    def begin(self) -> None:
+        """A call starts."""
+
+    def end(self, make_call: Callable[[], LaunchCall]) -> None:
+        """The call under way is over; what it was is worked out only if it did anything."""
+
+    def settle(self, make_call: Callable[[], LaunchCall]) -> None:
+        """A step is over: what it launched outside of any call belongs to the step as a whole."""
+
+
+@contextlib.contextmanager
+def one_call(sink: CallSink, make_call: Callable[[], LaunchCall]) -> Iterator[None]:
+    """Everything inside is one call, or part of the one that is under way already."""
+    if sink.is_inside:
+        yield
+        return
+    sink.begin()
+    try:
+        yield
+    finally:
+        sink.end(make_call)
+
+
+class OpObserver(TorchDispatchMode):
+    """Every op is a call.
+
+    Args:
+        sink: is told.
+        find_origin: the place in the model, given the op's name.
+    """
+
+    def __init__(self, sink: CallSink, find_origin: Callable[[str], Origin] = current_origin) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sink = sink
+        self._find_origin = find_origin
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Or torch.compile would run everything eagerly."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_mark = func.namespace == "profiler"
+        if self._sink.is_inside or is_mark or torch.compiler.is_compiling() or torch_compat.are_fake(types):
+            return func(*args, **kwargs)
+        self._sink.begin()
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._sink.end(lambda: self._describe(func, args, kwargs))
+
+    def _describe(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> LaunchCall:
+        op = torch_compat.qualified_name(func).partition(".")[0]
+        return LaunchCall(op, (self._find_origin(op),), shapes_of((args, kwargs)))
+
+
+class _NodeInterpreter(torch.fx.Interpreter):
+    """Runs a piece as it was traced; its ops have the origin of the node that they belong to."""
+
+    def __init__(self, module: torch.fx.GraphModule, sink: CallSink) -> None:
+        super().__init__(module)
+        self._sink = sink
+        self._node: torch.fx.Node | None = None
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        self._node = n
+        return super().run_node(n)
+
+    def run_observed(self, args: tuple[Any, ...]) -> Any:
+        with OpObserver(self._sink, self._origin):
+            return self.run(*args)
+
+    def _origin(self, op: str) -> Origin:
+        assert self._node is not None
+        return origin_of(self._node)
+
+
+CallFunction = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def run_observed(
+    step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], sink: CallSink, call_function: CallFunction
+) -> Any:
+    """Run a piece or a cut, and tell who launches what in it.
+
+    Args:
+        step: what to run.
+        args: its arguments, slots filled in.
+        kwargs: the same.
+        sink: is told.
+        call_function: calls what is compiled, or runs as a whole.
+    """
+    source = step.source
+    if isinstance(step.label, Piece) and step.label.backend == "eager":
+        returned = _NodeInterpreter(source.module, sink).run_observed(args)
+    elif source.compiled is not None:
+        with _watched_lines(sink, source.compiled.file, launch_calls(source)):
+            returned = call_function(step.function, args, kwargs)
+    else:
+        with one_call(sink, lambda: whole_step(step)):
+            returned = call_function(step.function, args, kwargs)
+    sink.settle(lambda: whole_step(step))
+    return returned
+
+
+@contextlib.contextmanager
+def observing(sink: CallSink) -> Iterator[None]:
+    """Tell a sink of all that runs inside: steps of programs, and ops outside of them."""
+
+    def run_step(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> list[Any]:
+        returned = run_observed(step, take(args, values), take(kwargs, values), sink, _call)
+        return [returned if position is None else returned[position] for _, position in step.results]
+
+    with watched_steps(run_step), OpObserver(sink):
+        yield
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+def whole_step(step: Step) -> LaunchCall:
+    """A step as one call: with the origins of all that it computes."""
+    name = str(step.label) if isinstance(step.label, Piece) else step.label.op
+    nodes = [node for node in step.source.module.graph.nodes if node.op in ("call_function", "call_method")]
+    return LaunchCall(name, tuple(dict.fromkeys(map(origin_of, nodes))))
+
+
+@contextlib.contextmanager
+def _watched_lines(sink: CallSink, file: str, calls: Mapping[int, LaunchCall]) -> Iterator[None]:
+    """Every line of a compiled piece's wrapper is a call."""
+    line: int | None = None
+
+    def finish() -> None:
+        nonlocal line
+        if line is not None:
+            here, line = line, None
+            sink.end(lambda: calls.get(here) or LaunchCall(f"line {here} of a compiled wrapper"))
+
+    def on_line(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal line
+        finish()
+        if event == "line":
+            line = frame.f_lineno
+            sink.begin()
+        return on_line
+
+    def on_call(frame: FrameType, event: str, arg: Any) -> Any:
+        return on_line if frame.f_code.co_filename == file and line is None else None
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+        finish()
+
+
+def shapes_of(arguments: Any) -> tuple[str, ...]:
+    """The layouts of the tensors among some arguments: ``bfloat16[16, 4096]``."""
+    tensors = [atom for atom in atoms(arguments) if isinstance(atom, torch.Tensor)]
+    return tuple(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
