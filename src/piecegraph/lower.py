@@ -22,7 +22,7 @@ from piecegraph.errors import located
 from piecegraph.events import Event, EventLog
 from piecegraph.fx_nodes import is_size, size_parts, source_line, writes_in_place
 from piecegraph.plan import Cut, Piece
-from piecegraph.program import Program, Slot, Step
+from piecegraph.program import Program, Slot, Step, StepSource
 from piecegraph.progress import Progress
 from piecegraph.sources import FromSize
 from piecegraph.split import Segment
@@ -38,6 +38,15 @@ INDUCTOR_DEFAULTS: Mapping[str, Any] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A compiled piece, for all segments with the same graph."""
+
+    function: Callable[..., Any]
+    backend: str
+    source: torch_compat.CompiledSource | None = None
+
+
 @dataclass(frozen=True)
 class Lowering:
     """How pieces are compiled."""
@@ -45,6 +54,10 @@ class Lowering:
     backend: str | Callable[..., Any]
     passes: tuple[Callable[..., Any], ...]
     inductor: Mapping[str, Any]
+    provenance: bool = False
+    """Whether compiled code comes with a map to the nodes of its graph. It computes the same, so this is no part of a
+    piece's key.
+    """
 
     @property
     def name(self) -> str:
@@ -56,7 +69,7 @@ def lower(
 ) -> tuple[Program, int]:
     """Compile every distinct piece and stitch the segments together. Also returns the number of compiles."""
     slots = _Slots(traced, segments)
-    compiled: dict[str, tuple[Callable[..., Any], str]] = {}
+    compiled: dict[str, _Compiled] = {}
     steps = []
     pieces = [segment for segment in segments if segment.verdict is None]
     with progress.bar("compile", len(pieces)) as bar:
@@ -110,7 +123,7 @@ def _piece_step(
     segment: Segment,
     slots: _Slots,
     lowering: Lowering,
-    compiled: dict[str, tuple[Callable[..., Any], str]],
+    compiled: dict[str, _Compiled],
     traced: Traced,
     events: EventLog,
 ) -> Step:
@@ -122,37 +135,39 @@ def _piece_step(
     if key not in compiled:
         with located(piece=index, line=str(segment.first_line or "")):
             compiled[key] = _compile(f"piece {index}", module, lowering, traced.fake_mode, events)
-    function, backend = compiled[key]
+    shared = compiled[key]
     return Step(
-        label=Piece(index, len(segment.nodes), key, segment.first_line, backend),
-        function=function,
+        label=Piece(index, len(segment.nodes), key, segment.first_line, shared.backend),
+        function=shared.function,
         args=_segment_args(segment, slots),
         kwargs={},
         results=tuple((slots.of(node), position) for position, node in enumerate(segment.outputs)),
         frees=slots.freed_after(index),
+        source=StepSource(module, shared.source),
     )
 
 
 def _compile(
     name: str, module: torch.fx.GraphModule, lowering: Lowering, fake_mode: Any, events: EventLog
-) -> tuple[Callable[..., Any], str]:
+) -> _Compiled:
     """Compile one piece; one that cannot be is run as it was traced, and that is an event."""
     if lowering.backend == "eager":
-        return module.forward, "eager"
+        return _Compiled(module.forward, "eager")
     if _writes_overlapping_input(module):
         events.emit(Event("PG303", name, "compilers assume that inputs written to do not overlap others"))
-        return module.forward, "eager"
+        return _Compiled(module.forward, "eager")
     fakes = [torch_compat.meta_value(node) for node in module.graph.find_nodes(op="placeholder")]
     try:
         if callable(lowering.backend):
-            return lowering.backend(module, fakes), lowering.name
+            return _Compiled(lowering.backend(module, fakes), lowering.name)
         settings = {**INDUCTOR_DEFAULTS, **lowering.inductor}
-        return torch_compat.inductor_compile(module, fakes, fake_mode, settings), "inductor"
+        made = torch_compat.inductor_compile(module, fakes, fake_mode, settings, provenance=lowering.provenance)
+        return _Compiled(made.function, "inductor", made.source)
     except Exception as error:  # noqa: BLE001 - a compiler may raise anything; the piece still runs, and it is counted
         line = next((str(source) for node in module.graph.nodes if (source := source_line(node))), "unknown line")
         reason = f"{lowering.name} failed on it (from {line}): {type(error).__name__}: {error}"
         events.emit(Event("PG302", name, reason))
-        return module.forward, "eager"
+        return _Compiled(module.forward, "eager")
 
 
 def _writes_overlapping_input(module: torch.fx.GraphModule) -> bool:
@@ -181,7 +196,12 @@ def _cut_step(index: int, segment: Segment, slots: _Slots, traced: Traced) -> St
     fresh = frozenset(
         slots.of(node) for node in segment.outputs if torch_compat.unbacked_symbols(torch_compat.meta_value(node))
     )
-    common: dict[str, Any] = {"label": label, "frees": slots.freed_after(index), "fresh_shapes": fresh}
+    common: dict[str, Any] = {
+        "label": label,
+        "frees": slots.freed_after(index),
+        "fresh_shapes": fresh,
+        "source": StepSource(segment.module),
+    }
     if any(uses_streams(node) for node in segment.nodes):
         runner: Callable[..., Any] = StreamInterpreter(segment.module, traced.streams)
     elif len(heads) == 1 and heads[0].op == "call_function" and _is_flat(nodes, heads[0]):

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.fx
 
 from piecegraph.plan import Cut, Piece
 from piecegraph.sizes import SizeRules
 from piecegraph.sources import FromCall, FromSize, Weight
 from piecegraph.structure import map_arguments
+from piecegraph.torch_compat import CompiledSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,21 @@ class Slot:
     """A value that one step produces and later ones read."""
 
     index: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepSource:
+    """What a step was made from."""
+
+    module: torch.fx.GraphModule
+    """The step's own graph, after passes. Steps that share compiled code have each their own."""
+    compiled: CompiledSource | None = None
+    """The source that runs; None if the graph itself does."""
+
+    @property
+    def calls(self) -> tuple[torch.fx.Node, ...]:
+        """The nodes that compute something, in order."""
+        return tuple(node for node in self.module.graph.nodes if node.op.startswith("call_"))
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,7 @@ class Step:
     """Slots that no later step reads."""
     fresh_shapes: frozenset[int] = frozenset()
     """Result slots whose value or shape is read from data, so that it has no fixed address."""
+    source: StepSource | None = None
 
     @property
     def is_captured(self) -> bool:

@@ -11,9 +11,11 @@ import ast
 import builtins
 import contextlib
 import difflib
+import hashlib
 import inspect
 import operator
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -357,20 +359,99 @@ def direct_kernel(target: Any, device_type: str) -> Any:
 # -------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledSource:
+    """The Python that Inductor generated for a graph: allocations, and one launch after the other."""
+
+    file: str
+    """The ``co_filename`` of the frames that run it."""
+    code: str
+    provenance: str | None
+    """Inductor's map of kernels to graph nodes, as JSON; None unless asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGraph:
+    """What Inductor made of a graph."""
+
+    function: Callable[..., Any]
+    source: CompiledSource | None
+    """None where Inductor generated no Python."""
+
+
 def inductor_compile(
-    graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any], fake_mode: Any, settings: Mapping[str, Any]
-) -> Callable[..., Any]:
-    """Compile a graph for the symbolic sizes of its fake inputs. The graph must return a tuple."""
+    graph_module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    fake_mode: Any,
+    settings: Mapping[str, Any],
+    *,
+    provenance: bool = False,
+) -> CompiledGraph:
+    """Compile a graph for the symbolic sizes of its fake inputs. The graph must return a tuple.
+
+    With ``provenance``, the generated source comes with Inductor's map of kernels to graph nodes, and is sure to have
+    been generated for a graph whose nodes have the same names.
+    """
     from torch._guards import TracingContext, tracing
     from torch._inductor import standalone_compile
 
-    with torch.no_grad(), tracing(TracingContext(fake_mode)):
-        return standalone_compile(
+    patches, salted = dict(settings), contextlib.nullcontext()
+    if provenance:
+        patches["trace.provenance_tracking_level"] = 1
+        salted = _salted_cache(graph_module)
+    with torch.no_grad(), tracing(TracingContext(fake_mode)), salted, _generated_sources() as sources:
+        function = standalone_compile(
             graph_module,
             list(example_inputs),
             dynamic_shapes="from_tracing_context",
-            options={"config_patches": dict(settings)},
+            options={"config_patches": patches},
         )
+    return CompiledGraph(function, sources[-1] if sources else None)
+
+
+def _salted_cache(graph_module: torch.fx.GraphModule) -> Any:
+    """Entries of Inductor's caches that are for graphs with these node names only, and compiled with provenance.
+
+    The key of a cached graph is taken after node names were replaced: source compiled for ``x.view`` serves
+    ``x.reshape``, and its comments name a node that is not there. On torch 2.11 the level of provenance is not part of
+    the key either.
+    """
+    names = " ".join(node.name for node in graph_module.graph.nodes)
+    salt = f"piecegraph provenance {hashlib.sha256(names.encode()).hexdigest()[:16]}"
+    config = torch.compiler.config
+    return config.patch(cache_key_tag=f"{config.cache_key_tag} {salt}".strip())  # type: ignore[attr-defined]
+
+
+_watching_sources = threading.RLock()
+"""Held while Inductor's class is patched, so that two threads do not undo each other's patch."""
+
+
+@contextlib.contextmanager
+def _generated_sources() -> Iterator[list[CompiledSource]]:
+    """Collects the source of what is compiled, or loaded from a cache, inside.
+
+    ``post_compile`` runs last in both cases. It may put other callables around the generated function, so that is
+    looked at first.
+    """
+    from torch._inductor.output_code import CompiledFxGraph
+
+    found: list[CompiledSource] = []
+    original = CompiledFxGraph.post_compile
+
+    def post_compile(graph: Any, *args: Any, **kwargs: Any) -> None:
+        code = getattr(graph.current_callable, "__code__", None)
+        text = getattr(graph, "source_code", None)
+        if code is not None and text:
+            provenance = getattr(graph, "inductor_provenance_mapping_str", None)
+            found.append(CompiledSource(code.co_filename, text, provenance))
+        original(graph, *args, **kwargs)
+
+    with _watching_sources:
+        CompiledFxGraph.post_compile = post_compile  # type: ignore[method-assign]
+        try:
+            yield found
+        finally:
+            CompiledFxGraph.post_compile = original  # type: ignore[method-assign]
 
 
 # --- memory
