@@ -75,7 +75,8 @@ class _Breaker:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
         """Run a function between two graphs. Breaks inside it belong to it."""
-        cut = Cut(self.num_breaks, getattr(function, "__qualname__", None) or str(function), reason, user_line())
+        op = torch_compat.qualified_name(function) or getattr(function, "__qualname__", None) or str(function)
+        cut = Cut(self.num_breaks, op, reason, user_line())
         self.num_breaks += 1
         self.cuts.append(cut)
         flat = _FlatResult(function, cut)

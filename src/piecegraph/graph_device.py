@@ -197,4 +197,4 @@ class CudaGraphs:
         function()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return float(start.elapsed_time(end)) / 1e3

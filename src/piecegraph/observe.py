@@ -23,7 +23,6 @@ from piecegraph.plan import Piece
 from piecegraph.program import Step, take, watched_steps
 from piecegraph.structure import atoms
 
-
 _num_traces = 0
 
 
@@ -175,8 +174,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def whole_step(step: Step) -> LaunchCall:
     """A step as one call: with the origins of all that it computes."""
     name = str(step.label) if isinstance(step.label, Piece) else step.label.op
-    nodes = [node for node in step.source.module.graph.nodes if node.op in ("call_function", "call_method")]
-    return LaunchCall(name, tuple(dict.fromkeys(map(origin_of, nodes))))
+    return LaunchCall(name, tuple(dict.fromkeys(map(origin_of, step.source.calls))))
 
 
 @contextlib.contextmanager

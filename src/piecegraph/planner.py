@@ -20,6 +20,7 @@ from piecegraph.example import Example, read_example
 from piecegraph.fuse import fuse_linears, separate
 from piecegraph.graph_device import CudaGraphs, GraphDevice
 from piecegraph.lower import Lowering, lower
+from piecegraph.observe import is_tracing
 from piecegraph.plan import Cut, Decision, Piece, Plan, SizeDim
 from piecegraph.progress import Progress
 from piecegraph.runner import PlanRunner
@@ -134,7 +135,8 @@ class Planner:
         with located(phase="compile"):
             segments = split(traced, self._rules, full=config.cudagraph_mode == "full")
             clock.lap("split")
-            lowering = Lowering(config.backend, config.passes, config.options.inductor)
+            provenance = config.options.provenance or is_tracing()
+            lowering = Lowering(config.backend, config.passes, config.options.inductor, provenance)
             program, num_compiles = lower(traced, segments, lowering, self._events, Progress(config.options.progress))
         self.num_compiles += num_compiles
         clock.lap("lower")

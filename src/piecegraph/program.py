@@ -57,9 +57,9 @@ class Step:
     """(slot, position in the returned tuple, or None for the whole return value)."""
     frees: tuple[int, ...]
     """Slots that no later step reads."""
+    source: StepSource
     fresh_shapes: frozenset[int] = frozenset()
     """Result slots whose value or shape is read from data, so that it has no fixed address."""
-    source: StepSource | None = None
 
     @property
     def is_captured(self) -> bool:

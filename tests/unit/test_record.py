@@ -26,11 +26,11 @@ def compile_simulated(model: Any, **arguments: Any) -> Any:
 
 
 def capture(device: SimulatedGraphs, function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[], None]]:
-    device.begin()
+    device.begin(keep_nodes=False)
     result = device.call(function, args, {})
-    replay = device.end()
-    assert replay is not None
-    return result, replay
+    captured = device.end()
+    assert captured is not None
+    return result, captured.replay
 
 
 def test_a_replay_reads_the_addresses_of_the_recording() -> None:
@@ -86,7 +86,7 @@ def test_between_sizes_all_of_it_is_recycled() -> None:
 def test_host_reads_are_forbidden_while_capturing() -> None:
     device = SimulatedGraphs()
     with device.session(), torch.no_grad():
-        device.begin()
+        device.begin(keep_nodes=False)
         with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
             torch.ones(4).nonzero()
         device.abandon()
@@ -148,10 +148,10 @@ def test_a_piece_that_cannot_be_captured_runs_eagerly_and_the_rest_goes_on(monke
 
 
 class RunsOutOfMemory(SimulatedGraphs):
-    def begin(self) -> None:
+    def begin(self, *, keep_nodes: bool) -> None:
         if self.num_rows > 8:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB. and so on")
-        super().begin()
+        super().begin(keep_nodes=keep_nodes)
 
     num_rows = 0
 

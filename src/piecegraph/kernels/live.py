@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from piecegraph.errors import KernelError
 from piecegraph.kernels.cost import Cost, measure_costs
 from piecegraph.kernels.dump import dump_calls
-from piecegraph.kernels.where import Where, matches_module, matches_op
+from piecegraph.kernels.where import Where
 from piecegraph.origin import GraphNode, LaunchCall
 from piecegraph.tape import GraphStep, Inside, Rerun, Tape
 
@@ -106,7 +106,7 @@ class LiveKernels:
         if not chosen:
             asked = {"op": op, "module": module, "line": line, "kernel": kernel, "piece": piece, "size": size}
             raise _nothing_matches({name: value for name, value in asked.items() if value is not None}, everything)
-        return Selection(self._owner, tuple(chosen))
+        return Selection(self._owner, where, tuple(chosen))
 
     def _all(self) -> list[LiveKernel]:
         tapes = self._owner.tapes()
@@ -122,8 +122,9 @@ class LiveKernels:
 class Selection:
     """Some kernels of graphs in use."""
 
-    def __init__(self, owner: TapeOwner, kernels: tuple[LiveKernel, ...]) -> None:
+    def __init__(self, owner: TapeOwner, where: Where, kernels: tuple[LiveKernel, ...]) -> None:
         self._owner = owner
+        self._where = where
         self.kernels = kernels
         self._left_out: list[LiveKernel] = []
 
@@ -184,7 +185,7 @@ class Selection:
         """
         paths: list[Path] = []
         for tape, chosen in self._by_tape():
-            origins = {origin for live in chosen if live.call is not None for origin in live.call.origins}
+            origins = {origin for live in chosen for origin in self._where.origins(live.call)}
             with self._owner.rerun(tape) as rerun:
                 paths += dump_calls(Path(folder) / tape.phase.replace(" ", "_"), origins, rerun.compute)
         return tuple(paths)

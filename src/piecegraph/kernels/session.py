@@ -7,13 +7,11 @@ is marks in it, which say which call or which step of which tape runs, and what 
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from piecegraph.errors import KernelError
 from piecegraph.kernels.announce import CALL_MARK, Announcer
 from piecegraph.kernels.attribute import attribute
 from piecegraph.kernels.launch import How, KernelTrace, Launch, RawLaunch

@@ -33,6 +33,10 @@ class Where:
             return True
         return call is not None and any(self._matches_origin(origin, call.op) for origin in _origins(call))
 
+    def origins(self, call: LaunchCall | None) -> list[Origin]:
+        """Those of a call's origins that are meant."""
+        return [] if call is None else [origin for origin in call.origins if self._matches_origin(origin, call.op)]
+
     def _matches_origin(self, origin: Origin, called: str) -> bool:
         return (
             (self.op is None or matches_op(self.op, origin.op) or matches_op(self.op, called))

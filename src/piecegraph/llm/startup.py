@@ -79,7 +79,12 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         bar.advance(path)
     limits, length = _limits(loaded, config)
     stages.done("load")
-    core_options = Options(fuse_linears=options.fuse_linears, inductor=options.inductor, progress=options.progress)
+    core_options = Options(
+        fuse_linears=options.fuse_linears,
+        inductor=options.inductor,
+        provenance=options.provenance,
+        progress=options.progress,
+    )
     with torch.no_grad():
         cache = cache_for(
             decoder_of(loaded.model), linear_attention=options.linear_attention, latent_cache=options.latent_cache

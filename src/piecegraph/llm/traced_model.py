@@ -36,6 +36,7 @@ from piecegraph.llm.positions import count_by_sequence
 from piecegraph.llm.state_sites import number_states
 from piecegraph.llm.trace_cache import TraceCache
 from piecegraph.lower import Lowering, lower
+from piecegraph.observe import is_tracing
 from piecegraph.plan import Cut, Decision, Piece
 from piecegraph.progress import Progress
 from piecegraph.signature import Binder
@@ -97,7 +98,8 @@ def trace_model(
         traced, decision = fuse_linears(traced)
         decisions = (*decisions, decision)
     segments = split(traced, CutRules("auto"), full=False)
-    lowering = Lowering(backend, linear_passes(model.device), options.inductor)
+    provenance = options.provenance or is_tracing()
+    lowering = Lowering(backend, linear_passes(model.device), options.inductor, provenance)
     program, num_compiles = lower(traced, segments, lowering, events, progress)
     seconds = {"trace": traced_at - started, "compile": time.perf_counter() - traced_at}
     return TracedModel(
