@@ -1,7 +1,7 @@
 """What separates launches of a kernel that come with a group from those that do not.
 
-A split is reported only if it has no exception on either side. Libraries choose kernels by their arguments, so a list of
-all grids or shapes would always separate: it counts as a condition only while it is short.
+A split is reported only if it has no exception on either side. Libraries choose kernels by their arguments, so a list
+of all grids or shapes would always separate: it counts as a condition only while it is short.
 """
 
 from __future__ import annotations
