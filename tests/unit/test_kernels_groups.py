@@ -194,6 +194,24 @@ def test_nothing_follows_from_what_all_sorts_of_calls_launch(generic: str) -> No
     assert story.mine().groups == ()
 
 
+def test_a_memset_joins_no_groups() -> None:
+    story = Story().call("aten::mm", MEMSET, "gemm", times=8).call("aten::conv2d", MEMSET, "conv", times=9)
+    assert [group.op for group in story.mine().groups] == ["aten::conv2d", "aten::mm"]
+
+
+def test_a_memset_is_no_anchor_though_it_is_surer_than_the_kernel() -> None:
+    group = Story().call("lib::x", MEMSET, "work", times=19).call("lib::x", "work").only()
+    assert (group.verdict, group.anchor) == ("usually", "work")
+
+
+def test_a_core_of_memsets_and_copies_is_given_by_the_kernels_around_it() -> None:
+    copy = "direct_copy_kernel_cuda"
+    story = Story().call("lib::x", MEMSET, copy, "x", times=8).call("lib::x", MEMSET, copy, "y", times=8)
+    story.call("lib::x", MEMSET, copy, "x", "y")
+    group = story.only()
+    assert (group.verdict, group.anchor) == ("always given", "x")
+
+
 def test_calls_whose_launches_interleave() -> None:
     story = Story()
     for number in range(0, 20, 2):
@@ -233,7 +251,7 @@ def test_usually() -> None:
     story = Story().call("lib::x", "x", "y", times=19).call("lib::x", "x").call("lib::y", "y")
     group = story.only()
     assert (group.verdict, group.bound) == ("usually", None)
-    assert "95.0% of its launches (19 of 20)" in sentence(group)
+    assert "95.0 % of its launches (19 of 20)" in sentence(group)
     assert Story().call("lib::x", "x", "y", times=8).call("lib::x", "x").call("lib::y", "y").mine().groups == ()
 
 
@@ -242,6 +260,19 @@ def test_finer_names_where_the_coarse_one_says_too_little() -> None:
     group = story.only()
     assert group.verdict == "always"
     assert [(member.name, member.level) for member in group.members] == [("gemm<split>", "raw"), ("reduce", "family")]
+
+
+def test_a_finer_name_with_an_exception_is_no_better() -> None:
+    story = Story().call("lib::f", "gemm<split>", "reduce", times=10).call("lib::f", "gemm<plain>", times=40)
+    group = story.call("lib::f", "gemm<split>").only()
+    assert (group.verdict, names(group)) == ("always given", ["gemm", "reduce"])
+
+
+def test_ops_with_nothing_in_common_but_an_optional_kernel_are_groups_of_their_own() -> None:
+    story = Story().call("lib::a", "x", "y", times=9).call("lib::a", "x", "y", "cast", times=9)
+    story.call("lib::b", "cast", "z", times=8)
+    found = {group.op: (group.verdict, names(group)) for group in story.mine().groups}
+    assert found == {"lib::a": ("always", ["x", "y", "cast"]), "lib::b": ("always given", ["cast", "z"])}
 
 
 def test_a_family_that_hides_the_parts_of_a_call_is_taken_apart() -> None:
@@ -301,6 +332,11 @@ def test_replays_get_the_group_of_the_captured_call_and_give_their_time() -> Non
     assert groups.groups[0].time_us == 12.0
 
 
+def test_a_replay_of_a_graph_whose_capture_was_not_seen_gets_no_group() -> None:
+    story = Story().call("aten::mm", "gemm", "reduce", times=5).call("aten::mm", "gemm", "reduce", how="position")
+    assert sorted(story.mine().group_of_instance) == [1, 2, 3, 4, 5]
+
+
 def test_the_group_that_takes_the_most_time_is_the_first() -> None:
     story = Story().call("lib::a", "a1", "a2", times=5).call("lib::b", "b1", "b2", times=50)
     assert [(group.label, group.op) for group in story.mine().groups] == [("G1", "lib::b"), ("G2", "lib::a")]
@@ -323,12 +359,17 @@ def test_the_same_facts_in_every_format() -> None:
     for text in (out.getvalue(), as_markdown(groups)):
         assert "always given cublasLt::splitKreduce_kernel, in 10 calls of aten::mm (40 in all)" in text
         assert "with grid.z > 1: 10 of 10 launches with the group; grid.z = 1: 0 of 30." in text
-        assert "fewer than 30.0% are to be expected" in text
+        assert "fewer than 30 % are to be expected" in text
     document = json.loads(json.dumps(as_document(groups)))
     (group,) = document["groups"]
     assert (group["op"], group["support"], group["verdict"]) == ("aten::mm", 10, "always given")
     assert [member["confidence"] for member in group["members"]] == [0.25, 1.0]
     assert group["members"][0]["condition"]["holds"] == "grid.z > 1"
+
+
+def test_a_share_is_not_rounded_up_to_all() -> None:
+    story = Story().call("lib::x", "x", "y", times=2999).call("lib::x", "x").call("lib::y", "y")
+    assert "99.9 % of its launches (2999 of 3000)" in sentence(story.only())
 
 
 def test_nothing_found_says_why() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Group as Stack
 from rich.console import RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -22,8 +23,8 @@ def as_table(groups: Groups) -> RenderableType:
     blocks: list[RenderableType] = []
     for group in groups.groups:
         title = Text(group.label, "bold cyan").append(f"  {headline(group)}", "bold")
-        sentences = Text("   " + " ".join(_sentences(group, "")))
-        blocks += [title, _member_table(group), sentences, Text()]
+        sentences = Padding(Text(" ".join(_sentences(group, ""))), (0, 0, 1, 4))
+        blocks += [title, _member_table(group), sentences]
     return Stack(*blocks, Text(_footer(groups), "dim"))
 
 
@@ -71,7 +72,7 @@ def sentence(group: Group, quote: str = "`") -> str:
         return f"{listed} never run without each other{', in this order' if group.is_ordered else ''}, {place}"
     company = _company(group, others, anchor, quote)
     if group.verdict == "usually":
-        share = f"{anchor.confidence:.1%} of its launches ({anchor.launches} of {anchor.launches_in_all})"
+        share = f"{_share(anchor)} of its launches ({anchor.launches} of {anchor.launches_in_all})"
         return f"{name} runs with {company} in {share}, {place}"
     return f"{name} never runs without {company}, {place}"
 
@@ -91,7 +92,7 @@ def _sentences(group: Group, quote: str) -> list[str]:
     if group.bound is not None:
         calls = group.anchor_member.calls
         said.append(
-            f"No exception in {calls} calls: fewer than {group.bound:.1%} are to be expected (95 % confidence)."
+            f"No exception in {calls} calls: fewer than {group.bound * 100:.2g} % are to be expected (95 % confidence)."
         )
     if group.places:
         more = group.num_places - len(group.places)
@@ -126,6 +127,11 @@ def _listed(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
+def _share(member: GroupMember) -> str:
+    """Rounded, but never up to all."""
+    return "100 %" if member.is_sure else f"{min(member.confidence, 0.999):.1%}".replace("%", " %")
+
+
 def _repeats(member: GroupMember) -> str:
     least, most = member.repeats
     return str(least) if least == most else f"{least} to {most}"
@@ -141,7 +147,7 @@ def _member_table(group: Group) -> Table:
         name = Text(member.name, "bold" if member.name == group.anchor else "")
         if member.repeats != (1, 1):
             name.append(f" x {_repeats(member)}", "dim")
-        table.add_row("  ", name, f"{member.confidence:.1%}", Text(_role(group, member), "dim"))
+        table.add_row("  ", name, _share(member), Text(_role(group, member), "dim"))
     return table
 
 
@@ -160,7 +166,7 @@ def _markdown_cells(group: Group, member: GroupMember) -> list[str]:
         f"{name} ({role})" if role else name,
         _repeats(member),
         f"{member.calls} of {group.support}",
-        f"{member.confidence:.1%} ({member.launches} of {member.launches_in_all})",
+        f"{_share(member)} ({member.launches} of {member.launches_in_all})",
     ]
 
 
