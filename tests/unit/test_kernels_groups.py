@@ -271,8 +271,12 @@ def test_a_finer_name_with_an_exception_is_no_better() -> None:
 def test_ops_with_nothing_in_common_but_an_optional_kernel_are_groups_of_their_own() -> None:
     story = Story().call("lib::a", "x", "y", times=9).call("lib::a", "x", "y", "cast", times=9)
     story.call("lib::b", "cast", "z", times=8)
-    found = {group.op: (group.verdict, names(group)) for group in story.mine().groups}
-    assert found == {"lib::a": ("always", ["x", "y", "cast"]), "lib::b": ("always given", ["cast", "z"])}
+    groups = story.mine().groups
+    assert {member.level for group in groups for member in group.members} == {"family"}
+    assert {group.op: (group.verdict, names(group)) for group in groups} == {
+        "lib::a": ("always", ["x", "y", "cast"]),
+        "lib::b": ("always given", ["cast", "z"]),
+    }
 
 
 def test_a_family_that_hides_the_parts_of_a_call_is_taken_apart() -> None:
