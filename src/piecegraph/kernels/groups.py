@@ -27,7 +27,7 @@ from piecegraph.kernels.seen_calls import (
     signature,
 )
 
-LEVELS: Levels = (("raw", str),)
+LEVELS: Levels = (("raw", str), ("short", short), ("family", family))
 MAX_PLACES = 3
 
 
