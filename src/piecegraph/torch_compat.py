@@ -508,5 +508,5 @@ def job_store() -> Any:
 
 
 def demangle_symbol(name: str) -> str:
-    """A C++ name as it was written; the name itself if it is none, or holds a type that torch cannot read (bfloat16)."""
+    """A C++ name as it was written; the name itself if torch cannot read it: it knows no ``std::bfloat16_t``."""
     return str(torch._C._demangle(name))
