@@ -13,6 +13,7 @@
     ├── RequestError (also ValueError)    PG65x  one request cannot be served; the others go on
     ├── ModelError                        PG66x  a language model cannot be loaded or run as it is
     │                                     PG67x  the same, of the demo model and the cache it is kept in
+    ├── SelectionError (also ValueError)  PG71x  what was asked for is not among the kernels that ran
     └── KernelError                       PG73x  kernels of recorded graphs cannot be chosen, read or switched
 
 The text of an error always says, in this order: what happened, where, why, what to do.
@@ -82,6 +83,9 @@ CODES: dict[str, str] = {
     "PG671": "the demo model cannot be read",
     "PG672": "the cache folder is not safe to use",
     "PG673": "the cache folder cannot be used",
+    "PG711": "no such column to sort by",
+    "PG712": "no kernel matches",
+    "PG713": "a selection cannot be read",
     "PG731": "no kernel matches the selection",
     "PG732": "the graphs were recorded without provenance",
     "PG733": "the nodes of a graph cannot be read or switched",
@@ -186,6 +190,12 @@ class RequestError(PiecegraphError, ValueError):
 
 class ModelError(PiecegraphError):
     """A language model cannot be loaded, or not be run as it is."""
+
+
+class SelectionError(PiecegraphError, ValueError):
+    """What was asked for is not among the kernels that ran, or is not written as it must be."""
+
+    exit_code = 2
 
 
 class KernelError(PiecegraphError):

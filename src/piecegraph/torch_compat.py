@@ -582,3 +582,12 @@ def job_store() -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+
+
+# --- kernels
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def demangle_symbol(name: str) -> str:
+    """A C++ name as it was written; the name itself if torch cannot read it: it knows no ``std::bfloat16_t``."""
+    return str(torch._C._demangle(name))
