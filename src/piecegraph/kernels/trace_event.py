@@ -50,12 +50,15 @@ class Event:
 
 
 Decode = Callable[[str], Sequence[Event]]
-"""Takes a JSON list of events. Raises ``ValueError`` if the text is no JSON list."""
+"""Takes a JSON list of events. Raises ``ValueError`` if the text is none."""
 
 
 def decode_with_json(text: str) -> Sequence[Event]:
     """A list of events, by the standard library."""
-    return [event_of(value) for value in _LENIENT.decode(text)]
+    values = _LENIENT.decode(text)
+    if not all(isinstance(value, dict) for value in values):
+        raise ValueError("an event was expected")
+    return [event_of(value) for value in values]
 
 
 def decode_one(text: str, start: int) -> tuple[Any, int]:
@@ -63,9 +66,8 @@ def decode_one(text: str, start: int) -> tuple[Any, int]:
     return _LENIENT.raw_decode(text, start)
 
 
-def event_of(value: Any) -> Event:
+def event_of(fields: dict[str, Any]) -> Event:
     """An event from parsed JSON; whatever is missing or odd gets a value that stands for nothing."""
-    fields: dict[str, Any] = value if isinstance(value, dict) else {}
     args = fields.get("args")
     return Event(
         ph=str(fields.get("ph", "")),

@@ -49,6 +49,7 @@ class TraceFile:
         self.num_events = 0
         self.device_properties: list[dict[str, Any]] = []
         self._decode = decode or fastest_decoder()
+        self._text = _Text(iter(()))
 
     @property
     def num_bytes(self) -> int:
@@ -88,23 +89,20 @@ class TraceFile:
             self._text.at += 1
             yield from self._members()
         else:
-            raise self._not_json("it begins with neither { nor [")
+            raise self._not_json("it should begin with { or [")
         if self._text.peek():
             raise self._not_json("there is more behind the end of its JSON")
 
     def _members(self) -> Iterator[Sequence[Event]]:
         """The events, from behind the ``{`` of the file to behind its ``}``."""
-        is_first = True
-        while (char := self._text.peek()) != "}":
-            if not is_first:
-                self._expect(",")
-            elif char == ",":
+        separator = ""
+        while self._text.peek() != "}":
+            if separator:
+                self._expect(separator)
+            separator = ","
+            if self._text.peek() not in ('"', ""):
                 raise self._not_json("a name was expected")
-            is_first = False
-            self._text.peek()
             name = self._value()
-            if not isinstance(name, str):
-                raise self._not_json("a name was expected")
             self._expect(":")
             if self._text.peek() == "[" and name == "traceEvents":
                 self._text.at += 1
@@ -126,7 +124,6 @@ class TraceFile:
             batch: Sequence[Event] | None = self._many()
             if batch is None:
                 batch, is_open = self._one_by_one()
-            self.num_events += len(batch)
             yield batch
 
     def _many(self) -> Sequence[Event] | None:
@@ -139,6 +136,7 @@ class TraceFile:
             except (ValueError, RecursionError):
                 continue
             self._text.at = cut.end(1)
+            self.num_events += len(batch)
             return batch
         return None
 
@@ -157,7 +155,9 @@ class TraceFile:
     def _object(self) -> Event:
         if self._text.peek() not in ("{", ""):
             raise self._not_json("an event was expected")
-        return event_of(self._value())
+        event = event_of(self._value())
+        self.num_events += 1
+        return event
 
     def _value(self) -> Any:
         """The value at the current place, however long."""
@@ -171,6 +171,9 @@ class TraceFile:
                         continue
                     if _is_at_the_end(error, text.text):
                         raise self._cut_off() from error
+                if isinstance(error, json.JSONDecodeError):
+                    text.at = error.pos
+                    raise self._not_json(error.msg) from error
                 raise self._not_json(str(error)) from error
             # What follows may be the rest of a number.
             if end == len(text.text) and text.more():
@@ -186,21 +189,23 @@ class TraceFile:
             raise self._not_json(f"{char!r} was expected")
         self._text.at += 1
 
-    def _place(self) -> str:
-        return f"byte {self._text.num_bytes_before():,} of {self.path}"
+    def _place(self, num_bytes: int) -> str:
+        return f"byte {num_bytes:,} of {self.path}"
 
     def _not_json(self, why: str) -> InputError:
-        where = self.path if self._text.num_bytes_before() == 0 else self._place()
+        where = self._place(self._text.num_bytes_before())
         return InputError("PG703", "the trace is not JSON", where=where, why=why, hint=_EXPORT_HINT)
 
     def _cut_off(self) -> InputError:
         why = f"the file ends there, after {self.num_events:,} whole events"
-        return InputError("PG705", "the trace is cut off", where=self._place(), why=why, hint=_CUT_OFF_HINT)
+        where = self._place(self._text.num_bytes_seen())
+        return InputError("PG705", "the trace is cut off", where=where, why=why, hint=_CUT_OFF_HINT)
 
     def _damaged_gzip(self, error: Exception) -> InputError:
         why = f"{error}, after {self.num_events:,} events"
         hint = "copy it again; gzip -t tells whether the file is whole"
-        return InputError("PG706", "the trace is a damaged gzip file", where=self._place(), why=why, hint=hint)
+        where = self._place(self._text.num_bytes_seen())
+        return InputError("PG706", "the trace is a damaged gzip file", where=where, why=why, hint=hint)
 
     def _unreadable(self, error: OSError) -> InputError:
         why = error.strerror or str(error)
@@ -219,6 +224,10 @@ class _Text:
     def num_bytes_before(self) -> int:
         """How many bytes of the (unpacked) file lie before the current place."""
         return self._num_dropped_bytes + _num_bytes(self.text[: self.at])
+
+    def num_bytes_seen(self) -> int:
+        """How many bytes of the (unpacked) file were read at all."""
+        return self._num_dropped_bytes + _num_bytes(self.text)
 
     def more(self) -> bool:
         """Add a block, let go of what was read, and tell whether there was a block."""
