@@ -9,6 +9,7 @@
     │   ├── FallbackError                        ... and ``on_fallback="raise"`` was asked for
     │   └── AddressError                         ... because memory a graph reads has moved
     ├── InputError                        PG60x  a file given to a command cannot be used
+    │                                     PG70x  the same, of a trace
     ├── CommandError                      PG61x  a command cannot do what it was asked to
     ├── RequestError (also ValueError)    PG65x  one request cannot be served; the others go on
     ├── ModelError                        PG66x  a language model cannot be loaded or run as it is
@@ -83,13 +84,18 @@ CODES: dict[str, str] = {
     "PG671": "the demo model cannot be read",
     "PG672": "the cache folder is not safe to use",
     "PG673": "the cache folder cannot be used",
+    "PG701": "a trace cannot be read",
+    "PG702": "a trace is empty",
+    "PG703": "a trace is not JSON",
+    "PG704": "a trace holds no events that are of use",
+    "PG705": "a trace is cut off",
+    "PG706": "a trace is a damaged gzip file",
     "PG711": "no such column to sort by",
     "PG712": "no kernel matches",
     "PG713": "a selection cannot be read",
-    "PG731": "no kernel matches the selection",
-    "PG732": "the graphs were recorded without provenance",
-    "PG733": "the nodes of a graph cannot be read or switched",
-    "PG734": "the inputs of a recorded step are gone",
+    "PG731": "the graphs were recorded without provenance",
+    "PG732": "the nodes of a graph cannot be read or switched",
+    "PG733": "the inputs of a recorded step are gone",
 }
 
 

@@ -101,5 +101,5 @@ def _node_id(node: Any) -> int | None:
 def _check(returned: tuple[Any, ...]) -> tuple[Any, ...]:
     error, *values = returned
     if int(error) != 0:
-        raise KernelError("PG733", "the nodes of a graph cannot be read or switched", why=f"CUDA says {error.name}")
+        raise KernelError("PG732", "the nodes of a graph cannot be read or switched", why=f"CUDA says {error.name}")
     return tuple(values)

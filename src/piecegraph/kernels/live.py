@@ -115,7 +115,7 @@ class LiveKernels:
         if not known:
             why = "nothing is recorded yet" if not graphs else f"none of its {len(graphs)} graphs knows what it holds"
             hint = "compile with options={'provenance': True}" if graphs else "call it, or capture(), on a GPU first"
-            raise KernelError("PG732", f"the kernels of {self._owner.name} are not known", why=why, hint=hint)
+            raise KernelError("PG731", f"the kernels of {self._owner.name} are not known", why=why, hint=hint)
         return [LiveKernel(tape, inside, i) for tape, inside in known for i in range(len(inside.record.nodes))]
 
 

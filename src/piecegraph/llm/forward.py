@@ -170,7 +170,7 @@ class Forward:
         def compute() -> Any:
             if self._last != key:
                 why = f"the last step was {self._last or 'none'}, and the buffers hold its batch"
-                raise KernelError("PG734", f"the inputs of {key} are gone", why=why, hint="generate again, then dump")
+                raise KernelError("PG733", f"the inputs of {key} are gone", why=why, hint="generate again, then dump")
             return self._compute(key)
 
         device.use_caller_stream()
