@@ -18,7 +18,7 @@ from piecegraph.record import Recorder
 from piecegraph.sources import Fixed, FromCall, FromGraph, FromSize, Weight
 from piecegraph.structure import Structure, atoms
 from piecegraph.tape import WatchedWeight
-from piecegraph.trace import Traced
+from piecegraph.tracer import Traced
 from piecegraph.views import InputView
 
 Sizes = tuple[int, ...]

@@ -27,7 +27,7 @@ from piecegraph.signature import is_constant
 from piecegraph.sources import FromCall, FromSize, Weight
 from piecegraph.structure import LEAF, flatten
 from piecegraph.tape import WatchedWeight
-from piecegraph.trace import EAGER_OP_REASON
+from piecegraph.tracer import EAGER_OP_REASON
 from piecegraph.user_code import user_line
 from piecegraph.views import InputView
 

@@ -93,9 +93,11 @@ CODES: dict[str, str] = {
     "PG711": "no such column to sort by",
     "PG712": "no kernel matches",
     "PG713": "a selection cannot be read",
+    "PG714": "a trace cannot be saved like that",
     "PG731": "the graphs were recorded without provenance",
     "PG732": "the nodes of a graph cannot be read or switched",
     "PG733": "the inputs of a recorded step are gone",
+    "PG734": "there is no trace yet",
 }
 
 

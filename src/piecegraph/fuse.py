@@ -20,7 +20,7 @@ from piecegraph import torch_compat
 from piecegraph.fx_nodes import writes_in_place
 from piecegraph.plan import Decision
 from piecegraph.sources import FromGraph, GraphInput, Weight
-from piecegraph.trace import Traced
+from piecegraph.tracer import Traced
 
 _LINEAR = torch_compat.op_of(F.linear)[0]
 

@@ -27,7 +27,7 @@ from piecegraph.progress import Progress
 from piecegraph.sources import FromSize
 from piecegraph.split import Segment
 from piecegraph.streams import StreamInterpreter, uses_streams
-from piecegraph.trace import Traced
+from piecegraph.tracer import Traced
 
 INDUCTOR_DEFAULTS: Mapping[str, Any] = {
     # The pieces are captured by us, and random numbers must be those eager PyTorch draws.

@@ -28,7 +28,7 @@ from piecegraph.signature import Binder, Call, Signature
 from piecegraph.simulated import SimulatedGraphs
 from piecegraph.sources import Weight
 from piecegraph.split import split
-from piecegraph.trace import trace
+from piecegraph.tracer import trace
 
 
 @dataclass(frozen=True, slots=True)

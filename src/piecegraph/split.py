@@ -29,7 +29,7 @@ from piecegraph.fx_nodes import has_effect, is_size, op_name, size_parts, source
 from piecegraph.plan import SourceLine
 from piecegraph.sources import FromSize
 from piecegraph.streams import is_stream_object, uses_streams
-from piecegraph.trace import Traced
+from piecegraph.tracer import Traced
 
 
 @dataclass(frozen=True)

@@ -398,6 +398,7 @@ def inductor_compile(
     patches, salted = dict(settings), contextlib.nullcontext()
     if provenance:
         patches["trace.provenance_tracking_level"] = 1
+        patches["cpp.enable_kernel_profile"] = True  # kernels of a CPU are seen by profilers, as those of a GPU are
         salted = _salted_cache(graph_module)
     with torch.no_grad(), tracing(TracingContext(fake_mode)), salted, _generated_sources() as sources:
         function = standalone_compile(

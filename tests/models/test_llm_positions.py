@@ -13,7 +13,7 @@ from piecegraph.example import read_example
 from piecegraph.llm.positions import count_by_sequence
 from piecegraph.signature import Binder
 from piecegraph.sources import FromCall
-from piecegraph.trace import Traced, trace
+from piecegraph.tracer import Traced, trace
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -12,7 +12,7 @@ import piecegraph
 from piecegraph.errors import ConfigError, TraceError
 from piecegraph.example import read_example
 from piecegraph.signature import Binder
-from piecegraph.trace import Traced, trace
+from piecegraph.tracer import Traced, trace
 
 
 def trace_it(function: Any, *args: Any, dynamic_dims: Any = "auto", **kwargs: Any) -> Traced:

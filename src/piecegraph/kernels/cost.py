@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from piecegraph.kernels.fold import fold_numbers
+from piecegraph.kernels.rows import fold
 
 if TYPE_CHECKING:
     from piecegraph.kernels.live import LiveKernel
@@ -99,5 +99,5 @@ def _title(live: LiveKernel) -> str:
     call = live.call
     if call is None:
         return "unknown"
-    module = fold_numbers(call.origins[0].module) if call.origins else ""
+    module = fold(call.origins[0].module) if call.origins else ""
     return f"{call.op} in {module}" if module else call.op

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from piecegraph.kernels.claim import Claim, Rules, make_claim
 from piecegraph.kernels.group import Group, Groups, Owner
 from piecegraph.kernels.launch import KernelTrace
+from piecegraph.kernels.names import family, short
 from piecegraph.kernels.seen_calls import (
     Levels,
     SeenCall,

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from piecegraph.kernels.group import Condition, Group, GroupMember, Groups
+from piecegraph.kernels.show_text import WIDTH, plain_text
 
 SCHEMA_VERSION = 1
 
@@ -26,6 +27,11 @@ def as_table(groups: Groups) -> RenderableType:
         sentences = Padding(Text(" ".join(_sentences(group, ""))), (0, 0, 1, 4))
         blocks += [title, _member_table(group), sentences]
     return Stack(*blocks, Text(_footer(groups), "dim"))
+
+
+def as_text(groups: Groups) -> str:
+    """The same without colours."""
+    return plain_text(as_table(groups), WIDTH)
 
 
 def as_markdown(groups: Groups) -> str:

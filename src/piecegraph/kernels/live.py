@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from piecegraph.errors import KernelError
+from piecegraph.errors import KernelError, SelectionError
 from piecegraph.kernels.cost import Cost, measure_costs
 from piecegraph.kernels.dump import dump_calls
 from piecegraph.kernels.where import Where
@@ -86,10 +86,10 @@ class LiveKernels:
         """Choose kernels of the recorded graphs. What is left out matches everything.
 
         Args:
-            op: ``aten::mm``, ``aten.mm`` or ``mm``; ``*`` stands for anything.
-            module: a path or its end: ``layers.*.mlp`` is every such module and all inside it.
+            op: ``aten::mm`` or ``aten.mm``: the call, or what the model calls there; ``*`` stands for anything.
+            module: ``layers.*.mlp`` is every such module and all inside it; a path may begin at any of its parts.
             line: ``model.py:12`` or ``model.py``, anywhere on the stack.
-            kernel: a kernel's name or a part of it; with ``*`` the whole name must match.
+            kernel: a kernel's name, whole or as tables show it; ``*`` stands for anything.
             piece: the number of a piece, as ``explain()`` shows it.
             size: a recorded size: ``128``, ``(8, 128)``; of a language model as ``explain()`` shows it.
         """
@@ -195,7 +195,7 @@ class Selection:
             yield tape, [live for live in self.kernels if live.tape is tape]
 
 
-def _nothing_matches(asked: dict[str, Any], everything: Sequence[LiveKernel]) -> KernelError:
+def _nothing_matches(asked: dict[str, Any], everything: Sequence[LiveKernel]) -> SelectionError:
     wish = ", ".join(f"{name}={value!r}" for name, value in asked.items())
     calls = [live.call for live in everything if live.call is not None]
     origins = list(dict.fromkeys(origin for call in calls for origin in call.origins))
@@ -210,7 +210,7 @@ def _nothing_matches(asked: dict[str, Any], everything: Sequence[LiveKernel]) ->
     alone = {name: value for name, value in asked.items() if not _matches_alone(name, value, everything)}
     there = [f"{name}: {_listed(sorted(set(known[name])))}" for name in alone or asked]
     why = f"there is no {' and no '.join(alone)} like that" if alone else "no single kernel has all of it"
-    return KernelError("PG731", f"no kernel has {wish}", why=why, hint=f"there is {'; '.join(there)}")
+    return SelectionError("PG712", f"no kernel of a graph has {wish}", why=why, hint=f"there is {'; '.join(there)}")
 
 
 def _matches_alone(name: str, value: Any, everything: Sequence[LiveKernel]) -> bool:

@@ -29,12 +29,12 @@ def table_text(table: Table, *, width: int = WIDTH, limit: int | None = None) ->
         width: how many characters a line may have.
         limit: how many rows to show; all if None.
     """
-    return _plain(table_view(table, width=width, limit=limit), width)
+    return plain_text(table_view(table, width=width, limit=limit), width)
 
 
 def diff_text(diff: Diff, *, width: int = WIDTH, limit: int | None = None) -> str:
     """The changes as plain text; arguments as for :func:`table_text`."""
-    return _plain(diff_view(diff, width=width, limit=limit), width)
+    return plain_text(diff_view(diff, width=width, limit=limit), width)
 
 
 def table_view(table: Table, *, width: int = WIDTH, limit: int | None = None) -> RenderableType:
@@ -120,7 +120,8 @@ def _view(columns: list[Column], footer: list[str], width: int) -> RenderableTyp
     return Group(drawn, Text(), *lines)
 
 
-def _plain(view: RenderableType, width: int) -> str:
+def plain_text(view: RenderableType, width: int) -> str:
+    """What a console without colours prints."""
     from rich.console import Console
 
     file = io.StringIO()

@@ -61,6 +61,12 @@ def decode_with_json(text: str) -> Sequence[Event]:
     return [event_of(value) for value in values]
 
 
+def decode_whole(text: str) -> Sequence[Any]:
+    """A list of events with all that is in them."""
+    values: list[Any] = _LENIENT.decode(text)
+    return values
+
+
 def decode_one(text: str, start: int) -> tuple[Any, int]:
     """The JSON value at ``start``, and where it ends. Raises ``JSONDecodeError``."""
     return _LENIENT.raw_decode(text, start)

@@ -42,10 +42,19 @@ _CUT_OFF_HINT = (
 
 
 class TraceFile:
-    """One trace. ``batches()`` may be walked once; the other fields hold what it has met so far."""
+    """One trace. ``batches()`` may be walked once; the other fields hold what it has met so far.
 
-    def __init__(self, path: str, decode: Decode | None = None) -> None:
+    Args:
+        path: of the file.
+        decode: makes events of a list of them; the fastest there is by default.
+        make: makes one event of its fields, in the same way.
+    """
+
+    def __init__(
+        self, path: str, decode: Decode | None = None, make: Callable[[dict[str, Any]], Any] = event_of
+    ) -> None:
         self.path = path
+        self._make = make
         self.num_events = 0
         self.device_properties: list[dict[str, Any]] = []
         self._decode = decode or fastest_decoder()
@@ -155,7 +164,7 @@ class TraceFile:
     def _object(self) -> Event:
         if self._text.peek() not in ("{", ""):
             raise self._not_json("an event was expected")
-        event = event_of(self._value())
+        event: Event = self._make(self._value())
         self.num_events += 1
         return event
 

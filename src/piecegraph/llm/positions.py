@@ -17,7 +17,7 @@ from piecegraph.errors import ModelError
 from piecegraph.fx_nodes import source_line
 from piecegraph.plan import Decision
 from piecegraph.sources import FromCall
-from piecegraph.trace import Traced
+from piecegraph.tracer import Traced
 
 
 def count_by_sequence(traced: Traced, position_input: int, model_name: str) -> tuple[Decision, ...]:

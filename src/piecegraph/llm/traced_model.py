@@ -41,7 +41,7 @@ from piecegraph.plan import Cut, Decision, Piece
 from piecegraph.progress import Progress
 from piecegraph.signature import Binder
 from piecegraph.split import split
-from piecegraph.trace import Traced, trace
+from piecegraph.tracer import Traced, trace
 
 _TRACED_TOKENS = 16
 
