@@ -21,16 +21,12 @@ def table_markdown(table: Table, environment: Mapping[str, str], *, limit: int |
         environment: what :func:`piecegraph.environment.describe_environment` says.
         limit: how many rows to show; all if None.
     """
-    rows = table.rows[:limit]
-    more = [f"{len(table.rows) - len(rows)} more rows"] if len(rows) < len(table.rows) else []
-    return _page(table_columns(rows) if rows else [], more + table_footer(table), table.device, environment)
+    return _page(table_columns(table.rows[:limit]), table_footer(table, limit), table.device, environment)
 
 
 def diff_markdown(diff: Diff, environment: Mapping[str, str], *, limit: int | None = None) -> str:
     """The changes, the totals, and what they ran on; arguments as for :func:`table_markdown`."""
-    changes = diff.changes[:limit]
-    more = [f"{len(diff.changes) - len(changes)} more rows"] if len(changes) < len(diff.changes) else []
-    return _page(diff_columns(changes) if changes else [], more + diff_footer(diff), diff.device, environment)
+    return _page(diff_columns(diff.changes[:limit]), diff_footer(diff, limit), diff.device, environment)
 
 
 def _page(columns: list[Column], footer: list[str], device: str, environment: Mapping[str, str]) -> str:
