@@ -129,6 +129,17 @@ def test_markdown_survives_bars_and_backticks() -> None:
     assert "note: \\<b\\>\\|" in text
 
 
+def test_a_name_cannot_command_a_terminal() -> None:
+    table = tabulate(KernelTrace((launch("evil\x1b[2J\nname", 0, 1),), notes=("\x1b]0;title\x07",)))
+    for text in (
+        table_text(table),
+        diff_text(diff(table, tabulate(KernelTrace(())))),
+        table_markdown(table, ENVIRONMENT),
+    ):
+        assert "\x1b" not in text
+        assert "evil [2J name" in text
+
+
 def test_every_format_of_nothing() -> None:
     empty = tabulate(KernelTrace(()))
     assert table_csv(empty).count("\n") == 1

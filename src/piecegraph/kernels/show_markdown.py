@@ -8,7 +8,7 @@ from piecegraph.kernels.changes import Diff
 from piecegraph.kernels.columns import Column
 from piecegraph.kernels.show_text import diff_columns, table_columns
 from piecegraph.kernels.table import Table
-from piecegraph.kernels.wording import diff_footer, table_footer
+from piecegraph.kernels.wording import diff_footer, printable, table_footer
 
 _NAMED = ("piecegraph", "python", "torch", "triton", "cuda (torch build)", "cuda driver")
 
@@ -51,12 +51,8 @@ def _line(cells: list[str]) -> str:
 
 def _code(cell: str) -> str:
     """A cell as code: names hold underscores, stars and brackets. A bar would end the cell even there."""
-    return f"`{_one_line(cell).replace('`', chr(39)).replace('|', chr(92) + '|')}`" if cell else ""
+    return f"`{printable(cell).replace('`', chr(39)).replace('|', chr(92) + '|')}`" if cell else ""
 
 
 def _escaped(text: str) -> str:
-    return "".join(f"\\{char}" if char in r"\`*_[]<>#|" else char for char in _one_line(text))
-
-
-def _one_line(text: str) -> str:
-    return "".join(char if char.isprintable() else " " for char in text)
+    return "".join(f"\\{char}" if char in r"\`*_[]<>#|" else char for char in printable(text))

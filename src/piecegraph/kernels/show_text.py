@@ -6,7 +6,7 @@ import io
 from typing import TYPE_CHECKING
 
 from piecegraph.kernels.columns import GAP, Column, fit
-from piecegraph.kernels.wording import diff_footer, table_footer, time_column
+from piecegraph.kernels.wording import diff_footer, printable, table_footer, time_column
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,15 +96,15 @@ def _view(columns: list[Column], footer: list[str], width: int) -> RenderableTyp
     from rich.text import Text
 
     if not columns[0].cells:
-        return Group(*map(Text, footer))
+        return Group(*(Text(printable(line)) for line in footer))
     drawn = RichTable(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
     fitted = fit(columns, width)
     for column in fitted:
         drawn.add_column(column.head, justify="right" if column.is_number else "left", no_wrap=True, width=column.width)
     for cells in zip(*(column.cells for column in fitted), strict=True):
         # Text, not markup: names of kernels hold square brackets.
-        drawn.add_row(*map(Text, cells))
-    return Group(drawn, Text(), *(Text(line, style="dim") for line in footer))
+        drawn.add_row(*(Text(printable(cell)) for cell in cells))
+    return Group(drawn, Text(), *(Text(printable(line), style="dim") for line in footer))
 
 
 def _plain(view: RenderableType, width: int) -> str:

@@ -60,6 +60,15 @@ def _hidden(rows: Sequence[AnyRow], limit: int | None) -> Sequence[AnyRow]:
     return rows[len(rows[:limit]) :]
 
 
+def printable(text: str) -> str:
+    """Without what a terminal would obey: names come from files that anyone may have written.
+
+    >>> printable("red \\x1b[31m")
+    'red  [31m'
+    """
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 def whose_time(device: str) -> str:
     """What the times of a trace are times of."""
     return "CPU time" if device == "cpu" else "GPU time"
