@@ -38,7 +38,7 @@ _TILE = re.compile(r"_(?:(?:tilesize)?\d+x\d+(?:x\d+)?|knob_\d+)(?=_|$)")
 _LIBRARY_GEMM = re.compile(r"(sm\d+_|ampere_|volta_|turing_|hopper_|maxwell_|cutlass\d?x?_|cudnn_|fmha_cutlass)")
 _SPLIT_K = re.compile(r"split_?k(?!reduce)", re.IGNORECASE)
 _NVJET_CHOICE = re.compile(r"\d+(x\d+)*|[vh]|[NT]{2,4}|[bc]z|coop[AB]*|tma[AB]*")
-_INDUCTOR = re.compile(r"(triton_[a-z]{2,4}_fused_.*|triton_(?:mm|bmm|mm_plus_mm)|cpp_fused_.*)_\d+")
+_INDUCTOR = re.compile(r"(triton_[a-z]{2,4}_fused(?:_.*)?|triton_(?:mm|bmm|mm_plus_mm)|cpp_fused(?:_.*)?)_\d+")
 
 
 @functools.lru_cache(maxsize=65536)
