@@ -179,19 +179,19 @@ def whole_step(step: Step) -> LaunchCall:
 
 @contextlib.contextmanager
 def _watched_lines(sink: CallSink, file: str, calls: Mapping[int, LaunchCall]) -> Iterator[None]:
-    """Every line of a compiled piece's wrapper is a call."""
+    """Every line of a compiled piece's wrapper that launches something is a call."""
     line: int | None = None
 
     def finish() -> None:
         nonlocal line
         if line is not None:
             here, line = line, None
-            sink.end(lambda: calls.get(here) or LaunchCall(f"line {here} of a compiled wrapper"))
+            sink.end(lambda: calls[here])
 
     def on_line(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal line
         finish()
-        if event == "line":
+        if event == "line" and frame.f_lineno in calls:
             line = frame.f_lineno
             sink.begin()
         return on_line

@@ -525,11 +525,6 @@ def abandon_capture(graph: torch.cuda.CUDAGraph, pool_id: tuple[int, int], devic
     healthy.capture_end()
 
 
-def demangle(name: str) -> str:
-    """A C++ symbol as it is written in C++; what is no such symbol stays as it is."""
-    return str(torch._C._demangle(name))
-
-
 # --- streams in graphs
 # -----------------------------------------------------------------------------------------------------
 
@@ -589,6 +584,6 @@ def job_store() -> Any:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def demangle_symbol(name: str) -> str:
+def demangle(name: str) -> str:
     """A C++ name as it was written; the name itself if torch cannot read it: it knows no ``std::bfloat16_t``."""
     return str(torch._C._demangle(name))

@@ -200,7 +200,7 @@ def test_a_call_is_its_op_with_module_lines_and_phase(tmp_path: Path) -> None:
     assert (origin.op, origin.module, origin.stack) == ("aten::mm", "Linear_3", (SourceLine("model.py", 7),))
     assert (launch.phase, launch.how, read.device) == ("prefill", "stack", GPU_NAME)
     assert launch.call is read.launches[1].call
-    assert read.notes == ("a line of Python is where a function begins: the profiler tells no others",)
+    assert read.notes == ("lines that were found by stack are where a function begins: the profiler tells no others",)
 
 
 @pytest.mark.parametrize(

@@ -129,9 +129,10 @@ def _notes(trace: RawTrace, launches: list[Launch]) -> Iterable[str]:
             f"{num_replayed:,} of {total:,} ran in {num_graphs:,} replays of graphs: "
             "a trace of them does not tell what put them there"
         )
-    if not any(
-        one.kind == "python" for ranges in {id(r.ranges): r.ranges for r in trace.launches}.values() for one in ranges
-    ):
-        yield "there are no lines of Python: record with with_stack=True"
+    by_ranges = {id(raw.ranges): raw.ranges for raw, launch in pairs if launch.how == "stack"}.values()
+    if not by_ranges:
+        return
+    if any(one.kind == "python" for ranges in by_ranges for one in ranges):
+        yield "lines that were found by stack are where a function begins: the profiler tells no others"
     else:
-        yield "a line of Python is where a function begins: the profiler tells no others"
+        yield "there are no lines of Python: record with with_stack=True"

@@ -98,19 +98,19 @@ def diff(before: Table, after: Table) -> Diff:
         return row.phase if phases[0] == phases[1] else ""
 
     def place(row: Row) -> tuple[object, ...]:
-        return (row.call, row.module, row.line and (row.line.file, row.line.line), phase(row))
+        return (row.shown_call, row.module, row.line and (row.line.file, row.line.line), phase(row))
 
     old, new = (_gather(table.rows, lambda row: (row.kernel, *place(row))) for table in (before, after))
     pairs = [(old.pop(key), new.pop(key)) for key in list(old) if key in new]
     looser: tuple[Key, ...] = (
-        lambda row: (row.kernel, row.call, row.module, phase(row)),
+        lambda row: (row.kernel, row.shown_call, row.module, phase(row)),
         lambda row: (family(row.kernel), *place(row)),
     )
     for key_of in looser:
         pairs += _pair_single(old, new, key_of)
     pairs += [(rows, ()) for rows in old.values()] + [((), rows) for rows in new.values()]
     changes = [Change(*pair) for pair in pairs]
-    differing = [change for change in changes if change.delta or change.delta_instances or not _same_kernel(change)]
+    differing = [change for change in changes if change.delta or change.delta_instances]
     differing.sort(key=lambda change: -abs(change.delta))
     return Diff(tuple(differing), len(changes) - len(differing), before.total, after.total, after.device)
 
@@ -139,7 +139,3 @@ def _pair_single(old: Gathered, new: Gathered, key_of: Key) -> list[tuple[tuple[
 def _take(gathered: Gathered, first: Row) -> tuple[Row, ...]:
     """Take out the entry that begins with this row."""
     return gathered.pop(next(key for key, rows in gathered.items() if rows[0] is first))
-
-
-def _same_kernel(change: Change) -> bool:
-    return change.state != "changed" or change.before[0].kernel == change.after[0].kernel

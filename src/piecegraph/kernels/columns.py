@@ -26,8 +26,13 @@ class Column:
     """Columns with 1 are left out first, then those with 2, and so on; those with 0 never."""
 
     @property
+    def head(self) -> str:
+        """The title; over numbers, which are short, a word a line."""
+        return self.title.replace(" ", "\n") if self.is_number else self.title
+
+    @property
     def width(self) -> int:
-        return max(map(len, (self.title, *self.cells)))
+        return max(map(len, (*self.head.split("\n"), *self.cells)))
 
 
 def fit(columns: list[Column], width: int) -> list[Column]:

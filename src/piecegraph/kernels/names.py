@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 _COPIES = ("Memset", "Memcpy")
 """How profilers begin the names of what is no kernel: ``Memcpy HtoD (Pageable -> Device)``."""
@@ -38,7 +38,7 @@ _TILE = re.compile(r"_(?:(?:tilesize)?\d+x\d+(?:x\d+)?|knob_\d+)(?=_|$)")
 _LIBRARY_GEMM = re.compile(r"(sm\d+_|ampere_|volta_|turing_|hopper_|maxwell_|cutlass\d?x?_|cudnn_|fmha_cutlass)")
 _SPLIT_K = re.compile(r"split_?k(?!reduce)", re.IGNORECASE)
 _NVJET_CHOICE = re.compile(r"\d+(x\d+)*|[vh]|[NT]{2,4}|[bc]z|coop[AB]*|tma[AB]*")
-_INDUCTOR = re.compile(r"(triton_[a-z]{2,4}_fused_.*|triton_(?:mm|bmm|mm_plus_mm)|cpp_fused_.*)_\d+")
+_INDUCTOR = re.compile(r"(triton_[a-z]{2,4}_fused(?:_.*)?|triton_(?:mm|bmm|mm_plus_mm)|cpp_fused(?:_.*)?)_\d+")
 
 
 @functools.lru_cache(maxsize=65536)
@@ -94,24 +94,6 @@ def family(name: str) -> str:
     if _LIBRARY_GEMM.match(name):
         return _without_tiles(name)
     return name
-
-
-def demangle(names: Iterable[str]) -> dict[str, str]:
-    """Every name, and how it reads; one that is not mangled, or that torch cannot read, stays as it is.
-
-    torch is imported only if a name is mangled.
-
-    >>> demangle(["_ZN3cub6KernelEv", "triton_poi_fused_add_0"])
-    {'_ZN3cub6KernelEv': 'cub::Kernel()', 'triton_poi_fused_add_0': 'triton_poi_fused_add_0'}
-    """
-    return {name: _demangled(name) if name.startswith("_Z") else name for name in names}
-
-
-@functools.lru_cache(maxsize=65536)
-def _demangled(name: str) -> str:
-    from piecegraph.torch_compat import demangle_symbol
-
-    return demangle_symbol(_CLONE.sub("", name))
 
 
 def _mangled_path(name: str) -> Iterator[str]:

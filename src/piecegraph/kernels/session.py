@@ -7,6 +7,7 @@ is marks in it, which say which call or which step of which tape runs, and what 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -53,6 +54,8 @@ class Profile:
     def read(self) -> KernelTrace:
         """Attribute everything that the file holds."""
         raw, device = read_launches(self.path, progress=False)
+        if not raw.device_ids:
+            raw = dataclasses.replace(raw, launches=_without_watching(raw.launches))
         marked = _Marked(self.tapes, self.announcer.calls)
         marked.attribute(raw.launches)
         trace = attribute(raw, device, lambda launch: marked.found.get(id(launch)))
@@ -64,6 +67,14 @@ class Profile:
             for call in captured_calls(step.record)
         ]
         return KernelTrace(trace.launches, tuple(captured), trace.device, (*trace.notes, *marked.notes()))
+
+
+def _without_watching(ops: Sequence[RawLaunch]) -> tuple[RawLaunch, ...]:
+    """The ops of a CPU without the time it takes to watch them: where calls are marked, an op outside of any mark is
+    the outer half of one that is called inside.
+    """
+    marked = {op.stream for op in ops if any(_marks(op))}
+    return tuple(op for op in ops if op.stream not in marked or any(_marks(op)))
 
 
 def _recorded(tape: Tape) -> RecordedTape:

@@ -8,7 +8,7 @@ from piecegraph.kernels.changes import Diff
 from piecegraph.kernels.columns import Column
 from piecegraph.kernels.show_text import diff_columns, table_columns
 from piecegraph.kernels.table import Table
-from piecegraph.kernels.wording import diff_footer, table_footer
+from piecegraph.kernels.wording import diff_footer, printable, table_footer
 
 _NAMED = ("piecegraph", "python", "torch", "triton", "cuda (torch build)", "cuda driver")
 
@@ -21,16 +21,12 @@ def table_markdown(table: Table, environment: Mapping[str, str], *, limit: int |
         environment: what :func:`piecegraph.environment.describe_environment` says.
         limit: how many rows to show; all if None.
     """
-    rows = table.rows[:limit]
-    more = [f"{len(table.rows) - len(rows)} more rows"] if len(rows) < len(table.rows) else []
-    return _page(table_columns(rows) if rows else [], more + table_footer(table), table.device, environment)
+    return _page(table_columns(table.rows[:limit]), table_footer(table, limit), table.device, environment)
 
 
 def diff_markdown(diff: Diff, environment: Mapping[str, str], *, limit: int | None = None) -> str:
     """The changes, the totals, and what they ran on; arguments as for :func:`table_markdown`."""
-    changes = diff.changes[:limit]
-    more = [f"{len(diff.changes) - len(changes)} more rows"] if len(changes) < len(diff.changes) else []
-    return _page(diff_columns(changes) if changes else [], more + diff_footer(diff), diff.device, environment)
+    return _page(diff_columns(diff.changes[:limit]), diff_footer(diff, limit), diff.device, environment)
 
 
 def _page(columns: list[Column], footer: list[str], device: str, environment: Mapping[str, str]) -> str:
@@ -55,12 +51,8 @@ def _line(cells: list[str]) -> str:
 
 def _code(cell: str) -> str:
     """A cell as code: names hold underscores, stars and brackets. A bar would end the cell even there."""
-    return f"`{_one_line(cell).replace('`', chr(39)).replace('|', chr(92) + '|')}`" if cell else ""
+    return f"`{printable(cell).replace('`', chr(39)).replace('|', chr(92) + '|')}`" if cell else ""
 
 
 def _escaped(text: str) -> str:
-    return "".join(f"\\{char}" if char in r"\`*_[]<>#|" else char for char in _one_line(text))
-
-
-def _one_line(text: str) -> str:
-    return "".join(char if char.isprintable() else " " for char in text)
+    return "".join(f"\\{char}" if char in r"\`*_[]<>#|" else char for char in printable(text))

@@ -6,8 +6,7 @@ import io
 from typing import TYPE_CHECKING
 
 from piecegraph.kernels.columns import GAP, Column, fit
-from piecegraph.kernels.rows import percent
-from piecegraph.kernels.wording import NOTHING_RAN, diff_footer, duration, table_footer, time_column
+from piecegraph.kernels.wording import diff_footer, printable, table_footer, time_column
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,21 +38,12 @@ def diff_text(diff: Diff, *, width: int = WIDTH, limit: int | None = None) -> st
 
 def table_view(table: Table, *, width: int = WIDTH, limit: int | None = None) -> RenderableType:
     """The table for a rich console; arguments as for :func:`table_text`."""
-    rows, rest = table.rows[:limit], table.rows[len(table.rows[:limit]) :]
-    footer = table_footer(table)
-    if rest:
-        left = sum(row.total for row in rest)
-        footer.insert(0, f"{len(rest)} more rows, {duration(left)} ({percent(left, table.coverage.total):.1f} %)")
-    return _view(table_columns(rows) if rows else [], footer, width)
+    return _view(table_columns(table.rows[:limit]), table_footer(table, limit), width)
 
 
 def diff_view(diff: Diff, *, width: int = WIDTH, limit: int | None = None) -> RenderableType:
     """The changes for a rich console; arguments as for :func:`table_text`."""
-    changes = diff.changes[:limit]
-    footer = diff_footer(diff) if diff.changes or diff.num_equal else [NOTHING_RAN]
-    if len(changes) < len(diff.changes):
-        footer.insert(0, f"{len(diff.changes) - len(changes)} more rows")
-    return _view(diff_columns(changes) if changes else [], footer, width)
+    return _view(diff_columns(diff.changes[:limit]), diff_footer(diff, limit), width)
 
 
 def table_columns(rows: Sequence[Row]) -> list[Column]:
@@ -65,7 +55,7 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
         Column(f"Total ({unit})", totals, is_number=True),
         Column("Inst", tuple(f"{row.num_instances:,}" for row in rows), is_number=True, leave=6),
         Column(f"Avg ({average_unit})", averages, is_number=True, leave=3),
-        Column("Kernel", tuple(row.kernel for row in rows), cut="middle", least=24),
+        Column("Kernel", tuple(row.kernel for row in rows), cut="middle", least=20),
         *_place_columns(rows),
         Column("Phase", tuple(row.phase for row in rows), cut="start", least=10, leave=2),
         Column("How", tuple(row.how for row in rows), leave=1),
@@ -86,7 +76,7 @@ def diff_columns(changes: Sequence[Change]) -> list[Column]:
         Column(f"After ({unit})", cells[2::3], is_number=True, leave=3),
         Column("Inst", tuple(f"{a:,}" if a == b else f"{a:,} -> {b:,}" for a, b in counts), is_number=True, leave=6),
         Column("State", tuple(change.state for change in changes), leave=2),
-        Column("Kernel", tuple(change.kernel for change in changes), cut="middle", least=24),
+        Column("Kernel", tuple(change.kernel for change in changes), cut="middle", least=20),
         *_place_columns(rows),
         Column("Phase", tuple(row.phase for row in rows), cut="start", least=10, leave=1),
     ]
@@ -94,9 +84,9 @@ def diff_columns(changes: Sequence[Change]) -> list[Column]:
 
 def _place_columns(rows: Sequence[Row]) -> list[Column]:
     return [
-        Column("Call", tuple(row.shown_call for row in rows), cut="middle", least=14, leave=5),
-        Column("Module", tuple(row.module for row in rows), cut="start", least=16),
-        Column("Python line", tuple(str(row.line or "") for row in rows), cut="start", least=16, leave=7),
+        Column("Call", tuple(row.shown_call for row in rows), cut="middle", least=12, leave=5),
+        Column("Module", tuple(row.module for row in rows), cut="start", least=14),
+        Column("Python line", tuple(str(row.line or "") for row in rows), cut="start", least=14, leave=7),
     ]
 
 
@@ -105,19 +95,16 @@ def _view(columns: list[Column], footer: list[str], width: int) -> RenderableTyp
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    lines = [Text(line, style="dim" if columns else "") for line in footer]
-    if not columns:
-        return Group(*lines)
+    if not columns[0].cells:
+        return Group(*(Text(printable(line)) for line in footer))
     drawn = RichTable(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
     fitted = fit(columns, width)
     for column in fitted:
-        drawn.add_column(
-            column.title, justify="right" if column.is_number else "left", no_wrap=True, width=column.width
-        )
+        drawn.add_column(column.head, justify="right" if column.is_number else "left", no_wrap=True, width=column.width)
     for cells in zip(*(column.cells for column in fitted), strict=True):
         # Text, not markup: names of kernels hold square brackets.
-        drawn.add_row(*map(Text, cells))
-    return Group(drawn, Text(), *lines)
+        drawn.add_row(*(Text(printable(cell)) for cell in cells))
+    return Group(drawn, Text(), *(Text(printable(line), style="dim") for line in footer))
 
 
 def plain_text(view: RenderableType, width: int) -> str:

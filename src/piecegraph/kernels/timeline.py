@@ -26,6 +26,8 @@ _ANNOTATION, _MODULE, _PYTHON, _OP = range(4)
 _RANGES = {"user_annotation": _ANNOTATION, "python_function": _PYTHON, "cpu_op": _OP}
 _WORK = {"kernel": 0, "gpu_memset": 1, "gpu_memcpy": 2}
 _LAUNCHERS = {"cuda_runtime": False, "cuda_driver": True}
+_PROFILED_BY_US = frozenset({"PythonDispatchMode", "PythonTLSSnapshot"})
+"""What it takes to see ops from Python is no op of the program."""
 _ADDRESS = re.compile(r" object at 0x[0-9a-f]+")
 
 Value = TypeVar("Value", bound=Hashable)
@@ -126,6 +128,8 @@ class Timeline:
             if event.ph != "X":
                 continue
             category = event.cat
+            if event.name in _PROFILED_BY_US:
+                continue
             if category in _RANGES:
                 self._add_range(event, _RANGES[category])
             elif category in _WORK:

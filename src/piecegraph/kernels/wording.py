@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from piecegraph.kernels.rows import percent
 
@@ -11,12 +13,13 @@ if TYPE_CHECKING:
     from piecegraph.kernels.table import Table
 
 NOTHING_RAN = "nothing ran while this trace was taken"
+AnyRow = TypeVar("AnyRow")
 _MS_FROM = 10_000
 """From this many microseconds on, a column of times is in milliseconds."""
 
 
-def table_footer(table: Table) -> list[str]:
-    """What was attributed, how, how long nothing ran, and what a reader must know."""
+def table_footer(table: Table, limit: int | None = None) -> list[str]:
+    """What was attributed, how, how long nothing ran, and what a reader must know; ``limit`` rows are shown."""
     coverage = table.coverage
     notes = [f"note: {note}" for note in table.notes]
     if not coverage.num_launches:
@@ -33,16 +36,37 @@ def table_footer(table: Table) -> list[str]:
         f"idle: {duration(coverage.idle)} of {duration(coverage.span)} ({percent(coverage.idle, coverage.span):.1f} %)",
     ]
     if not table.is_whole:
-        lines.insert(1, f"shown: {duration(table.total)} ({share(table.total)})")
+        lines.insert(1, f"in this table: {duration(table.total)} ({share(table.total)})")
+    if hidden := _hidden(table.rows, limit):
+        left = math.fsum(row.total for row in hidden)
+        lines.insert(0, f"not shown: {len(hidden)} of {len(table.rows)} rows, {duration(left)} ({share(left)})")
     return lines + notes
 
 
-def diff_footer(diff: Diff) -> list[str]:
-    """The totals of both sides."""
+def diff_footer(diff: Diff, limit: int | None = None) -> list[str]:
+    """The totals of both sides; ``limit`` rows are shown."""
+    if not diff.changes and not diff.num_equal:
+        return [NOTHING_RAN]
     before, after = diff.before_total, diff.after_total
     change = f"{percent(after - before, before):+.1f} %" if before > 0 else "nothing ran before"
     times = f"{duration(before)} before, {duration(after)} after: {change} of {whose_time(diff.device)}"
-    return [times, f"{len(diff.changes)} rows differ, {diff.num_equal} are equal"]
+    lines = [times, f"rows: {len(diff.changes)} differ, {diff.num_equal} are equal"]
+    if hidden := _hidden(diff.changes, limit):
+        lines.insert(0, f"not shown: {len(hidden)} of {len(diff.changes)} rows")
+    return lines
+
+
+def _hidden(rows: Sequence[AnyRow], limit: int | None) -> Sequence[AnyRow]:
+    return rows[len(rows[:limit]) :]
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey: names come from files that anyone may have written.
+
+    >>> printable("red \\x1b[31m")
+    'red  [31m'
+    """
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def whose_time(device: str) -> str:
