@@ -465,7 +465,7 @@ def test_what_is_no_trace_is_refused(content: bytes, code: str, why: str, tmp_pa
 
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_a_trace_that_ends_anywhere_is_refused(decoder: str, tmp_path: Path) -> None:
-    whole = json.dumps({"a": [1.5, True], "traceEvents": some_events(2), "traceName": "x"}, ensure_ascii=False).encode()
+    whole = json.dumps({"a": [1.5, True], "traceEvents": some_events(1), "traceName": "x"}, ensure_ascii=False).encode()
     path = tmp_path / "trace.json"
     for length in range(1, len(whole)):
         path.write_bytes(whole[:length])
@@ -474,19 +474,21 @@ def test_a_trace_that_ends_anywhere_is_refused(decoder: str, tmp_path: Path) -> 
         assert caught.value.code == "PG705", whole[:length]
 
 
-def test_the_place_where_a_trace_ends_is_told_in_bytes(tmp_path: Path) -> None:
+def test_the_place_where_a_trace_ends_is_told_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_file, "BLOCK_BYTES", 1 << 12)
     path = tmp_path / "trace.json"
-    whole = json.dumps(some_events(5000), ensure_ascii=False).encode()
+    whole = json.dumps(some_events(1500), ensure_ascii=False).encode()
     path.write_bytes(whole[:-30])
     error = error_of(path)
     assert error.where == f"byte {len(whole) - 30:,} of {path}"
-    assert error.why == "the file ends there, after 4,999 whole events"
+    assert error.why == "the file ends there, after 1,499 whole events"
 
 
-def test_the_place_of_damage_is_told_in_bytes(tmp_path: Path) -> None:
+def test_the_place_of_damage_is_told_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_file, "BLOCK_BYTES", 1 << 12)
     path = tmp_path / "trace.json"
-    whole = json.dumps(some_events(9000), ensure_ascii=False).encode()
-    place = whole.index(b'{"ph": "X", "cat": "cpu_op", "name": "op \\"6000')
+    whole = json.dumps(some_events(900), ensure_ascii=False).encode()
+    place = whole.index(b'{"ph": "X", "cat": "cpu_op", "name": "op \\"600')
     path.write_bytes(whole[: place + 1] + b"?" + whole[place + 1 :])
     error = error_of(path)
     assert (error.code, error.where) == ("PG703", f"byte {place + 1:,} of {path}")
