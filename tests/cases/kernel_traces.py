@@ -78,12 +78,14 @@ class TraceBuilder:
     def memcpy(self, **details: Any) -> dict[str, Any]:
         return self.work("memcpy", "Memcpy HtoD (Pinned -> Device)", self.call("cudaMemcpyAsync"), **details)
 
-    def replay(self, nodes: Sequence[tuple[str, str]], node_ids: Sequence[int] = ()) -> list[dict[str, Any]]:
-        """One launch of a graph: (kind, name) of all that runs in it."""
+    def replay(
+        self, nodes: Sequence[tuple[str, str]], node_ids: Sequence[int] = (), graph_id: int = 0
+    ) -> list[dict[str, Any]]:
+        """One launch of a graph: (kind, name) of all that runs in it, and what the profiler tells of its nodes."""
         correlation = self.call("cudaGraphLaunch")
         work = [self.work(kind, name, correlation) for kind, name in nodes]
         for event, node_id in zip(work, node_ids, strict=False):
-            event["args"]["graph node id"] = node_id
+            event["args"] |= {"graph id": graph_id, "graph node id": node_id}
         return work
 
     def call(self, name: str, category: str = "cuda_runtime", correlation: int | None = None) -> int:
