@@ -198,9 +198,16 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if not self._device.is_capturing:
             return func(*args, **(kwargs or {}))
-        if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
+        if _reads_data(func, args):
             raise RuntimeError(f"operation not permitted when stream is capturing: {func} reads data on the host")
         return self._device.record(func, args, kwargs or {})
+
+
+def _reads_data(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an op has to look at data before it can say how large its result is."""
+    if func is torch.ops.aten.index.Tensor:  # only of masks
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
 
 
 def _name_of(function: Any) -> str:

@@ -14,9 +14,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from piecegraph.errors import InputError
 from piecegraph.kernels import trace_file
-from piecegraph.kernels.join import RawTrace
+from piecegraph.kernels.join import RawTrace, join
 from piecegraph.kernels.launch import Launch, Range, RawLaunch
 from piecegraph.kernels.read import read_launches, read_trace
+from piecegraph.kernels.timeline import collect
 from piecegraph.kernels.trace_event import Decode, decode_with_json, fastest_decoder
 from piecegraph.kernels.trace_file import TraceFile
 from piecegraph.plan import SourceLine
@@ -120,12 +121,30 @@ def test_launches_come_in_the_order_of_their_launch(tmp_path: Path) -> None:
 def test_a_replay_is_one_launch_of_many(tmp_path: Path) -> None:
     trace = TraceBuilder()
     with trace.annotation("decode"):
-        trace.replay([("kernel", "a"), ("memset", "Memset"), ("memcpy", "Memcpy")], node_ids=[7 << 32 | 1, 0])
+        trace.replay([("kernel", "a"), ("memset", "Memset"), ("memcpy", "Memcpy")])
     launches = read_raw(trace, tmp_path).launches
     assert [launch.kind for launch in launches] == ["kernel", "memset", "memcpy"]
     assert all(launch.is_replayed for launch in launches)
     assert len({launch.correlation for launch in launches}) == 1
-    assert [launch.node_id for launch in launches] == [7 << 32 | 1, None, None]
+    assert [launch.node_id for launch in launches] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("graph_id", "written", "node_ids"),
+    [
+        (7, [7 << 32, 7 << 32 | 1], [7 << 32, 7 << 32 | 1]),
+        (7, [0, 1], [7 << 32, 7 << 32 | 1]),  # by versions that write the lower half alone
+        (0, [0, 0], [None, None]),
+    ],
+)
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_nodes_are_named_alike_for_all_versions(
+    graph_id: int, written: list[int], node_ids: list[int | None], decoder: str, tmp_path: Path
+) -> None:
+    trace = TraceBuilder()
+    trace.replay([("kernel", "a"), ("kernel", "b")], written, graph_id)
+    file = TraceFile(str(trace.save(tmp_path / "trace.json")), DECODERS[decoder])
+    assert [launch.node_id for launch in join(collect(file.batches())).launches] == node_ids
 
 
 def test_the_runtime_is_the_launcher_where_the_driver_was_called_too(tmp_path: Path) -> None:
@@ -249,10 +268,10 @@ def test_notes_say_what_is_missing(tmp_path: Path) -> None:
 
 def test_another_attribution_is_asked_first(tmp_path: Path) -> None:
     trace = TraceBuilder()
-    trace.replay([("kernel", "a"), ("kernel", "b")], node_ids=[1, 2])
+    trace.replay([("kernel", "a"), ("kernel", "b")], node_ids=[1, 2], graph_id=3)
 
     def by_node(raw: RawLaunch) -> Launch | None:
-        if raw.node_id != 1:
+        if raw.node_id != 3 << 32 | 1:
             return None
         return Launch(
             raw.kind, raw.name, raw.start, raw.duration, raw.stream, raw.grid, raw.block, None, 5, "8", "node id"
@@ -465,7 +484,7 @@ def test_what_is_no_trace_is_refused(content: bytes, code: str, why: str, tmp_pa
 
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_a_trace_that_ends_anywhere_is_refused(decoder: str, tmp_path: Path) -> None:
-    whole = json.dumps({"a": [1.5, True], "traceEvents": some_events(2), "traceName": "x"}, ensure_ascii=False).encode()
+    whole = json.dumps({"a": [1.5, True], "traceEvents": some_events(1), "traceName": "x"}, ensure_ascii=False).encode()
     path = tmp_path / "trace.json"
     for length in range(1, len(whole)):
         path.write_bytes(whole[:length])
@@ -474,19 +493,21 @@ def test_a_trace_that_ends_anywhere_is_refused(decoder: str, tmp_path: Path) -> 
         assert caught.value.code == "PG705", whole[:length]
 
 
-def test_the_place_where_a_trace_ends_is_told_in_bytes(tmp_path: Path) -> None:
+def test_the_place_where_a_trace_ends_is_told_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_file, "BLOCK_BYTES", 1 << 12)
     path = tmp_path / "trace.json"
-    whole = json.dumps(some_events(5000), ensure_ascii=False).encode()
+    whole = json.dumps(some_events(1500), ensure_ascii=False).encode()
     path.write_bytes(whole[:-30])
     error = error_of(path)
     assert error.where == f"byte {len(whole) - 30:,} of {path}"
-    assert error.why == "the file ends there, after 4,999 whole events"
+    assert error.why == "the file ends there, after 1,499 whole events"
 
 
-def test_the_place_of_damage_is_told_in_bytes(tmp_path: Path) -> None:
+def test_the_place_of_damage_is_told_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_file, "BLOCK_BYTES", 1 << 12)
     path = tmp_path / "trace.json"
-    whole = json.dumps(some_events(9000), ensure_ascii=False).encode()
-    place = whole.index(b'{"ph": "X", "cat": "cpu_op", "name": "op \\"6000')
+    whole = json.dumps(some_events(900), ensure_ascii=False).encode()
+    place = whole.index(b'{"ph": "X", "cat": "cpu_op", "name": "op \\"600')
     path.write_bytes(whole[: place + 1] + b"?" + whole[place + 1 :])
     error = error_of(path)
     assert (error.code, error.where) == ("PG703", f"byte {place + 1:,} of {path}")

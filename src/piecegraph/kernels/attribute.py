@@ -113,26 +113,21 @@ def _notes(trace: RawTrace, launches: list[Launch]) -> Iterable[str]:
     """What a reader of the tables must know. Only what is still unknown counts."""
     if not trace.device_ids:
         yield "nothing ran on a GPU: these are ops of the CPU, each with its time without the ops it calls"
-    pairs = list(zip(trace.launches, launches, strict=True))
-    total = len(pairs)
-    unknown = [raw for raw, launch in pairs if launch.call is None]
-    num_ambiguous = trace.num_ambiguous
-    num_unseen = sum(not raw.launcher and raw.kind != "op" for raw in unknown) - num_ambiguous
-    num_replayed = sum(raw.is_replayed for raw in unknown)
-    if num_unseen > 0:
+    total = len(launches)
+    unknown = [raw for raw, launch in zip(trace.launches, launches, strict=True) if launch.call is None]
+    replayed = [raw for raw in unknown if raw.is_replayed]
+    num_ambiguous = sum(raw.correlation in trace.ambiguous for raw in unknown)
+    num_unseen = sum(not raw.launcher and raw.correlation not in trace.ambiguous for raw in unknown)
+    if num_unseen:
         yield f"{num_unseen:,} of {total:,} were launched outside of the time that was recorded: by whom is not known"
     if num_ambiguous:
         yield f"{num_ambiguous:,} of {total:,} cannot be attributed: several processes were merged into this trace"
-    if num_replayed:
-        num_graphs = len({raw.correlation for raw in unknown if raw.is_replayed})
-        yield (
-            f"{num_replayed:,} of {total:,} ran in {num_graphs:,} replays of graphs: "
-            "a trace of them does not tell what put them there"
-        )
-    by_ranges = {id(raw.ranges): raw.ranges for raw, launch in pairs if launch.how == "stack"}.values()
-    if not by_ranges:
-        return
-    if any(one.kind == "python" for ranges in by_ranges for one in ranges):
+    if replayed:
+        num_replays = len({raw.correlation for raw in replayed})
+        where = f"{len(replayed):,} of {total:,} ran in {num_replays:,} replays of graphs"
+        yield f"{where}: a trace of them does not tell what put them there"
+    origins = [launch.call.origins for launch in launches if launch.call is not None and launch.how == "stack"]
+    if any(origin.stack for one in origins for origin in one):
         yield "lines that were found by stack are where a function begins: the profiler tells no others"
-    else:
+    elif origins:
         yield "there are no lines of Python: record with with_stack=True"

@@ -25,8 +25,8 @@ class RawTrace:
     """In the order of their launch."""
     device_ids: tuple[int, ...]
     """Of the GPUs that something ran on; empty if ops of a CPU are listed instead."""
-    num_ambiguous: int = 0
-    """Launches whose correlation several processes use: the trace was merged of several."""
+    ambiguous: frozenset[int] = frozenset()
+    """Correlations that several processes use: the trace was merged of several, and none of them is believed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,32 +44,31 @@ def join(timeline: Timeline) -> RawTrace:
     """What ran, with its launches; if nothing ran on a GPU, the ops of the CPU with their own times."""
     if not len(timeline.work):
         return RawTrace(tuple(_in_order(_op_launches(timeline))), ())
-    calls, num_ambiguous = _launching_calls(timeline)
+    calls, ambiguous = _launching_calls(timeline)
     devices = tuple(sorted({device for device, _ in timeline.streams.values}))
-    return RawTrace(tuple(_in_order(_gpu_launches(timeline, calls))), devices, num_ambiguous)
+    return RawTrace(tuple(_in_order(_gpu_launches(timeline, calls))), devices, ambiguous)
 
 
 def _in_order(launches: Iterator[RawLaunch]) -> list[RawLaunch]:
     return sorted(launches, key=lambda launch: (launch.launched_at, launch.correlation, launch.start))
 
 
-def _launching_calls(timeline: Timeline) -> tuple[dict[int, int], int]:
+def _launching_calls(timeline: Timeline) -> tuple[dict[int, int], frozenset[int]]:
     """Which driver call has which correlation; the runtime's, where it called the driver with the same one."""
-    calls, correlations = timeline.calls, timeline.work.correlations
-    found = dict.fromkeys(correlations, -1)
+    calls, threads = timeline.calls, timeline.threads
+    found = dict.fromkeys(timeline.work.correlations, -1)
     found.pop(-1, None)
     ambiguous = set()
     for call, correlation in enumerate(calls.correlations):
         known = found.get(correlation)
         if known is None:
             continue
-        threads = timeline.threads
         if known >= 0 and threads[calls.threads[known]].process != threads[calls.threads[call]].process:
             ambiguous.add(correlation)
         elif known < 0 or calls.are_drivers[known] > calls.are_drivers[call]:
             found[correlation] = call
     kept = {correlation: call for correlation, call in found.items() if call >= 0 and correlation not in ambiguous}
-    return kept, sum(correlation in ambiguous for correlation in correlations)
+    return kept, frozenset(ambiguous)
 
 
 def _gpu_launches(timeline: Timeline, call_of: dict[int, int]) -> Iterator[RawLaunch]:
@@ -105,7 +104,7 @@ def _gpu_launches(timeline: Timeline, call_of: dict[int, int]) -> Iterator[RawLa
             launched_at=launched_at,
             ranges=context.ranges,
             instance=context.instance,
-            node_id=work.node_ids[item] or None,
+            node_id=None if work.node_ids[item] < 0 else work.node_ids[item],
         )
 
 

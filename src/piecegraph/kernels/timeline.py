@@ -170,7 +170,7 @@ class Timeline:
         work.sizes.append(self.sizes.number((_dim3(args.grid), _dim3(args.block))))
         work.correlations.append(args.correlation)
         work.external_ids.append(args.external_id)
-        work.node_ids.append(args.node_id)
+        work.node_ids.append(_node_id(args.graph_id, args.node_id))
 
     def _add_call(self, event: Event, is_driver: bool) -> None:
         calls = self.calls
@@ -195,6 +195,16 @@ def collect(batches: Iterable[Sequence[Event]]) -> Timeline:
     for batch in batches:
         timeline.add(batch)
     return timeline
+
+
+def _node_id(graph_id: int, node_id: int) -> int:
+    """The graph in the upper half, the node in the lower; -1 outside of graphs.
+
+    That is how torch writes it; some versions write the lower half alone, where the first node of a graph is 0.
+    """
+    if graph_id <= 0 and node_id <= 0:
+        return -1
+    return node_id if node_id >> 32 else graph_id << 32 | node_id
 
 
 def _dim3(values: Sequence[SupportsInt]) -> Dim3 | None:

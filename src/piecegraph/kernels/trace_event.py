@@ -25,6 +25,7 @@ class Arguments:
 
     correlation: int = -1
     external_id: int = 0
+    graph_id: int = 0
     node_id: int = 0
     device: int = 0
     stream: int | str = ""
@@ -92,6 +93,7 @@ def _arguments_of(fields: dict[str, Any]) -> Arguments:
     return Arguments(
         correlation=_integer(fields.get("correlation"), -1),
         external_id=_integer(fields.get("External id"), 0),
+        graph_id=_integer(fields.get("graph id"), 0, largest=_LARGEST >> 32),
         node_id=_integer(fields.get("graph node id"), 0),
         device=_integer(fields.get("device"), 0),
         stream=fields.get("stream", ""),
@@ -113,12 +115,12 @@ def _number(value: Any) -> float:
     return number if math.isfinite(number) else 0.0
 
 
-def _integer(value: Any, otherwise: int) -> int:
+def _integer(value: Any, otherwise: int, largest: int = _LARGEST) -> int:
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
         return otherwise
-    return number if abs(number) <= _LARGEST else otherwise
+    return number if abs(number) <= largest else otherwise
 
 
 def _identity(value: Any) -> int | str:
@@ -134,6 +136,7 @@ def _msgspec_decoder() -> Decode:
     from msgspec.json import Decoder
 
     number = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)]
+    small = Annotated[int, Meta(ge=0, le=_LARGEST >> 32)]
 
     def json_field(name: str) -> Any:
         return field(name=name, default=Raw(NO_JSON))
@@ -143,6 +146,7 @@ def _msgspec_decoder() -> Decode:
         [
             ("correlation", number, -1),
             ("external_id", number, field(name="External id", default=0)),
+            ("graph_id", small, field(name="graph id", default=0)),
             ("node_id", number, field(name="graph node id", default=0)),
             ("device", int, 0),
             ("stream", int | str, ""),

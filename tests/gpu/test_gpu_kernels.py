@@ -1,0 +1,148 @@
+"""Which line launched this kernel, on a GPU: inside graphs, and against a truth found in another way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import piecegraph
+from piecegraph.graph_nodes import num_captured_nodes
+from piecegraph.kernels.group import Group, Groups
+from tests.cases.attribution import (
+    SPLITTING_OPS,
+    WeightReaders,
+    graph_records,
+    make_decoder,
+    matmul_modules,
+    share_known,
+)
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+NUM_TOKENS = 64
+
+
+def is_capturing() -> bool:
+    return num_captured_nodes(0) is not None
+
+
+def compiled(model: torch.nn.Module, **arguments: Any) -> Any:
+    options = {"provenance": True, **arguments.pop("options", {})}
+    return piecegraph.compile(
+        model, splitting_ops=SPLITTING_OPS, on_fallback="raise", options=options, dynamic_dims={}, **arguments
+    )
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("size", ["tiny", "1b"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_every_node_has_its_call_and_every_call_its_layer(family: str, size: str, backend: str) -> None:
+    model = make_decoder(family, size, CUDA, torch.bfloat16)
+    ids = torch.randint(0, 256, (1, NUM_TOKENS), device=CUDA)
+    fast = compiled(model, backend=backend)
+    truth = WeightReaders(model, is_capturing)
+    with torch.no_grad():
+        with truth:
+            fast.capture(ids)
+        records = graph_records(fast._engine.tapes())
+        assert all(node.call is not None for record in records for node in record.nodes)
+        assert truth.modules
+        assert list(matmul_modules(records)) == truth.modules
+        with piecegraph.trace() as t:
+            for _ in range(3):
+                fast(ids)
+    replayed = [launch for launch in t.launches if launch.how in ("position", "node id", "step")]
+    assert {launch.how for launch in replayed} <= {"position", "node id"}, t.notes
+    assert len(replayed) == 3 * sum(len(record.nodes) for record in records)
+    assert share_known(replayed) >= 0.99
+    between = [launch for launch in t.launches if launch.call is not None and launch.call.op in SPLITTING_OPS]
+    assert share_known(between) == 1.0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_eager_code(family: str) -> None:
+    model = make_decoder(family, "tiny", CUDA, torch.bfloat16)
+    ids = torch.randint(0, 256, (1, NUM_TOKENS), device=CUDA)
+    with torch.no_grad():
+        model(ids)
+        with piecegraph.trace() as t:
+            model(ids)
+    assert {launch.how for launch in t.launches} == {"call"}
+    in_layers = [launch for launch in t.launches if launch.call is not None and launch.call.op in ("aten::mm",)]
+    shapes = {launch.call.origins[0].module: launch.call.shapes for launch in in_layers if launch.call is not None}
+    for number, layer in enumerate(model.model.layers):
+        rows = layer.self_attn.q_proj.weight.shape[0]
+        assert f"bfloat16[64, {rows}]" in shapes[f"model.layers.{number}.self_attn.q_proj"]
+    assert share_known([launch for launch in t.launches if launch.call.origins[0].module]) == 1.0  # type: ignore[union-attr]
+
+
+def group_of(groups: Groups, member: str) -> Group:
+    return next(group for group in groups.groups if any(member in one.name for one in group.members))
+
+
+def test_the_kernels_of_one_call_are_a_group() -> None:
+    q = torch.randn(2, 8, 512, 64, device=CUDA, dtype=torch.bfloat16)
+    sweep = [
+        (torch.randn(m, k, device=CUDA, dtype=torch.bfloat16), torch.randn(n, k, device=CUDA, dtype=torch.bfloat16))
+        for m in (1, 16, 64, 512, 2048)
+        for k in (512, 4096, 8192)
+        for n in (512, 4096)
+    ]
+    numbers = torch.rand(1 << 22, device=CUDA)
+
+    def work() -> None:
+        for x, weight in sweep:
+            F.linear(x, weight)
+        numbers.cumsum(0)
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    work()
+    with piecegraph.trace() as t:
+        for _ in range(6):
+            work()
+    groups = t.groups()
+    print(groups)
+    split = group_of(groups, "splitKreduce_kernel")
+    assert split.op == "aten::mm"
+    assert (split.verdict, split.anchor.rpartition("::")[2]) == ("always given", "splitKreduce_kernel")
+    assert len([member for member in split.members if not member.is_optional]) >= 2
+    scan = group_of(groups, "DeviceScanKernel")
+    assert (scan.op, scan.verdict) == ("aten::cumsum", "always")
+    assert ["DeviceScanInitKernel" in scan.members[0].name, "DeviceScanKernel" in scan.members[1].name] == [True, True]
+    attention = [launch for launch in t.launches if launch.call is not None and "attention" in launch.call.op]
+    assert len({launch.instance for launch in attention}) == 6
+
+
+class Relu(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x) * 2)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_disabled_kernel_leaves_its_output_alone(backend: str, tmp_path: Path) -> None:
+    model = Relu().to(CUDA).eval()
+    x = torch.randn(32, 64, device=CUDA)
+    fast = compiled(model, backend=backend)
+    with torch.no_grad():
+        expected = fast(x)
+        (tape,) = fast._engine.tapes()
+        chosen = fast.kernels.select(op="aten::relu")
+        memory = tape._outputs[0]
+        for _ in range(1000):
+            memory.fill_(7.0)
+            with chosen.disable():
+                assert torch.equal(fast(x), torch.full_like(expected, 7.0))
+            assert torch.equal(fast(x), expected)
+        (cost,) = chosen.time()
+        assert cost.with_us > 0
+        paths = chosen.dump(tmp_path)
+    saved = torch.load(paths[0], weights_only=False)
+    assert torch.equal(saved["outputs"].to(CUDA), expected)
