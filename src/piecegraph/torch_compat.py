@@ -439,7 +439,7 @@ def _generated_sources() -> Iterator[list[CompiledSource]]:
         original(graph, *args, **kwargs)
 
     with _watching_sources:
-        CompiledFxGraph.post_compile = post_compile  # type: ignore[method-assign]
+        CompiledFxGraph.post_compile = post_compile  # type: ignore[method-assign,assignment]
         try:
             yield found
         finally:
