@@ -9,7 +9,7 @@ import torch
 import torch.fx
 
 from piecegraph import torch_compat
-from piecegraph.fx_nodes import module_path, op_name, source_stack
+from piecegraph.fx_nodes import module_path, op_name, source_stack, writes_in_place
 from piecegraph.origin import LaunchCall, Origin
 from piecegraph.program import StepSource
 from piecegraph.wrapper_lines import WrapperLaunch, wrapper_launches
@@ -64,16 +64,18 @@ def _own_nodes(launch: WrapperLaunch, named: Sequence[torch.fx.Node], in_kernels
         own = [node for node in named if has_lowered or not _runs_alone(node)] or list(named)
         main = next((node for node in reversed(own) if not _runs_alone(node) and not _is_view(node)), own[-1])
         return [main, *(node for node in own if node is not main)]
-    main = _called_node(launch, named)
+    elsewhere = set() if launch.kind == "template" else in_kernels
+    main = _called_node(launch, named, elsewhere)
     after = named[named.index(main) + 1 :]
-    return [main, *(node for node in after if launch.kind == "template" or node.name not in in_kernels)]
+    return [main, *(node for node in after if node.name not in elsewhere)]
 
 
-def _called_node(launch: WrapperLaunch, named: Sequence[torch.fx.Node]) -> torch.fx.Node:
+def _called_node(launch: WrapperLaunch, named: Sequence[torch.fx.Node], elsewhere: set[str]) -> torch.fx.Node:
     same = [node for node in named if op_name(node) == launch.op]
-    alone = [node for node in named if _runs_alone(node)]
     is_alone = launch.kind == "template" or _ALONE.match(launch.op) is not None
-    return (same or (alone if is_alone else ()) or named)[-1]
+    lowered = [node for node in named if is_alone and _runs_alone(node)]
+    others = [node for node in named if node.name not in elsewhere]
+    return (same or lowered or others or named)[-1]
 
 
 def _runs_alone(node: torch.fx.Node) -> bool:
@@ -82,7 +84,7 @@ def _runs_alone(node: torch.fx.Node) -> bool:
 
 def _is_view(node: torch.fx.Node) -> bool:
     value = torch_compat.meta_value(node)
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or writes_in_place(node):
         return False
     storage = torch_compat.storage_id(value)
     inputs = [torch_compat.meta_value(arg) for arg in node.all_input_nodes]
