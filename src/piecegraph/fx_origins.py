@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.fx
@@ -23,7 +24,17 @@ def origin_of(node: torch.fx.Node) -> Origin:
     return Origin(op_name(node), module_path(node), source_stack(node))
 
 
-def launch_calls(source: StepSource) -> dict[int, LaunchCall]:
+_known: weakref.WeakKeyDictionary[torch.fx.GraphModule, dict[int, LaunchCall]] = weakref.WeakKeyDictionary()
+
+
+def launch_calls(source: StepSource) -> Mapping[int, LaunchCall]:
+    """As :func:`_launch_calls`, worked out once for each step and not for each of its sizes."""
+    if source.module not in _known:
+        _known[source.module] = _launch_calls(source)
+    return _known[source.module]
+
+
+def _launch_calls(source: StepSource) -> dict[int, LaunchCall]:
     """What each line of a compiled piece's source launches, with the origins in this piece's own graph.
 
     Layers that share their compiled code have equal graphs with equal node names, so that a name in the code is a
