@@ -34,6 +34,8 @@ _INPLACE_OPERATORS = frozenset(
     )
 )
 
+_ROOT = "piecegraph_root"
+
 
 def source_line(node: torch.fx.Node) -> SourceLine | None:
     """The line of the user's Python that a node was traced from: the innermost frame outside torch."""
@@ -65,10 +67,19 @@ _GETATTR = re.compile(r"""getattr\((.*), ['"]([^'"]*)['"]\)""")
 def module_path(node: torch.fx.Node) -> str:
     """The module whose forward a node was traced from, as ``model.layers.3.mlp``; empty outside of any.
 
-    A path begins below the traced function's own arguments, and at the name of a global.
+    A path begins below the traced function's own arguments, and at the name of a global; see also :func:`put_below`.
     """
     stack = node.meta.get("nn_module_stack") or {}
-    return _dotted(str(next(reversed(stack.values()))[0])) if stack else ""
+    if not stack:
+        return ""
+    path = _dotted(str(next(reversed(stack.values()))[0]))
+    return ".".join(part for part in (node.meta.get(_ROOT, ""), path) if part)
+
+
+def put_below(graph: torch.fx.Graph, root: str) -> None:
+    """What was traced is the part of a model that is called ``root``: paths of modules begin with it."""
+    for node in graph.nodes:
+        node.meta[_ROOT] = root
 
 
 def _dotted(source: str) -> str:

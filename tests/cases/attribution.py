@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class WeightReaders(TorchDispatchMode):
 
     def __init__(self, module: torch.nn.Module, is_capturing: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = {
+        self.names = {
             parameter.untyped_storage().data_ptr(): name.rpartition(".")[0]
             for name, parameter in module.named_parameters()
             if parameter.dim() == 2
@@ -73,7 +73,7 @@ class WeightReaders(TorchDispatchMode):
         name = func.name().partition(".")[0]
         if name in MATMULS and self._is_capturing():
             read = [t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)]
-            self.modules += [self._names[address] for address in read if address in self._names]
+            self.modules += [self.names[address] for address in read if address in self.names]
         return func(*args, **(kwargs or {}))
 
 
@@ -84,11 +84,11 @@ def graph_records(tapes: list[Tape]) -> list[GraphRecord]:
     return [step.inside.record for step in steps if step.inside is not None]
 
 
-def matmul_modules(records: list[GraphRecord]) -> Iterator[str]:
-    """The modules that the matmuls of some graphs are said to come from, in order."""
+def matmul_modules(records: list[GraphRecord], known: Collection[str]) -> Iterator[str]:
+    """The modules that the matmuls of some graphs are said to come from, in order; those without weights left out."""
     for record in records:
         for call in record.calls:
-            if call.op in MATMULS:
+            if call.op in MATMULS and call.origins[0].module in known:
                 yield call.origins[0].module
 
 

@@ -34,7 +34,8 @@ def profiled(folder: Path) -> Iterator[Profile]:
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with tracing(), announced_steps():
-        with torch.profiler.profile(activities=activities, record_shapes=True, with_stack=True) as profiler:
+        # Shapes are seen by the observer. The profiler's own come with every argument as text, some of it not escaped.
+        with torch.profiler.profile(activities=activities, with_stack=True, acc_events=True) as profiler:
             with observing(profile.announcer):
                 yield profile
             if torch.cuda.is_available():

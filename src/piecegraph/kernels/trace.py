@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,8 +156,6 @@ class _Source:
 
     kernels: KernelTrace
     path: Path
-    folder: tempfile.TemporaryDirectory[str] | None
-    """Gone with the trace."""
 
 
 @contextlib.contextmanager
@@ -174,16 +174,17 @@ def trace() -> Iterator[Trace]:
         '_ = torch.ones(8).cumsum(0)'
     """
     taken = Trace()
-    folder = tempfile.TemporaryDirectory(prefix="piecegraph-trace-")
-    with profiled(Path(folder.name)) as profile:
+    folder = tempfile.mkdtemp(prefix="piecegraph-trace-")
+    weakref.finalize(taken, shutil.rmtree, folder, ignore_errors=True)
+    with profiled(Path(folder)) as profile:
         yield taken
-    taken._source = _Source(profile.read(), profile.path, folder)
+    taken._source = _Source(profile.read(), profile.path)
 
 
 def open_trace(path: str | Path) -> Trace:
     """A trace that torch.profiler wrote, of any program."""
     taken = Trace()
-    taken._source = _Source(read_trace(path), Path(path), None)
+    taken._source = _Source(read_trace(path), Path(path))
     return taken
 
 

@@ -161,10 +161,14 @@ class Forward:
         assert device is not None
         key = next(key for key, recorded in self.tapes.items() if recorded is tape)
 
+        is_filled = False
+
         def replay() -> Any:
-            if self._last is not None:
-                self._last = None
+            nonlocal is_filled
+            if not is_filled:
+                is_filled, self._last = True, None
                 buffers.fill_dummy(key.bucket)
+                self._memory.use_batch(buffers, key.bucket)
             return tape.run()
 
         def compute() -> Any:

@@ -15,11 +15,13 @@ import torch
 from piecegraph.config import CudagraphMode
 from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RequestError
 from piecegraph.events import EventLog
+from piecegraph.kernels.live import LiveKernels
 from piecegraph.llm.chat import chat_tokens
 from piecegraph.llm.config import make_llm_config
 from piecegraph.llm.engine import Generation
 from piecegraph.llm.groups import PagedCache
 from piecegraph.llm.loader import LoadFormat
+from piecegraph.llm.recorded_steps import RecordedSteps
 from piecegraph.llm.report import explain_llm, stats_of_llm
 from piecegraph.llm.request import SamplingParams
 from piecegraph.llm.results import Chunk, Completion, RequestMetrics, StepResult
@@ -213,6 +215,14 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """The same as numbers."""
         return stats_of_llm(self.started, self.events)
+
+    @property
+    def kernels(self) -> LiveKernels:
+        """The kernels of the recorded graphs, to choose some, leave them out and see what they cost.
+
+        It takes ``options={"provenance": True}``.
+        """
+        return LiveKernels(RecordedSteps(self.path, self.started.engine.forward, self._lock))
 
     def make_scheduler(self, *, prefix_cache: bool = True) -> Scheduler:
         """A scheduler over this model's cache, for use with :meth:`forward`.

@@ -28,6 +28,7 @@ from piecegraph.errors import ModelError, TraceError
 from piecegraph.events import EventLog
 from piecegraph.example import read_example
 from piecegraph.fuse import fuse_linears
+from piecegraph.fx_nodes import put_below
 from piecegraph.llm import ops
 from piecegraph.llm.layers import AttentionLayer, LatentLayer, Reach, StateLayer
 from piecegraph.llm.linear import linear_passes
@@ -149,9 +150,11 @@ def _trace_decoder(model: Any, cache: TraceCache, takes_embeds: bool) -> Traced:
     )
     try:
         with cache.installed():
-            return trace(forward, example, weights)
+            traced = trace(forward, example, weights)
     except TraceError as error:
         raise _refusal(model, error) from error
+    put_below(traced.graph, _decoder_name(model))
+    return traced
 
 
 def decoder_of(model: Any) -> torch.nn.Module:
