@@ -14,6 +14,8 @@
     └── ModelError                        PG66x  a language model cannot be loaded or run as it is
                                           PG67x  the same, of the demo model and the cache it is kept in
 
+    PG72x are about interceptions: ConfigError, LowerError or CallError, as the case may be.
+
 The text of an error always says, in this order: what happened, where, why, what to do.
 """
 
@@ -81,13 +83,17 @@ CODES: dict[str, str] = {
     "PG671": "the demo model cannot be read",
     "PG672": "the cache folder is not safe to use",
     "PG673": "the cache folder cannot be used",
+    "PG721": "an interception has no callback, or one that cannot be called",
+    "PG722": "a callback of an interception returned something that cannot be used",
+    "PG723": "an op cannot be intercepted at this place",
+    "PG724": "a full graph is cut while an op in it is intercepted",
 }
 
 
 PLACE = ("phase", "piece", "size", "op", "line")
 """The fields that say where in the making of a plan an error happened."""
 
-NOTES = frozenset({"PG404", "PG510"})
+NOTES = frozenset({"PG404", "PG510", "PG724"})
 """Events that are shown and counted, but are no fallback: the call is served from its plan all the same."""
 
 

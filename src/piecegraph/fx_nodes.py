@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import operator
+import re
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ _INPLACE_OPERATORS = frozenset(
     )
 )
 
+_TRACED_ROOT = re.compile(r"^[LG]\['[^']*'\]\.?")
+"""What Dynamo writes before the path of a module: the variable that holds the outermost one."""
+
 
 def source_line(node: torch.fx.Node) -> SourceLine | None:
     """The line of the user's Python that a node was traced from: the innermost frame outside torch."""
@@ -50,6 +54,13 @@ def op_name(node: torch.fx.Node) -> str:
     """What a node calls, as ``ns::op`` where it is an op."""
     name = torch_compat.qualified_name(node.target)
     return name or (node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target)))
+
+
+def module_path(node: torch.fx.Node) -> str:
+    """The module that calls a node, ``layers.3.mlp``, from the traced module on; empty for the module itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next((str(path) for path, _ in reversed(stack.values())), "")
+    return _TRACED_ROOT.sub("", path)
 
 
 def is_size(node: torch.fx.Node) -> bool:

@@ -345,6 +345,52 @@ def direct_kernel(target: Any, device_type: str) -> Any:
     return definition._init_fn
 
 
+# --- modes
+# -----------------------------------------------------------------------------------------------------------------
+
+
+def push_modes(function_mode: Any, dispatch_mode: Any) -> None:
+    """Put a pair of modes on this thread's stacks.
+
+    Not by entering them: leaving must be the reverse of entering then, and torch.compile would refuse to compile.
+    """
+    torch._C._push_on_torch_function_stack(function_mode)
+    torch._C._push_on_torch_dispatch_stack(dispatch_mode)
+
+
+def remove_modes(function_mode: Any, dispatch_mode: Any) -> None:
+    """Take a pair of modes off this thread's stacks, wherever in them it is."""
+    _remove(function_mode, torch._C._pop_torch_function_stack, torch._C._push_on_torch_function_stack)
+    _remove(dispatch_mode, torch._C._pop_torch_dispatch_stack, torch._C._push_on_torch_dispatch_stack)
+
+
+def _remove(mode: Any, pop: Callable[[], Any], push: Callable[[Any], Any]) -> None:
+    above: list[Any] = []
+    while (top := pop()) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        push(other)
+
+
+def is_faked(arguments: Any) -> bool:
+    """Whether a call is part of somebody's trace: a FakeTensor is among the arguments, or fakes are being made."""
+    from torch._guards import detect_fake_mode
+
+    return detect_fake_mode(arguments) is not None
+
+
+def calling_modules() -> list[torch.nn.Module]:
+    """The modules whose ``forward`` is running in this thread, outermost first, read off the Python stack."""
+    calling = torch.nn.Module._call_impl.__code__
+    found: list[torch.nn.Module] = []
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is calling:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return found[::-1]
+
+
 # --- compiling
 # -------------------------------------------------------------------------------------------------------------
 
