@@ -53,24 +53,18 @@ class _Ops(TorchDispatchMode):
 
 
 class ShownCalls:
-    """Hands every call that this thread makes to a function, from :meth:`start` to :meth:`stop`."""
+    """Hands every call that this thread makes inside a ``with`` block to a function."""
 
-    def __init__(self, run: RunCall) -> None:
+    def __init__(self, run: RunCall, *, innermost: bool = False) -> None:
         self._functions, self._ops = _Functions(run), _Ops(run)
-
-    def start(self) -> None:
-        torch_compat.push_modes(self._functions, self._ops)
-
-    def stop(self) -> None:
-        """Other modes may have been entered since; they stay."""
-        torch_compat.remove_modes(self._functions, self._ops)
+        self._innermost = innermost
 
     def __enter__(self) -> ShownCalls:
-        self.start()
+        torch_compat.add_modes(self._functions, self._ops, innermost=self._innermost)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        torch_compat.remove_modes(self._functions, self._ops)
 
 
 def intercepting(interceptions: Sequence[Interception]) -> RunCall:
@@ -163,12 +157,16 @@ _thread = threading.local()
 
 
 class ThreadInterceptions:
-    """The interceptions that were made in one thread, and the modes that show it the thread's calls."""
+    """The interceptions that were made in one thread, and the modes that show it the thread's calls.
+
+    These modes come and go in any order with those of others, which are taken off the top of the stack. So they are
+    below all others.
+    """
 
     def __init__(self) -> None:
         self._ident = threading.get_ident()
         self._interceptions: list[Interception] = []
-        self._calls = ShownCalls(intercepting(self._interceptions))
+        self._shown = ShownCalls(intercepting(self._interceptions), innermost=True)
         self._is_shown = False
 
     @staticmethod
@@ -182,14 +180,14 @@ class ThreadInterceptions:
     def add(self, each: Interception) -> None:
         self._interceptions.append(each)
         if not self._is_shown:
-            self._calls.start()
+            self._shown.__enter__()
             self._is_shown = True
 
     def discard(self, each: Interception) -> None:
         """From another thread the modes cannot be taken off the stack: without interceptions they do nothing."""
         self._interceptions.remove(each)
         if not self._interceptions and self._ident == threading.get_ident():
-            self._calls.stop()
+            self._shown.__exit__()
             self._is_shown = False
 
     @contextlib.contextmanager
@@ -198,8 +196,9 @@ class ThreadInterceptions:
         if not self._is_shown:
             yield
             return
-        self._calls.stop()
+        self._shown.__exit__()
         try:
             yield
         finally:
-            self._calls.start()
+            if self._is_shown:  # a callback may have removed the last interception
+                self._shown.__enter__()

@@ -349,27 +349,44 @@ def direct_kernel(target: Any, device_type: str) -> Any:
 # -----------------------------------------------------------------------------------------------------------------
 
 
-def push_modes(function_mode: Any, dispatch_mode: Any) -> None:
-    """Put a pair of modes on this thread's stacks.
+def add_modes(function_mode: Any, dispatch_mode: Any, *, innermost: bool) -> None:
+    """Put a pair of modes on this thread's stacks, innermost or outermost.
 
     Not by entering them: leaving must be the reverse of entering then, and torch.compile would refuse to compile.
     """
-    torch._C._push_on_torch_function_stack(function_mode)
-    torch._C._push_on_torch_dispatch_stack(dispatch_mode)
+    functions, others = _function_modes(), _dispatch_modes()
+    _set_function_modes([function_mode, *functions] if innermost else [*functions, function_mode])
+    _set_dispatch_modes([dispatch_mode, *others] if innermost else [*others, dispatch_mode])
 
 
 def remove_modes(function_mode: Any, dispatch_mode: Any) -> None:
     """Take a pair of modes off this thread's stacks, wherever in them it is."""
-    _remove(function_mode, torch._C._pop_torch_function_stack, torch._C._push_on_torch_function_stack)
-    _remove(dispatch_mode, torch._C._pop_torch_dispatch_stack, torch._C._push_on_torch_dispatch_stack)
+    _set_function_modes([mode for mode in _function_modes() if mode is not function_mode])
+    _set_dispatch_modes([mode for mode in _dispatch_modes() if mode is not dispatch_mode])
 
 
-def _remove(mode: Any, pop: Callable[[], Any], push: Callable[[Any], Any]) -> None:
-    above: list[Any] = []
-    while (top := pop()) is not mode:
-        above.append(top)
-    for other in reversed(above):
-        push(other)
+def _function_modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+def _set_function_modes(modes: Sequence[Any]) -> None:
+    for _ in range(torch._C._len_torch_function_stack()):
+        torch._C._pop_torch_function_stack()
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+def _dispatch_modes() -> list[Any]:
+    """Without those of torch's own machinery (fakes, proxies), which have places of their own."""
+    modes = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    return [mode for mode in modes if getattr(mode, "_mode_key", None) is None]
+
+
+def _set_dispatch_modes(modes: Sequence[Any]) -> None:
+    for _ in range(len(_dispatch_modes())):
+        torch._C._pop_torch_dispatch_stack(None)
+    for mode in modes:
+        torch._C._push_on_torch_dispatch_stack(mode)
 
 
 def is_faked(arguments: Any) -> bool:
