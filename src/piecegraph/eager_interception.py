@@ -7,10 +7,11 @@ ops called from C++, are seen at the dispatcher. FakeTensors are somebody's trac
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -18,6 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph import interception, torch_compat
 from piecegraph.interception import Interception
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _root: ContextVar[torch.nn.Module | None] = ContextVar("piecegraph_root_module", default=None)
 """The module that paths start from; None for the outermost one that is being called."""
@@ -202,3 +206,14 @@ class ThreadInterceptions:
         finally:
             if self._is_shown:  # a callback may have removed the last interception
                 self._shown.__enter__()
+
+
+def unintercepted(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function of ours that is no eager code of the user's, though it runs in the user's thread."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with ThreadInterceptions.here().suspended():
+            return function(*args, **kwargs)
+
+    return call

@@ -66,7 +66,8 @@ def intercept(
     callback nothing is intercepted, so ``replace`` may call the op itself. Several interceptions of one op wrap each
     other, the last one outermost; a ``replace`` takes the place of those inside it, too.
 
-    Not covered: code compiled with ``torch.compile``, :class:`piecegraph.LLM`, and eager code of other threads.
+    Not covered: what ``torch.compile`` fused, :class:`piecegraph.LLM`, and eager code of other threads. Ops inside code
+    joined by ``fuse_linears`` are seen as they are after joining.
 
     Args:
         op: ``"ns::op"``, an op or overload of ``torch.ops``, a custom op, or a function such as ``F.linear``.
