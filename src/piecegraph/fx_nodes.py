@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import operator
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,34 +34,62 @@ _INPLACE_OPERATORS = frozenset(
     )
 )
 
-_TRACED_ROOT = re.compile(r"^[LG]\['[^']*'\]\.?")
-"""What Dynamo writes before the path of a module: the variable that holds the outermost one."""
-
 
 def source_line(node: torch.fx.Node) -> SourceLine | None:
     """The line of the user's Python that a node was traced from: the innermost frame outside torch."""
-    frames = [
-        text.strip() for text in (node.meta.get("stack_trace") or "").splitlines() if text.strip().startswith("File ")
-    ]
-    for frame in reversed(frames):
+    return next(_user_frames(node), None)
+
+
+def source_stack(node: torch.fx.Node) -> tuple[SourceLine, ...]:
+    """All lines of the user's Python that led to a node, outermost first."""
+    return tuple(_user_frames(node))[::-1]
+
+
+def _user_frames(node: torch.fx.Node) -> Iterator[SourceLine]:
+    """The frames outside torch, innermost first."""
+    for text in reversed((node.meta.get("stack_trace") or "").splitlines()):
+        frame = text.strip()
+        if not frame.startswith('File "'):
+            continue
         file, _, rest = frame.removeprefix('File "').partition('", line ')
         if is_user_file(file):
             line = int(rest.partition(",")[0])
-            return SourceLine(file, line, linecache.getline(file, line).strip())
-    return None
+            yield SourceLine(file, line, linecache.getline(file, line).strip())
+
+
+_ACCESS = re.compile(r"""\.?_modules\[['"]([^'"]*)['"]\]|\[['"]?([^'"\]]*)['"]?\]""")
+_CELL = re.compile(r"\.__closure__\[\d+\]\.cell_contents")
+_GETATTR = re.compile(r"""getattr\((.*), ['"]([^'"]*)['"]\)""")
+
+
+def module_path(node: torch.fx.Node) -> str:
+    """The module whose forward a node was traced from, as ``model.layers.3.mlp``; empty outside of any.
+
+    A path begins below the traced function's own arguments, and at the name of a global.
+    """
+    stack = node.meta.get("nn_module_stack") or {}
+    return _dotted(str(next(reversed(stack.values()))[0])) if stack else ""
+
+
+def _dotted(source: str) -> str:
+    """Dynamo's name for a value, ``L['self'].layers[3]._modules['mlp']``, as a path.
+
+    >>> _dotted("L['self'].layers.3.mlp"), _dotted("L['fn'].__self__._modules['layers']._modules['3']")
+    ('layers.3.mlp', 'layers.3')
+    >>> _dotted("G['model'].head"), _dotted("getattr(L['self'].layers, '3').experts[1]"), _dotted("L['self']")
+    ('model.head', 'layers.3.experts.1', '')
+    """
+    source = _CELL.sub("", source)
+    while (shorter := _GETATTR.sub(r"\1.\2", source)) != source:
+        source = shorter
+    scope, *parts = [part for part in _ACCESS.sub(r".\1\2", source).split(".") if part not in ("", "__self__")]
+    return ".".join(parts[1:] if scope == "L" else parts if scope == "G" else (scope, *parts))
 
 
 def op_name(node: torch.fx.Node) -> str:
     """What a node calls, as ``ns::op`` where it is an op."""
     name = torch_compat.qualified_name(node.target)
     return name or (node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target)))
-
-
-def module_path(node: torch.fx.Node) -> str:
-    """The module that calls a node, ``layers.3.mlp``, from the traced module on; empty for the module itself."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next((str(path) for path, _ in reversed(stack.values())), "")
-    return _TRACED_ROOT.sub("", path)
 
 
 def is_size(node: torch.fx.Node) -> bool:

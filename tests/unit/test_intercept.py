@@ -162,6 +162,15 @@ def test_a_pattern_picks_one_layer(compile_it: Callable[..., Any]) -> None:
             assert repr(h).count(f"{count} cut") == (count > 0)
 
 
+def test_paths_in_a_module_that_torch_wrote() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    fast, x = compile_quickly(model, dynamic_dims={"input": 0}), torch.randn(3, 4)
+    with piecegraph.intercept(F.linear, replace=lambda x, weight, bias: x * 0 + 7, module="2") as handle:
+        assert fast(x).eq(7).all()
+        assert model(x).eq(7).all()
+        assert handle.num_calls == 2
+
+
 def test_a_function_without_the_op_keeps_its_tapes() -> None:
     fast = compile_quickly(Model())
     x = torch.randn(4, 4)
