@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 import piecegraph
 from piecegraph import interception
-from piecegraph.errors import CallError, ConfigError
+from piecegraph.cut_rules import CutRules
+from piecegraph.errors import CallError, ConfigError, LowerError
+from piecegraph.split import split
+from tests.unit.test_trace import trace_it
 
 
 class Block(nn.Module):
@@ -415,6 +418,29 @@ def test_a_view_stays_a_view() -> None:
     with piecegraph.intercept("aten::view", after=lambda result, *_: result * 2):
         with pytest.raises(CallError, match="PG722.*view of an argument"):
             fast(torch.ones(2))
+
+
+def test_an_op_between_streams_cannot_be_intercepted() -> None:
+    side, main = torch.Stream(device="cpu"), torch.Stream(device="cpu")
+
+    def function(x: Tensor) -> Tensor:
+        y = x + 1
+        side.wait_stream(main)
+        with side:
+            z = torch.relu(y)
+        main.wait_stream(side)
+        return z * 3
+
+    traced = trace_it(function, torch.ones(3))
+
+    def cut_at(op: str) -> list[str | None]:
+        added = interception.Interception(op, print, None, None, None)
+        segments = split(traced, CutRules("auto"), full=False, interceptions=[added])
+        return [segment.verdict.reason if segment.verdict else None for segment in segments]
+
+    assert cut_at("aten::mul")[-1] == "intercepted"
+    with pytest.raises(LowerError, match="PG723 aten::relu cannot be intercepted.*fork to another CUDA stream"):
+        cut_at("aten::relu")
 
 
 def test_wrong_arguments() -> None:
