@@ -18,18 +18,31 @@ _HOMES = {
     "install": "piecegraph.api",
     "eager": "piecegraph.api",
     "eager_op": "piecegraph.breakable",
+    "intercept": "piecegraph.intercepting",
     "register_cut_op": "piecegraph.cut_rules",
     "errors": "piecegraph.errors",
     "trace": "piecegraph.kernels.trace",
 }
 
-__all__ = ["LLM", "__version__", "compile", "eager", "eager_op", "errors", "install", "register_cut_op", "trace"]
+__all__ = [
+    "LLM",
+    "__version__",
+    "compile",
+    "eager",
+    "eager_op",
+    "errors",
+    "install",
+    "intercept",
+    "register_cut_op",
+    "trace",
+]
 
 if TYPE_CHECKING:
     from piecegraph import errors
     from piecegraph.api import compile, eager, install
     from piecegraph.breakable import eager_op
     from piecegraph.cut_rules import register_cut_op
+    from piecegraph.intercepting import intercept
     from piecegraph.kernels.trace import trace
     from piecegraph.llm.llm import LLM
 

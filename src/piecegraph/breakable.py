@@ -7,20 +7,22 @@ runs: the structure of the result, which memory is written, and how the shapes o
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph import torch_compat
 from piecegraph.body import FromOutput, Observed, ResultLeaf, Sizes, watch_weight
 from piecegraph.cut_rules import resolve_op
+from piecegraph.eager_interception import CallLog, ShownCalls, intercepting, paths_from, wanting
 from piecegraph.errors import CallError, RecordError, TraceError
 from piecegraph.example import Example
+from piecegraph.interception import REASON, Interception, RehearsedOp, is_off, off
 from piecegraph.plan import Cut
 from piecegraph.record import Recorder
 from piecegraph.signature import is_constant
@@ -56,11 +58,7 @@ def eager_op(function: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return untraceable(*args, **kwargs)
         breaker = _recording.get()
-        return (
-            function(*args, **kwargs)
-            if breaker is None
-            else breaker.run(function, args, kwargs, "marked as an eager op")
-        )
+        return function(*args, **kwargs) if breaker is None else breaker.run_marked(function, args, kwargs)
 
     return call
 
@@ -68,10 +66,22 @@ def eager_op(function: Callable[..., Any]) -> Callable[..., Any]:
 class _Breaker:
     """Hands the ops that break the capture to the recorder."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, interceptions: Sequence[Interception]) -> None:
         self._recorder = recorder
+        self._interceptions = interceptions
         self.num_breaks = 0
         self.cuts: list[Cut] = []
+
+    def run_marked(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function that is marked as an eager op. What it calls may be intercepted."""
+        interceptions = self._interceptions
+
+        @functools.wraps(function)
+        def intercepted(*args: Any, **kwargs: Any) -> Any:
+            with ShownCalls(intercepting(interceptions)):
+                return function(*args, **kwargs)
+
+        return self.run(intercepted if interceptions else function, args, kwargs, "marked as an eager op")
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
         """Run a function between two graphs. Breaks inside it belong to it."""
@@ -117,39 +127,6 @@ class _FlatResult:
         return leaves
 
 
-class _OpBreaks(TorchDispatchMode):
-    """Breaks the capture at ops that the function calls."""
-
-    def __init__(self, ops: Sequence[tuple[Any, Any]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._ops = ops
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return _run_or_break(func, args, kwargs or {}, self._ops)
-
-
-class _FunctionBreaks(TorchFunctionMode):
-    """Breaks at functions such as ``F.scaled_dot_product_attention``, which are taken apart before they reach the
-    dispatcher.
-    """
-
-    def __init__(self, ops: Sequence[tuple[Any, Any]]) -> None:
-        super().__init__()
-        self._ops = ops
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return _run_or_break(func, args, kwargs or {}, self._ops)
-
-
-def _run_or_break(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ops: Sequence[tuple[Any, Any]]) -> Any:
-    breaker = _recording.get()
-    packet, overload = torch_compat.op_of(function)
-    is_break = any(packet is wanted and (overload is None or exact in (None, overload)) for wanted, exact in ops)
-    if breaker is None or not is_break:
-        return function(*args, **kwargs)
-    return breaker.run(function, args, kwargs, "listed in splitting_ops")
-
-
 class _WriteWatch(TorchDispatchMode):
     """Notices which of some tensors are written to, and saves each one just before."""
 
@@ -182,8 +159,13 @@ class BreakableBody:
         weights: Mapping[str, torch.Tensor],
         current_weight: Callable[[str, torch.Tensor], torch.Tensor],
         splitting_ops: Iterable[Any] | str,
+        module: torch.nn.Module | None,
     ) -> None:
         self._function = function
+        self._module = module
+        self._interceptions: tuple[Interception, ...] = ()
+        self._log = CallLog()
+        """The calls of the first run."""
         self._example = example
         self._weights = weights
         self._current_weight = current_weight
@@ -191,7 +173,8 @@ class BreakableBody:
         self._seen: dict[Sizes, list[Any]] = {}
         """What came out at each size: the shape of every tensor, and every other leaf itself."""
         self.cuts: tuple[Cut, ...] = ()
-        returned, inputs, watch = self._watched_run(example.tensors)
+        with ShownCalls(self._log.run):
+            returned, inputs, watch = self._watched_run(example.tensors)
         input_index = {torch_compat.storage_id(tensor): i for i, tensor in enumerate(inputs)}
         self.written_calls = tuple(sorted(input_index[s] for s in watch.saved if s in input_index))
         self.written_state = tuple(tensor for s, (tensor, _) in watch.saved.items() if s not in input_index)
@@ -199,6 +182,17 @@ class BreakableBody:
         self.leaves: tuple[ResultLeaf, ...] = tuple(
             _leaf(i, leaf, path, inputs) for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True))
         )
+
+    def num_places(self, interception: Interception) -> int:
+        """How many calls an interception is for, as seen in the first run."""
+        return self._log.num_places(interception, self._module)
+
+    def with_interceptions(self, interceptions: Sequence[Interception]) -> BreakableBody:
+        """The same function, with callbacks around some of its calls."""
+        other = copy.copy(self)
+        other._interceptions = tuple(interceptions)
+        other.cuts = ()
+        return other
 
     def _call(self, tensors: Sequence[torch.Tensor]) -> Any:
         args, kwargs = self._example.with_tensors(tensors)
@@ -209,7 +203,7 @@ class BreakableBody:
         with torch_compat.without_trace(tensor.device for tensor in example):
             inputs = [tensor.clone() for tensor in example]
             watch = _WriteWatch([*inputs, *self._weights.values()])
-            with watch:
+            with watch, off():
                 returned = self._call(inputs)
             watch.restore()
         return returned, inputs, watch
@@ -223,7 +217,8 @@ class BreakableBody:
         self._seen[sizes] = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def run(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
-        leaves, _, structure = flatten(self._call(tensors))
+        with self._callbacks():
+            leaves, _, structure = flatten(self._call(tensors))
         if structure != self.structure:
             raise RecordError(
                 "PG403", f"the function returned another structure at size {sizes}", hint='use frontend="trace"'
@@ -232,7 +227,7 @@ class BreakableBody:
         return leaves
 
     def record(self, recorder: Recorder, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
-        breaker = _Breaker(recorder)
+        breaker = _Breaker(recorder, self._interceptions)
         token = _recording.set(breaker)
         try:
             recorder.begin()
@@ -245,12 +240,34 @@ class BreakableBody:
         return recorder.outputs(leaves)
 
     @contextlib.contextmanager
-    def _breaks(self) -> Iterator[None]:
-        if not self._ops:
+    def _callbacks(self) -> Iterator[None]:
+        """Run callbacks in a run that is not recorded."""
+        if not self._interceptions or is_off():
             yield
             return
-        with _FunctionBreaks(self._ops), _OpBreaks(self._ops):
+        with paths_from(self._module), ShownCalls(intercepting(self._interceptions)):
             yield
+
+    @contextlib.contextmanager
+    def _breaks(self) -> Iterator[None]:
+        if not self._ops and not self._interceptions:
+            yield
+            return
+        with paths_from(self._module), ShownCalls(self._run_or_break):
+            yield
+
+    def _run_or_break(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        breaker = _recording.get()
+        if breaker is None:
+            return function(*args, **kwargs)
+        packet, overload = torch_compat.op_of(function)
+        is_listed = any(packet is op and (overload is None or exact in (None, overload)) for op, exact in self._ops)
+        chain = wanting(self._interceptions, function)
+        if not is_listed and not chain:
+            return function(*args, **kwargs)
+        reasons = (["listed in splitting_ops"] if is_listed else []) + ([REASON] if chain else [])
+        run = RehearsedOp(function, chain, str(user_line() or "")) if chain else function
+        return breaker.run(run, args, kwargs, "; ".join(reasons))
 
     def output_shape(self, index: int, sizes: Sizes) -> tuple[int, ...] | None:
         shape = self._seen[sizes][index]

@@ -67,6 +67,8 @@ class Verdict:
     """Neighbours with a region verdict run together; other cut ops stand alone."""
     is_forced: bool
     """The model cannot be captured without this cut; other cuts are the user's or the op author's wish."""
+    is_stream_bound: bool = False
+    """It cannot leave its region, because that runs on several streams."""
 
 
 class CutRules:
@@ -82,7 +84,8 @@ class CutRules:
 
     def verdicts(self, graph: torch.fx.Graph, streams: Mapping[int, Any]) -> dict[torch.fx.Node, Verdict]:
         """The verdict on every node that has to run eagerly."""
-        forked = Verdict("lies between a fork to another CUDA stream and its join", is_region=True, is_forced=True)
+        reason = "lies between a fork to another CUDA stream and its join"
+        forked = Verdict(reason, is_region=True, is_forced=True, is_stream_bound=True)
         found = dict.fromkeys(StreamRegions(graph, streams).nodes, forked)
         is_mixed = len(set().union(*(_devices(torch_compat.meta_value(node)) for node in graph.nodes))) > 1
         for node in graph.nodes:

@@ -17,6 +17,8 @@
     ├── SelectionError (also ValueError)  PG71x  what was asked for is not among the kernels that ran
     └── KernelError                       PG73x  kernels of recorded graphs cannot be chosen, read or switched
 
+    PG72x are about interceptions: ConfigError, LowerError or CallError, as the case may be.
+
 The text of an error always says, in this order: what happened, where, why, what to do.
 """
 
@@ -94,6 +96,10 @@ CODES: dict[str, str] = {
     "PG712": "no kernel matches",
     "PG713": "a selection cannot be read",
     "PG714": "a trace cannot be saved like that",
+    "PG721": "an interception has no callback, or one that cannot be called",
+    "PG722": "a callback of an interception returned something that cannot be used",
+    "PG723": "an op cannot be intercepted at this place",
+    "PG724": "a full graph is cut while an op in it is intercepted",
     "PG731": "the graphs were recorded without provenance",
     "PG732": "the nodes of a graph cannot be read or switched",
     "PG733": "the inputs of a recorded step are gone",
@@ -104,7 +110,7 @@ CODES: dict[str, str] = {
 PLACE = ("phase", "piece", "size", "op", "line")
 """The fields that say where in the making of a plan an error happened."""
 
-NOTES = frozenset({"PG404", "PG510"})
+NOTES = frozenset({"PG404", "PG510", "PG724"})
 """Events that are shown and counted, but are no fallback: the call is served from its plan all the same."""
 
 

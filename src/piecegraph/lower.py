@@ -18,9 +18,10 @@ import torch
 import torch.fx
 
 from piecegraph import torch_compat
-from piecegraph.errors import located
+from piecegraph.errors import LowerError, located
 from piecegraph.events import Event, EventLog
-from piecegraph.fx_nodes import is_size, size_parts, source_line, writes_in_place
+from piecegraph.fx_nodes import is_size, module_path, size_parts, source_line, writes_in_place
+from piecegraph.interception import InterceptedOp, layouts_of
 from piecegraph.plan import Cut, Piece
 from piecegraph.program import Program, Slot, Step, StepSource
 from piecegraph.progress import Progress
@@ -47,6 +48,10 @@ class _Compiled:
     source: torch_compat.CompiledSource | None = None
 
 
+CompiledPieces = dict[str, _Compiled]
+"""By structural key."""
+
+
 @dataclass(frozen=True)
 class Lowering:
     """How pieces are compiled."""
@@ -65,11 +70,21 @@ class Lowering:
 
 
 def lower(
-    traced: Traced, segments: Sequence[Segment], lowering: Lowering, events: EventLog, progress: Progress
+    traced: Traced,
+    segments: Sequence[Segment],
+    lowering: Lowering,
+    events: EventLog,
+    progress: Progress,
+    compiled: CompiledPieces | None = None,
 ) -> tuple[Program, int]:
-    """Compile every distinct piece and stitch the segments together. Also returns the number of compiles."""
+    """Compile every distinct piece and stitch the segments together. Also returns the number of compiles.
+
+    Args:
+        compiled: the pieces that were compiled when the same trace was lowered before with other cuts; added to.
+    """
     slots = _Slots(traced, segments)
-    compiled: dict[str, _Compiled] = {}
+    compiled = {} if compiled is None else compiled
+    num_known = len(compiled)
     steps = []
     pieces = [segment for segment in segments if segment.verdict is None]
     with progress.bar("compile", len(pieces)) as bar:
@@ -86,7 +101,7 @@ def lower(
         num_slots=len(slots),
         sizes=traced.sizes,
     )
-    return program, len(compiled)
+    return program, len(compiled) - num_known
 
 
 class _Slots:
@@ -123,7 +138,7 @@ def _piece_step(
     segment: Segment,
     slots: _Slots,
     lowering: Lowering,
-    compiled: dict[str, _Compiled],
+    compiled: CompiledPieces,
     traced: Traced,
     events: EventLog,
 ) -> Step:
@@ -202,6 +217,8 @@ def _cut_step(index: int, segment: Segment, slots: _Slots, traced: Traced) -> St
         "fresh_shapes": fresh,
         "source": StepSource(segment.module),
     }
+    if segment.interceptions:
+        return _intercepted_step(heads, segment, slots, common, traced)
     if any(uses_streams(node) for node in segment.nodes):
         runner: Callable[..., Any] = StreamInterpreter(segment.module, traced.streams)
     elif len(heads) == 1 and heads[0].op == "call_function" and _is_flat(nodes, heads[0]):
@@ -219,31 +236,82 @@ def _cut_step(index: int, segment: Segment, slots: _Slots, traced: Traced) -> St
 
 def _single_op_step(head: torch.fx.Node, segment: Segment, slots: _Slots, common: dict[str, Any]) -> Step:
     """A cut that is one op is called directly, with nothing of FX around it."""
+    args, kwargs = _op_arguments(head, slots)
+    return Step(
+        function=_op_function(head), args=args, kwargs=kwargs, results=_op_results(head, segment, slots), **common
+    )
+
+
+def _intercepted_step(
+    heads: Sequence[torch.fx.Node], segment: Segment, slots: _Slots, common: dict[str, Any], traced: Traced
+) -> Step:
+    """An op with callbacks around it; see :class:`~piecegraph.interception.InterceptedOp`."""
+    head, label = heads[0], common["label"]
+    nodes = [node for node in segment.nodes if node in segment.outputs or node is head]
+    if len(heads) > 1 or not _are_own_results(nodes, head):
+        why = "its results are nested"
+        raise LowerError("PG723", f"{label.op} cannot be intercepted here", where=str(label.source or ""), why=why)
+    fakes = torch.fx.map_arg((head.args, head.kwargs), torch_compat.meta_value)
+
+    def number(size: Any) -> Any:
+        return FromSize(torch_compat.size_expr(size)) if isinstance(size, torch.SymInt) else int(size)
+
+    layouts = layouts_of(torch_compat.meta_value(head), _plain(fakes), number)
+    args, kwargs = _op_arguments(head, slots, traced.owner)
+    place = f"{module_path(head)} ({label.source})" if label.source else module_path(head)
+    return Step(
+        function=InterceptedOp(_op_function(head), segment.interceptions, place),
+        args=(layouts, *args),
+        kwargs=kwargs,
+        results=_op_results(head, segment, slots),
+        **common,
+    )
+
+
+def _op_function(head: torch.fx.Node) -> Callable[..., Any]:
+    if head.op == "call_method":
+        return _method_call(str(head.target))
+    devices = {
+        v.device.type for arg in head.all_input_nodes if isinstance(v := torch_compat.meta_value(arg), torch.Tensor)
+    }
+    function: Callable[..., Any] = torch_compat.direct_kernel(head.target, devices.pop() if len(devices) == 1 else "")
+    return function
+
+
+def _method_call(name: str) -> Callable[..., Any]:
+    return lambda receiver, *args, **kwargs: getattr(receiver, name)(*args, **kwargs)
+
+
+def _op_arguments(
+    head: torch.fx.Node, slots: _Slots, owner: torch.nn.Module | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an op as a step takes them. Attributes of the graph are read off their owner."""
 
     def translate(arg: torch.fx.Node) -> Any:
         if is_size(arg):
             value = torch_compat.meta_value(arg)
             sizes = tuple(FromSize(torch_compat.size_expr(part)) for part in size_parts(value))
             return sizes if isinstance(value, torch.Size) else sizes[0]
+        if arg.op == "get_attr":
+            assert owner is not None, arg
+            return _attribute(owner, str(arg.target))
         return Slot(slots.of(arg))
 
-    devices = {
-        v.device.type for arg in head.all_input_nodes if isinstance(v := torch_compat.meta_value(arg), torch.Tensor)
-    }
     args, kwargs = (torch.fx.map_arg(part, translate) for part in (head.args, head.kwargs))
-    return Step(
-        function=torch_compat.direct_kernel(head.target, devices.pop() if len(devices) == 1 else ""),
-        args=_plain(args),
-        kwargs=_plain(kwargs),
-        results=tuple((slots.of(node), None if node is head else int(node.args[1])) for node in segment.outputs),  # type: ignore[arg-type]
-        **common,
-    )
+    return _plain(args), _plain(kwargs)
+
+
+def _op_results(head: torch.fx.Node, segment: Segment, slots: _Slots) -> tuple[tuple[int, int | None], ...]:
+    return tuple((slots.of(node), None if node is head else int(node.args[1])) for node in segment.outputs)  # type: ignore[arg-type]
 
 
 def _is_flat(nodes: Sequence[torch.fx.Node], head: torch.fx.Node) -> bool:
     """Whether all results are the op's own or direct items of it, and no argument is an attribute of the graph."""
-    own = all(node is head or (node.args[0] is head and isinstance(node.args[1], int)) for node in nodes)
-    return own and all(arg.op != "get_attr" for arg in head.all_input_nodes)
+    return _are_own_results(nodes, head) and all(arg.op != "get_attr" for arg in head.all_input_nodes)
+
+
+def _are_own_results(nodes: Sequence[torch.fx.Node], head: torch.fx.Node) -> bool:
+    return all(node is head or (node.args[0] is head and isinstance(node.args[1], int)) for node in nodes)
 
 
 def _segment_args(segment: Segment, slots: _Slots) -> tuple[Any, ...]:

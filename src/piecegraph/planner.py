@@ -1,10 +1,10 @@
-"""The stages put together: a subject, a config and an example call in, a plan and its runner out."""
+"""The stages put together: a subject, a config and an example call in, plans and their runners out."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ from piecegraph.breakable import BreakableBody
 from piecegraph.config import CompileConfig
 from piecegraph.cut_rules import CutRules
 from piecegraph.errors import located
-from piecegraph.events import EventLog
+from piecegraph.events import Event, EventLog
 from piecegraph.example import Example, read_example
 from piecegraph.fuse import fuse_linears, separate
 from piecegraph.graph_device import CudaGraphs, GraphDevice
-from piecegraph.lower import Lowering, lower
+from piecegraph.interception import Interception
+from piecegraph.lower import CompiledPieces, Lowering, lower
 from piecegraph.observe import is_tracing
 from piecegraph.plan import Cut, Decision, Piece, Plan, SizeDim
 from piecegraph.progress import Progress
@@ -27,8 +28,8 @@ from piecegraph.runner import PlanRunner
 from piecegraph.signature import Binder, Call, Signature
 from piecegraph.simulated import SimulatedGraphs
 from piecegraph.sources import Weight
-from piecegraph.split import split
-from piecegraph.tracer import trace
+from piecegraph.split import find_intercepted, split
+from piecegraph.tracer import Traced, trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,25 @@ class Subject:
         return owner if isinstance(owner, torch.Tensor) else recorded
 
 
+@dataclass(frozen=True)
+class Blueprint:
+    """One kind of call, understood but not cut yet. Plans with different cuts are made from it."""
+
+    signature: Signature
+    source: Traced | BreakableBody
+    device: torch.device
+    decisions: tuple[Decision, ...]
+    seconds: tuple[tuple[str, float], ...]
+    compiled: CompiledPieces = field(default_factory=dict)
+    """The pieces of all its plans."""
+
+    def num_places(self, interception: Interception) -> int:
+        """How many calls of the function an interception is for."""
+        if isinstance(self.source, Traced):
+            return len(find_intercepted(self.source.graph, [interception]))
+        return self.source.num_places(interception)
+
+
 class Planner:
     """Makes the plans of one subject. All of them share one memory pool, which no other subject has."""
 
@@ -71,8 +91,8 @@ class Planner:
         self.num_compiles = 0
         self._joined: list[Weight] = []
 
-    def make(self, binder: Binder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, PlanRunner, Call]:
-        """Plan for calls like this one. Nothing is recorded yet."""
+    def read(self, binder: Binder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Blueprint, Call]:
+        """Understand calls like this one."""
         subject, config = self._subject, self._config
         example = read_example(
             subject.function,
@@ -84,33 +104,49 @@ class Planner:
             training=subject.training,
         )
         clock = _Clock()
-        made = self._trace(example, clock) if config.frontend == "trace" else self._watch(example, clock)
-        call = made.signature.match(*binder.bind(args, kwargs), subject.training, args, kwargs)
+        source, decisions = self._trace(example, clock) if config.frontend == "trace" else self._watch(example, clock)
+        signature = source.signature if isinstance(source, Traced) else example.signature
+        call = signature.match(*binder.bind(args, kwargs), subject.training, args, kwargs)
         assert isinstance(call, Call), call
-        device = _device_of(made.signature, subject)
-        mode = self._choose_mode(made.signature, device)
+        device = _device_of(signature, subject)
+        return Blueprint(signature, source, device, (example.decision, *decisions), clock.seconds), call
+
+    def make(
+        self, blueprint: Blueprint, call: Call, interceptions: Sequence[Interception] = ()
+    ) -> tuple[Plan, PlanRunner]:
+        """Make a plan. Nothing is recorded yet.
+
+        Args:
+            call: one of the kind; taken as an example when buffers are made.
+            interceptions: ops that are cut so that callbacks run around them. Such a plan pads nothing, because what
+                callbacks do to padded rows, and padded rows to callbacks, is nobody's wish.
+        """
+        subject, clock = self._subject, _Clock()
+        body, steps, decisions = self._cut(blueprint, interceptions, clock)
+        signature = blueprint.signature
+        mode = self._choose_mode(signature, blueprint.device, is_cut=bool(interceptions))
         runner = PlanRunner(
-            made.signature,
-            made.body,
-            self._graph_device(mode.choice, device),
+            signature,
+            body,
+            self._graph_device(mode.choice, blueprint.device),
             mode=mode.choice,
-            config=config,
+            config=_without_padding(self._config) if interceptions else self._config,
             events=self._events,
             example=call,
             function=subject.function,
         )
         plan = Plan(
             name=subject.name,
-            frontend=config.frontend,
-            device=str(device),
+            frontend=self._config.frontend,
+            device=str(blueprint.device),
             mode=mode.choice,
-            inputs=tuple(leaf.show(made.signature.size_names) for leaf in made.signature.tensors),
-            size_dims=_size_dims(made.signature),
-            steps=made.steps,
-            decisions=(example.decision, mode, *made.decisions),
-            seconds=clock.seconds,
+            inputs=tuple(leaf.show(signature.size_names) for leaf in signature.tensors),
+            size_dims=_size_dims(signature),
+            steps=steps,
+            decisions=(blueprint.decisions[0], mode, *blueprint.decisions[1:], *decisions),
+            seconds=(*blueprint.seconds, *clock.seconds),
         )
-        return plan, runner, call
+        return plan, runner
 
     def close(self) -> None:
         """Give back the memory pool, and the parameters their own memory."""
@@ -119,39 +155,61 @@ class Planner:
             separate([part.tensor for part in weight.parts])
         self._joined.clear()
 
-    def _trace(self, example: Example, clock: _Clock) -> _Made:
+    def _trace(self, example: Example, clock: _Clock) -> tuple[Traced, tuple[Decision, ...]]:
         subject, config = self._subject, self._config
         if config.backend == "inductor" and any(tensor.is_cuda for tensor in example.tensors):
             torch_compat.start_compile_workers()
         with located(phase="trace"):
             traced = trace(subject.function, example, subject.weights())
         clock.lap("trace")
-        decisions: tuple[Decision, ...] = ()
-        if config.options.fuse_linears:
-            traced, decision = fuse_linears(traced)
-            self._joined += [w for w in traced.inputs.values() if isinstance(w, Weight) and w.parts]
-            decisions = (decision,)
-            clock.lap("fuse")
+        if not config.options.fuse_linears:
+            return traced, ()
+        traced, decision = fuse_linears(traced)
+        self._joined += [w for w in traced.inputs.values() if isinstance(w, Weight) and w.parts]
+        clock.lap("fuse")
+        return traced, (decision,)
+
+    def _watch(self, example: Example, clock: _Clock) -> tuple[BreakableBody, tuple[Decision, ...]]:
+        subject, config = self._subject, self._config
+        with located(phase="trace"):
+            body = BreakableBody(
+                subject.function,
+                example,
+                subject.weights(),
+                subject.current_weight,
+                config.splitting_ops,
+                subject.module,
+            )
+        clock.lap("watch")
+        return body, ()
+
+    def _cut(
+        self, blueprint: Blueprint, interceptions: Sequence[Interception], clock: _Clock
+    ) -> tuple[Body, tuple[Piece | Cut, ...], tuple[Decision, ...]]:
+        """What the plan runs, its steps as far as they are known, and what was decided."""
+        config, source = self._config, blueprint.source
+        decisions = tuple(
+            Decision("interception", _count_places(blueprint.num_places(each)), str(each)) for each in interceptions
+        )
+        if isinstance(source, BreakableBody):
+            return source.with_interceptions(interceptions) if interceptions else source, (), decisions
+        is_full = config.cudagraph_mode == "full"
+        if interceptions and is_full:
+            reason = "callbacks are no part of a graph: it is cut at them while they are there"
+            self._events.emit(Event("PG724", self._subject.name, reason))
         with located(phase="compile"):
-            segments = split(traced, self._rules, full=config.cudagraph_mode == "full")
+            segments = split(source, self._rules, full=is_full, interceptions=interceptions)
             clock.lap("split")
             provenance = config.options.provenance or is_tracing()
             lowering = Lowering(config.backend, config.passes, config.options.inductor, provenance)
-            program, num_compiles = lower(traced, segments, lowering, self._events, Progress(config.options.progress))
+            progress = Progress(config.options.progress)
+            program, num_compiles = lower(source, segments, lowering, self._events, progress, blueprint.compiled)
         self.num_compiles += num_compiles
         clock.lap("lower")
-        body = TracedBody(traced, program, subject.current_weight)
-        return _Made(traced.signature, body, tuple(step.label for step in program.steps), decisions)
+        body = TracedBody(source, program, self._subject.current_weight)
+        return body, tuple(step.label for step in program.steps), decisions
 
-    def _watch(self, example: Example, clock: _Clock) -> _Made:
-        subject, config = self._subject, self._config
-        with located(phase="trace"):
-            weights, current = subject.weights(), subject.current_weight
-            body = BreakableBody(subject.function, example, weights, current, config.splitting_ops)
-        clock.lap("watch")
-        return _Made(example.signature, body, (), ())
-
-    def _choose_mode(self, signature: Signature, device: torch.device) -> Decision:
+    def _choose_mode(self, signature: Signature, device: torch.device, *, is_cut: bool) -> Decision:
         wish = self._config.cudagraph_mode
         if wish == "none":
             return Decision("mode", "none", "asked for")
@@ -165,6 +223,8 @@ class Planner:
             return Decision("mode", "none", "the model is spread over several GPUs, and a graph belongs to one")
         if wish == "auto":
             return Decision("mode", "piecewise", "the model is on a GPU")
+        if wish == "full" and is_cut:
+            return Decision("mode", "piecewise", "full asked for, but ops are intercepted")
         return Decision("mode", wish, "asked for")
 
     def _graph_device(self, mode: str, device: torch.device) -> GraphDevice | None:
@@ -173,16 +233,6 @@ class Planner:
         if self.device is None:
             self.device = SimulatedGraphs() if device.type != "cuda" else CudaGraphs(device)
         return self.device
-
-
-@dataclass(frozen=True)
-class _Made:
-    """What a front end gives."""
-
-    signature: Signature
-    body: Body
-    steps: tuple[Piece | Cut, ...]
-    decisions: tuple[Decision, ...]
 
 
 class _Clock:
@@ -200,6 +250,16 @@ class _Clock:
     @property
     def seconds(self) -> tuple[tuple[str, float], ...]:
         return tuple(self._laps)
+
+
+def _without_padding(config: CompileConfig) -> CompileConfig:
+    """The same for exact sizes, recorded as they occur. What callbacks return is checked at every replay."""
+    options = replace(config.options, lazy=True, check_addresses="always")
+    return replace(config, padding="never", capture_sizes="auto", options=options)
+
+
+def _count_places(number: int) -> str:
+    return "1 call" if number == 1 else f"{number} calls"
 
 
 def _device_of(signature: Signature, subject: Subject) -> torch.device:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -25,7 +25,8 @@ import torch.fx
 from piecegraph import torch_compat
 from piecegraph.cut_rules import CutRules, Verdict
 from piecegraph.errors import LowerError
-from piecegraph.fx_nodes import has_effect, is_size, op_name, size_parts, source_line
+from piecegraph.fx_nodes import has_effect, is_size, module_path, op_name, size_parts, source_line
+from piecegraph.interception import REASON, Interception
 from piecegraph.plan import SourceLine
 from piecegraph.sources import FromSize
 from piecegraph.streams import is_stream_object, uses_streams
@@ -44,6 +45,8 @@ class Segment:
     """Takes the inputs, returns a tuple of the outputs."""
     inputs: tuple[torch.fx.Node | FromSize, ...]
     outputs: tuple[torch.fx.Node, ...]
+    interceptions: tuple[Interception, ...] = ()
+    """Of a cut that is one op: whose callbacks run around it, the last one outermost."""
 
     @property
     def title(self) -> str:
@@ -56,11 +59,17 @@ class Segment:
         return next((line for node in self.nodes if (line := source_line(node)) is not None), None)
 
 
-def split(traced: Traced, rules: CutRules, *, full: bool) -> tuple[Segment, ...]:
-    """Cut a traced graph. With ``full`` nothing is cut, and a cut that cannot be avoided is an error."""
+def split(
+    traced: Traced, rules: CutRules, *, full: bool, interceptions: Sequence[Interception] = ()
+) -> tuple[Segment, ...]:
+    """Cut a traced graph. With ``full`` only what is intercepted is cut, and a cut that cannot be avoided is an
+    error.
+    """
     verdicts = rules.verdicts(traced.graph, traced.streams)
     if full:
         verdicts = _without_wishes(verdicts)
+    intercepted = find_intercepted(traced.graph, interceptions)
+    verdicts |= {node: _intercepted_verdict(node, verdicts.get(node), found) for node, found in intercepted.items()}
     groups = _group(traced.graph, verdicts)
     home = {node: group for group, (nodes, _) in enumerate(groups) for node in nodes}
     returned = set(traced.output_nodes)
@@ -68,9 +77,42 @@ def split(traced: Traced, rules: CutRules, *, full: bool) -> tuple[Segment, ...]
     segments = []
     for group, (nodes, reason) in enumerate(groups):
         outputs = tuple(n for n in nodes if n in returned or any(home.get(user) != group for user in _readers(n)))
-        if outputs or any(has_effect(node) or uses_streams(node) for node in nodes):
-            segments.append(_build(traced, nodes, reason, outputs, symbol_values))
+        if outputs or nodes[0] in intercepted or any(has_effect(node) or uses_streams(node) for node in nodes):
+            segment = _build(traced, nodes, reason, outputs, symbol_values)
+            segments.append(replace(segment, interceptions=intercepted.get(nodes[0], ())))
     return tuple(segments)
+
+
+def find_intercepted(
+    graph: torch.fx.Graph, interceptions: Sequence[Interception]
+) -> dict[torch.fx.Node, tuple[Interception, ...]]:
+    """The calls of a graph that interceptions are for."""
+    found: dict[torch.fx.Node, tuple[Interception, ...]] = {}
+    for node in graph.nodes if interceptions else ():
+        if node.op in ("call_function", "call_method") and not is_size(node):
+            path = module_path(node)
+            wanting = tuple(each for each in interceptions if each.wants(node.target) and each.wants_module(path))
+            if wanting:
+                found[node] = wanting
+    return found
+
+
+def _intercepted_verdict(
+    node: torch.fx.Node, verdict: Verdict | None, interceptions: tuple[Interception, ...]
+) -> Verdict:
+    """An intercepted op is a cut of its own, whatever else it is."""
+    if verdict is not None and verdict.is_stream_bound:
+        raise LowerError(
+            "PG723",
+            f"{op_name(node)} cannot be intercepted here",
+            where=str(source_line(node) or ""),
+            why=verdict.reason,
+            hint=f"leave the place out of {interceptions[-1]} with module=",
+            op=op_name(node),
+            line=str(source_line(node) or ""),
+        )
+    reason = REASON if verdict is None else f"{verdict.reason}; {REASON}"
+    return Verdict(reason, is_region=False, is_forced=True)
 
 
 def _without_wishes(verdicts: dict[torch.fx.Node, Verdict]) -> dict[torch.fx.Node, Verdict]:

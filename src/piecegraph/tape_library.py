@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from piecegraph import torch_compat
+from piecegraph import interception, torch_compat
 from piecegraph.body import Body, Sizes
 from piecegraph.buffers import StaticInputs
 from piecegraph.config import Options
@@ -152,9 +152,9 @@ class TapeLibrary:
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
-        """Recording leaves no trace: not in the caller's modes, not in random numbers."""
+        """Recording leaves no trace: not in the caller's modes, not in random numbers, not in callbacks."""
         graphs: Any = self._device.session() if self._device is not None else contextlib.nullcontext()
-        with torch_compat.without_trace(leaf.device for leaf in self._signature.tensors), graphs:
+        with interception.off(), torch_compat.without_trace(leaf.device for leaf in self._signature.tensors), graphs:
             yield
 
     def _prepare(self, sizes: Sizes) -> None:

@@ -355,6 +355,69 @@ def direct_kernel(target: Any, device_type: str) -> Any:
     return definition._init_fn
 
 
+# --- modes
+# -----------------------------------------------------------------------------------------------------------------
+
+
+def add_modes(function_mode: Any, dispatch_mode: Any, *, innermost: bool) -> None:
+    """Put a pair of modes on this thread's stacks, innermost or outermost.
+
+    Not by entering them: leaving must be the reverse of entering then, and torch.compile would refuse to compile.
+    """
+    functions, others = _function_modes(), _dispatch_modes()
+    _set_function_modes([function_mode, *functions] if innermost else [*functions, function_mode])
+    _set_dispatch_modes([dispatch_mode, *others] if innermost else [*others, dispatch_mode])
+
+
+def remove_modes(function_mode: Any, dispatch_mode: Any) -> None:
+    """Take a pair of modes off this thread's stacks, wherever in them it is."""
+    _set_function_modes([mode for mode in _function_modes() if mode is not function_mode])
+    _set_dispatch_modes([mode for mode in _dispatch_modes() if mode is not dispatch_mode])
+
+
+def _function_modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+def _set_function_modes(modes: Sequence[Any]) -> None:
+    for _ in range(torch._C._len_torch_function_stack()):
+        torch._C._pop_torch_function_stack()
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+def _dispatch_modes() -> list[Any]:
+    """Without those of torch's own machinery (fakes, proxies), which have places of their own."""
+    modes = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    return [mode for mode in modes if getattr(mode, "_mode_key", None) is None]
+
+
+def _set_dispatch_modes(modes: Sequence[Any]) -> None:
+    for _ in range(len(_dispatch_modes())):
+        torch._C._pop_torch_dispatch_stack(None)
+    for mode in modes:
+        torch._C._push_on_torch_dispatch_stack(mode)
+
+
+def is_faked(arguments: Any) -> bool:
+    """Whether a call is part of somebody's trace: a FakeTensor is among the arguments, or fakes are being made."""
+    from torch._guards import detect_fake_mode
+
+    return detect_fake_mode(arguments) is not None
+
+
+def calling_modules() -> list[torch.nn.Module]:
+    """The modules whose ``forward`` is running in this thread, outermost first, read off the Python stack."""
+    calling = torch.nn.Module._call_impl.__code__
+    found: list[torch.nn.Module] = []
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is calling:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return found[::-1]
+
+
 # --- compiling
 # -------------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from piecegraph.eager_interception import unintercepted
 from piecegraph.errors import RequestError
 from piecegraph.events import Event, EventLog
 from piecegraph.llm.batch import BatchBuffers
@@ -221,6 +222,7 @@ class Engine:
             self.abort(generation)
         self._ahead = None
 
+    @unintercepted
     def step(self) -> bool:
         """Run one step; False if there is nothing to do. See Note [Looking ahead]."""
         current, self._ahead = self._ahead, None
@@ -238,6 +240,7 @@ class Engine:
         self._ahead = ahead  # not before: after an error the step would be run upon one that was never finished
         return True
 
+    @unintercepted
     def run(self, plan: StepPlan) -> StepResult:
         """Run the tokens of a plan that another scheduler made. There is one cache, so nobody else may be running."""
         self._check_foreign(plan)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from piecegraph.config import CudagraphMode
+from piecegraph.eager_interception import unintercepted
 from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RequestError
 from piecegraph.events import EventLog
 from piecegraph.kernels.live import LiveKernels
@@ -98,7 +99,7 @@ class LLM:
         )
         self.path = str(path)
         self.events = EventLog("ignore")
-        self._started: Started | None = start(self.path, self.config, self.events)
+        self._started: Started | None = unintercepted(start)(self.path, self.config, self.events)
         self._lock = threading.RLock()
         self._num_requests = 0
 
