@@ -1,7 +1,7 @@
 """Where in the user's model Python is right now: the lines, and the module.
 
-A module's path is read off the stack: torch runs every module through ``Module._call_impl``, so the frames of that
-function name the modules under way, and the outermost one gives the others their names. Nothing has to be hooked.
+A module's path is read off the stack: torch runs every module through one function, so the frames of that function
+name the modules under way, and the outermost one gives the others their names. Nothing has to be hooked.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import linecache
 import sys
 import weakref
+from collections.abc import Iterator, Sequence
 from types import CodeType, FrameType
 
 import torch
 
+from piecegraph import torch_compat
 from piecegraph.origin import Origin
 from piecegraph.plan import SourceLine
 from piecegraph.user_code import is_user_file
 
-_CALL_MODULE = torch.nn.Module._call_impl.__code__
+_MODULE_CALL = torch_compat.module_call_code()
 
 _lines: dict[tuple[CodeType, int], SourceLine | None] = {}
 _paths: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
@@ -25,16 +27,42 @@ _paths: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.Wea
 
 def current_origin(op: str) -> Origin:
     """The place that the caller's stack stands for."""
-    lines: list[SourceLine] = []
-    modules: list[torch.nn.Module] = []
-    frame: FrameType | None = sys._getframe(1)
+    frames = list(_frames())
+    lines = [line for frame in frames if (line := _user_line(frame)) is not None]
+    return Origin(op, path_of(_modules(frames), None), tuple(reversed(lines)))
+
+
+def calling_modules() -> list[torch.nn.Module]:
+    """The modules whose ``forward`` is running in this thread, outermost first."""
+    return _modules(list(_frames()))
+
+
+def path_of(calling: Sequence[torch.nn.Module], root: torch.nn.Module | None) -> str:
+    """The path of the innermost of the modules that are being called; empty outside of any module.
+
+    Args:
+        calling: outermost first.
+        root: where the path starts; None for the outermost of them.
+    """
+    root = root if root is not None else next(iter(calling), None)
+    if root is None:
+        return ""
+    names = _paths.get(root)
+    if names is None or any(id(module) not in names for module in calling):  # a new root, or one that has new parts
+        names = _paths[root] = {id(part): name for name, part in root.named_modules()}
+    return next((names[id(module)] for module in reversed(calling) if id(module) in names), "")
+
+
+def _frames() -> Iterator[FrameType]:
+    """Innermost first, without those of this file."""
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_code is _CALL_MODULE:
-            modules.append(frame.f_locals["self"])
-        elif (line := _user_line(frame)) is not None:
-            lines.append(line)
+        yield frame
         frame = frame.f_back
-    return Origin(op, _path(modules[0], modules[-1]) if modules else "", tuple(reversed(lines)))
+
+
+def _modules(frames: Sequence[FrameType]) -> list[torch.nn.Module]:
+    return [frame.f_locals["self"] for frame in reversed(frames) if frame.f_code is _MODULE_CALL]
 
 
 def _user_line(frame: FrameType) -> SourceLine | None:
@@ -44,10 +72,3 @@ def _user_line(frame: FrameType) -> SourceLine | None:
         text = linecache.getline(file, frame.f_lineno).strip()
         _lines[key] = SourceLine(file, frame.f_lineno, text) if is_user_file(file) else None
     return _lines[key]
-
-
-def _path(module: torch.nn.Module, root: torch.nn.Module) -> str:
-    names = _paths.get(root)
-    if names is None or id(module) not in names:  # a new root, or one that has got new parts
-        names = _paths[root] = {id(part): name for name, part in root.named_modules()}
-    return names.get(id(module), type(module).__name__)

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph import interception, torch_compat
+from piecegraph.call_stack import calling_modules, path_of
 from piecegraph.interception import Interception
 
 _P = ParamSpec("_P")
@@ -87,22 +88,9 @@ def wanting(interceptions: Sequence[Interception], function: Any) -> list[Interc
     """The interceptions that are for a call made here and now."""
     found = [each for each in interceptions if each.wants(function)]
     if any(each.module is not None for each in found):
-        path = path_of(torch_compat.calling_modules(), _root.get())
+        path = path_of(calling_modules(), _root.get())
         found = [each for each in found if each.wants_module(path)]
     return found
-
-
-def path_of(calling: Sequence[torch.nn.Module], root: torch.nn.Module | None) -> str:
-    """The path of the innermost of the modules that are being called; empty outside of any module.
-
-    Args:
-        root: where the path starts; None for the outermost of them.
-    """
-    root = root if root is not None else next(iter(calling), None)
-    if root is None:
-        return ""
-    names = {id(module): name for name, module in root.named_modules()}
-    return next((names[id(module)] for module in reversed(calling) if id(module) in names), "")
 
 
 @contextlib.contextmanager
@@ -137,7 +125,7 @@ class CallLog:
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A :data:`RunCall`."""
         around, self._around = self._around, len(self._calls)
-        self._calls.append((function, tuple(torch_compat.calling_modules()), around))
+        self._calls.append((function, tuple(calling_modules()), around))
         try:
             return function(*args, **kwargs)
         finally:

@@ -74,9 +74,8 @@ def intercept(
         before: called with the op's arguments. Returns None, or other arguments as ``(args, kwargs)``.
         replace: called with the arguments in the op's place; returns the result.
         after: called with the result and the arguments. Returns None, or another result.
-        module: only calls made by modules whose path fits this pattern (``"layers.3.*"``), or made inside of them.
-            Paths start at the compiled module, in eager code at the outermost module that is being called; in a
-            compiled function they start with the name of the global that holds the module.
+        module: only calls made by modules whose path fits this pattern (``"layers.*.mlp"``), or made inside of them;
+            it may begin at any part of a path.
 
     Returns:
         A handle with ``remove()`` and ``num_calls``, which is a context manager, too.

@@ -8,7 +8,6 @@ of the op. What piecegraph runs on its own account (tracing, warming up, recordi
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -20,6 +19,7 @@ import torch
 from piecegraph import torch_compat
 from piecegraph.cut_rules import resolve_op
 from piecegraph.errors import CallError, ConfigError
+from piecegraph.patterns import module_matches
 from piecegraph.structure import atoms
 
 REASON = "intercepted"
@@ -72,10 +72,7 @@ class Interception:
 
     def wants_module(self, path: str) -> bool:
         """Whether a call made in a module is meant: the pattern fits its path, or that of a module around it."""
-        if self.module is None:
-            return True
-        parts = path.split(".")
-        return any(fnmatch.fnmatchcase(".".join(parts[:n]), self.module) for n in range(1, len(parts) + 1))
+        return self.module is None or module_matches(path, self.module)
 
     def call_back(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one callback, if there is one, with every interception off."""

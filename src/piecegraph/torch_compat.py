@@ -19,6 +19,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import sympy
@@ -406,16 +407,9 @@ def is_faked(arguments: Any) -> bool:
     return detect_fake_mode(arguments) is not None
 
 
-def calling_modules() -> list[torch.nn.Module]:
-    """The modules whose ``forward`` is running in this thread, outermost first, read off the Python stack."""
-    calling = torch.nn.Module._call_impl.__code__
-    found: list[torch.nn.Module] = []
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is calling:
-            found.append(frame.f_locals["self"])
-        frame = frame.f_back
-    return found[::-1]
+def module_call_code() -> CodeType:
+    """The code that runs every module's ``forward`` in eager mode; its frames have the module as ``self``."""
+    return torch.nn.Module._call_impl.__code__
 
 
 # --- compiling

@@ -13,8 +13,8 @@ from typing import get_args
 
 from piecegraph.errors import SelectionError
 from piecegraph.kernels.launch import How, KernelTrace, Launch
-from piecegraph.kernels.patterns import line_matches, module_matches, name_matches, op_matches, parse_line
 from piecegraph.kernels.rows import Row, Site, make_rows
+from piecegraph.patterns import line_matches, module_matches, name_matches, op_matches, parse_line
 
 SORTS: dict[str, Callable[[Row], float | int | str]] = {
     "total": lambda row: -row.total,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from piecegraph.kernels.names import short
-from piecegraph.kernels.patterns import line_matches, module_matches, name_matches, op_matches, parse_line
 from piecegraph.origin import LaunchCall, Origin
+from piecegraph.patterns import line_matches, module_matches, name_matches, op_matches, parse_line
 
 
 @dataclass(frozen=True, slots=True)
