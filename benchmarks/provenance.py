@@ -1,0 +1,112 @@
+"""What it costs to know which line launched each kernel: recording with and without provenance, and replays.
+
+The Llama body of ``prefill.py``. Each way is recorded three times, in turn, with everything compiled before; the median
+counts. Then a trace is taken and it is counted how much of the time of the replays is attributed. Run it on a GPU:
+
+    python benchmarks/provenance.py
+    python benchmarks/provenance.py --tiny             # a few seconds, also on a CPU, with simulated graphs
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import piecegraph
+from piecegraph.bench.results import Contender, hardware, table
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.prefill import Bench, attention, body, requests
+
+SIZES = [16, 128, 512, 2048]
+ROUNDS = 3
+
+
+def build(bench: Bench, backend: str, options: dict[str, Any]) -> tuple[Any, float]:
+    """A compiled body with all sizes recorded, and the seconds that recording took."""
+
+    def prepare(sizes: dict[str, int]) -> None:
+        requests[:] = list(sizes.values())
+
+    fast = piecegraph.compile(
+        lambda input_ids, position_ids: body(bench.model, input_ids, position_ids),
+        backend=backend,
+        splitting_ops=[attention],
+        capture_sizes=bench.sizes,
+        padding="always",
+        dynamic_dims={"input_ids": 1, "position_ids": 1},
+        options={"prepare": prepare, **options},
+    )
+    start = time.perf_counter()
+    fast.capture(*bench.inputs(max(bench.sizes)))
+    seconds = time.perf_counter() - start
+    stats = fast.stats()["plans"][0]
+    recorded = sum(size["seconds"] for size in stats["sizes"].values())
+    return fast, recorded or seconds
+
+
+def contend(bench: Bench, backend: str, options: dict[str, Any]) -> list[Contender]:
+    ways = {f"{backend}": False, f"{backend}, provenance": True}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    compiled: dict[str, Any] = {}
+    for provenance in ways.values():
+        build(bench, backend, {**options, "provenance": provenance})[0].close()  # compiles
+    for _ in range(ROUNDS):
+        for name, provenance in ways.items():
+            if name in compiled:
+                compiled[name].close()
+            compiled[name], taken = build(bench, backend, {**options, "provenance": provenance})
+            seconds[name].append(taken)
+    contenders = []
+    for name, fast in compiled.items():
+        median = statistics.median(seconds[name])
+        notes = {"record s": f"{median:.2f}", "ratio": f"{median / statistics.median(seconds[backend]):.2f}"}
+        contenders.append(bench.contend(name, lambda n, fast=fast: fast(*bench.inputs(n)), notes=notes))
+    contenders[-1].notes.update(attributed(bench, compiled[f"{backend}, provenance"]))
+    return contenders
+
+
+def attributed(bench: Bench, fast: Any) -> dict[str, str]:
+    """How many of the kernels of replays, and how much of their time, have a module and a line."""
+    with piecegraph.trace() as trace:
+        for n in bench.sizes:
+            fast(*bench.inputs(n))
+    replayed = [launch for launch in trace.launches if launch.how in ("node id", "position", "step")]
+    if not replayed:
+        return {}
+    known = [
+        launch
+        for launch in replayed
+        if launch.call is not None and launch.call.origins and launch.call.origins[0].module
+    ]
+    share = sum(launch.duration for launch in known) / sum(launch.duration for launch in replayed)
+    return {
+        "kernels": f"{len(replayed):,}",
+        "attributed": f"{len(known) / len(replayed):.2%}",
+        "of time": f"{share:.2%}",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="small shapes")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    simulated = {} if device.type == "cuda" else {"graph_device": "simulated"}
+    sizes = [4, 8] if options.tiny else SIZES
+    contenders: list[Contender] = []
+    with torch.inference_mode():
+        bench = Bench(device, sizes, sizes, tiny=options.tiny)
+        for backend in ("eager", "inductor"):
+            contenders += contend(bench, backend, simulated)
+    print(f"{hardware()}; medians of 60 replays, and of {ROUNDS} recordings\n{table(contenders)}")
+
+
+if __name__ == "__main__":
+    main()
