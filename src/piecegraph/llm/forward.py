@@ -234,6 +234,8 @@ class Forward:
     def _decode(self, key: StepKey, run_step: RunStep) -> torch.Tensor:
         views = self._buffers.views(key.bucket)
         inputs = [views.input_ids, views.positions]
+        if views.mrope_positions is not None:
+            inputs.append(views.mrope_positions)
         if key.takes_embeds:
             assert views.input_embeds is not None
             assert views.has_embeds is not None

@@ -156,6 +156,7 @@ class _Parts:
                 max_model_len=limits.max_model_len,
                 block_size=options.block_size,
                 num_groups=len(model.reaches),
+                has_mrope=model.position_rows > 1,
                 embed_width=loaded.model.get_input_embeddings().weight.shape[1],
                 embed_dtype=dtype,
             ),
@@ -274,7 +275,13 @@ def _embeds_tracer(
 
     def trace_embeds() -> TracedBody:
         traced = trace_model(
-            loaded.model, cache, backend=config.backend, options=options, events=events, takes_embeds=True
+            loaded.model,
+            cache,
+            backend=config.backend,
+            options=options,
+            events=events,
+            takes_embeds=True,
+            position_rows=model.position_rows,
         )
         assert (traced.layers, traced.states) == (model.layers, model.states), "the same calls in the same order"
         return traced.decoder
