@@ -22,6 +22,9 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _PADDED_POSITIONS = "create_position_ids_from_input_ids"
 """A method of embeddings that count positions by the tokens that are no padding."""
 
+_DEEP_FEATURES = "deepstack_visual_embeds"
+"""Features of images that a decoder adds to the results of its first layers."""
+
 
 def refuse_family(config: Any) -> None:
     """Raise if models of this family are known to answer wrongly."""
@@ -58,6 +61,19 @@ def refuse_attention(model: torch.nn.Module) -> None:
             where=path,
             why=f"{type(module).__name__} takes no position_ids, and would count through all sequences of a batch",
         )
+
+
+def refuse_embeddings(model: torch.nn.Module) -> None:
+    """Raise if what a model makes of images is more than embeddings: without the rest, it would answer wrongly."""
+    for path, module in model.named_modules():
+        if _DEEP_FEATURES in inspect.signature(type(module).forward).parameters:
+            raise ModelError(
+                "PG662",
+                f"{type(model).__name__} cannot take embeddings in the place of tokens",
+                where=path,
+                why=f"images also reach the layers of {type(module).__name__} as {_DEEP_FEATURES}",
+                hint="prompts of tokens can be run",
+            )
 
 
 def no_interface(kind: str, where: str = "") -> ModelError:

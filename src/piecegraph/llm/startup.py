@@ -24,7 +24,7 @@ from piecegraph.llm.forward import Forward, StepKey
 from piecegraph.llm.groups import CacheGroup, PagedCache
 from piecegraph.llm.loader import LoadedModel, load
 from piecegraph.llm.memory import Memory
-from piecegraph.llm.refusals import refuse_attention
+from piecegraph.llm.refusals import refuse_attention, refuse_embeddings
 from piecegraph.llm.scheduler import Scheduler, SchedulerLimits
 from piecegraph.llm.self_check import self_check
 from piecegraph.llm.sizing import CacheNeeds, StepSizes, choose_step_sizes, largest_buckets, size_cache
@@ -274,6 +274,7 @@ def _embeds_tracer(
     options = Options(inductor=config.options.inductor, progress=config.options.progress)
 
     def trace_embeds() -> TracedBody:
+        refuse_embeddings(loaded.model)
         traced = trace_model(
             loaded.model,
             cache,
@@ -362,7 +363,8 @@ def _check(loaded: LoadedModel, engine: Engine) -> Decision:
 
 def _eos_token_ids(loaded: LoadedModel) -> set[int]:
     found: set[int] = set()
-    for source in (loaded.model.config, loaded.model.generation_config):
+    config = loaded.model.config
+    for source in (config, config.get_text_config(), loaded.model.generation_config):
         ids = getattr(source, "eos_token_id", None)
         found.update(token for token in (ids if isinstance(ids, (list, tuple)) else [ids]) if isinstance(token, int))
     return found
