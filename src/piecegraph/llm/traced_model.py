@@ -98,7 +98,8 @@ def trace_model(
             traced, position_rows = _with_all_rows(model, cache, traced)
     decisions = (*cache.decisions, *count_by_sequence(traced, 1, type(model).__name__))
     if position_rows > 1:
-        decisions = (*decisions, Decision("mrope", "on", f"the decoder places tokens by {position_rows} rows of positions"))
+        reason = f"the decoder makes {position_rows} rows of the positions of a text"
+        decisions = (*decisions, Decision("positions", "in three dimensions", reason))
     layers, reaches = number_sites(traced.graph)
     states = number_states(traced.graph, tuple(path for path, _ in cache.opaque))
     traced_at = time.perf_counter()
