@@ -233,7 +233,7 @@ class _Parts:
         largest = [StepKey(bucket, "greedy") for bucket in largest_buckets(self.limits)]
         free_before = torch.cuda.mem_get_info(self.config.device)[0]
         if self.device is not None:
-            self.forward.record(largest, progress)
+            self.forward.record(largest, progress, tidies=True)  # what tracing left behind is not to be measured
             self.forward.forget()
         else:
             self.forward.warm_up(largest)
