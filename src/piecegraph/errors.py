@@ -71,7 +71,7 @@ CODES: dict[str, str] = {
     "PG613": "some records are missing",
     "PG651": "the prompt is empty",
     "PG652": "the prompt is longer than the model may read",
-    "PG653": "the prompt holds something that is no token of the model",
+    "PG653": "the prompt holds something that is no token of the model, or no position",
     "PG654": "the request needs more cache than there is",
     "PG655": "the logits of the request are not numbers",
     "PG656": "a request of this id is already there",

@@ -39,8 +39,12 @@ class CapturedGraph:
 class GraphDevice(Protocol):
     """Captures work into graphs."""
 
-    def session(self) -> contextlib.AbstractContextManager[None]:
-        """Everything recorded, warm-up runs included, happens inside a session."""
+    def session(self, *, tidies: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Everything recorded, warm-up runs included, happens inside a session.
+
+        Args:
+            tidies: first free what Python holds for nobody, which takes a while after a large model was traced.
+        """
 
     def begin(self, *, keep_nodes: bool) -> None:
         """Start capturing; what is kept of the nodes costs memory on the host."""
@@ -96,10 +100,11 @@ class CudaGraphs:
         self._last_stream = torch.cuda.current_stream(self._index)
 
     @contextlib.contextmanager
-    def session(self) -> Iterator[None]:
+    def session(self, *, tidies: bool = True) -> Iterator[None]:
         caller = torch.cuda.current_stream(self._index)
         torch.cuda.synchronize(self._index)
-        gc.collect()
+        if tidies:
+            gc.collect()
         torch.cuda.empty_cache()
         was_enabled = gc.isenabled()
         # A collection in the middle of a capture may free a graph or CUDA memory, which invalidates the capture.

@@ -82,7 +82,7 @@ class SimulatedGraphs:
         self._recycled: list[_Block] = []
 
     @contextlib.contextmanager
-    def session(self) -> Iterator[None]:
+    def session(self, *, tidies: bool = True) -> Iterator[None]:
         with _Watch(self):
             yield
 

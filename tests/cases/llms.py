@@ -9,6 +9,7 @@ import torch
 import transformers as hf
 
 VOCABULARY = 128
+IMAGE_TOKEN = 120
 
 _TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _COMMON = {
@@ -30,6 +31,7 @@ _DELTA_NET = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "num_hidden_layers": 3,
 }
+_IN_THREE_DIMENSIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: hf.LlamaConfig(**_COMMON, num_hidden_layers=3),
@@ -80,6 +82,15 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "qwen3_next": lambda: hf.Qwen3NextConfig(**_COMMON, **_EXPERTS, **_DELTA_NET, shared_expert_intermediate_size=32),
     "qwen3_5": lambda: hf.Qwen3_5TextConfig(**_COMMON, **_DELTA_NET),
+    "qwen2_vl": lambda: hf.Qwen2VLConfig(
+        text_config=_COMMON | {"num_hidden_layers": 2, "rope_parameters": _IN_THREE_DIMENSIONS},
+        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
+        image_token_id=IMAGE_TOKEN,
+    ),
+    "qwen3_vl": lambda: hf.Qwen3VLConfig(
+        text_config=_COMMON | {"num_hidden_layers": 2, "head_dim": 16, "rope_parameters": _IN_THREE_DIMENSIONS},
+        vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "deepstack_visual_indexes": [0]},
+    ),
     "olmo_hybrid": lambda: hf.OlmoHybridConfig(**_COMMON, **{k: v for k, v in _DELTA_NET.items() if k != "head_dim"}),
     "mamba": lambda: hf.MambaConfig(**_TOKENS, hidden_size=64, num_hidden_layers=2, state_size=8),
     "mamba2": lambda: hf.Mamba2Config(
@@ -146,7 +157,10 @@ def tiny_model(name: str, **implementations: str) -> Any:
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = hf.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32, **implementations).eval()
+        config = CONFIGS[name]()
+        is_text = type(config) in hf.MODEL_FOR_CAUSAL_LM_MAPPING
+        kind = hf.AutoModelForCausalLM if is_text else hf.AutoModelForImageTextToText
+        model = kind.from_config(config, dtype=torch.float32, **implementations).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for path, weight in model.named_parameters():

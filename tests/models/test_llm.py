@@ -275,6 +275,17 @@ def test_recorded_sampling_is_used_from_its_first_decode_step(models: Shelf) -> 
     assert llm.stats()["fallbacks"] == {}
 
 
+def test_a_size_between_those_of_the_start_is_recorded_by_its_first_step(models: Shelf) -> None:
+    settings = {"max_batch_tokens": 64, "max_num_seqs": 2, "options": {"graph_device": "simulated"}}
+    llm = models.load("llama", **settings)
+    tapes = llm.started.engine.forward.tapes
+    at_start = {key.bucket.num_tokens for key in tapes if key.bucket.kind == "mixed"}
+    answers = [llm.generate(list(range(60, 100)), max_new_tokens=2, ignore_eos=True)[0] for _ in range(2)]
+    assert {key.bucket.num_tokens for key in tapes if key.bucket.kind == "mixed"} - at_start == {48}
+    assert [answer.token_ids for answer in answers] == [models.greedy("llama", list(range(60, 100)), 2)] * 2
+    assert [answer.metrics.graph_coverage for answer in answers] == [1, 1]
+
+
 # ------------------------------------------------------------------ streams, threads, the end
 
 

@@ -13,6 +13,7 @@ import piecegraph
 from piecegraph.errors import ModelError, RequestError
 from piecegraph.llm import PagedCache, Request, SamplingParams, Scheduler, StepPlan, Work
 from tests.cases.llm_shelf import Shelf, shelf
+from tests.cases.llms import IMAGE_TOKEN
 
 PROMPTS = [[9] * 3 + [17, 80, 33], [40, 41, 60, 7] * 5, [100]]
 OTHERS = [[50, 12, 99, 4, 31, 77], [8, 9, 10, 11] * 5, [63]]
@@ -168,3 +169,102 @@ def test_a_model_that_needs_its_tokens_takes_no_embeddings(models: Shelf, monkey
 class WithoutTokens:
     def run(self, inputs: Any, sizes: Any, run_step: Any) -> list[torch.Tensor]:
         return [torch.ones(len(inputs[0]), 64)]
+
+
+# ------------------------------------------------------------------ positions in three dimensions
+
+
+def places(num_tokens: int) -> np.ndarray:
+    """Six tokens from the third on are a picture of two columns and three rows."""
+    positions = np.arange(num_tokens)[None].repeat(3, 0)
+    positions[:, 2:8] = [[2] * 6, [2, 2, 3, 3, 4, 4], [2, 3, 2, 3, 2, 3]]
+    positions[:, 8:] = np.arange(num_tokens - 8) + 5
+    return positions
+
+
+def greedy_at(model: Any, rows: torch.Tensor, positions: np.ndarray) -> tuple[list[int], list[torch.Tensor]]:
+    """What transformers goes on with behind embeddings at positions, and the logits of each new token."""
+    tokens, logits, at = [], [], torch.tensor(positions)
+    with torch.inference_mode():
+        for _ in range(NUM_NEW):
+            logits.append(model(inputs_embeds=rows[None], position_ids=at[:, None], use_cache=False).logits[0, -1])
+            tokens.append(int(logits[-1].argmax()))
+            rows = torch.cat((rows, model.get_input_embeddings()(torch.tensor(tokens[-1:]))))
+            at = torch.cat((at, (at.max() + 1).expand(3, 1)), 1)
+    return tokens, logits
+
+
+@pytest.mark.parametrize("settings", [{}, SMALL], ids=["plain", "small"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_5"])
+def test_positions_in_three_dimensions(family: str, settings: dict[str, Any], models: Shelf) -> None:
+    """With ids or embeddings, beside text, in pieces of a prompt, after a preemption."""
+    llm, model = models.load(family, **settings), models.reference(family)
+    prompts = [[9, 17, 80, 33] * 3, [40, 41, 60, 7] * 4, PROMPTS[0]]
+    embeds = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    requests = [
+        make_request("ids", prompts[0], mrope_positions=places(12)),
+        make_request("embeds", prompts[1], mrope_positions=torch.tensor(places(16)), input_embeds=embeds),
+        make_request("text", prompts[2]),
+    ]
+    ids = embeds_of(models, family, prompts[0])
+    expected = [greedy_at(model, ids, places(12)), greedy_at(model, embeds, places(16))]
+    found: dict[str, list[torch.Tensor]] = {request.id: [] for request in requests}
+    scheduler = llm.make_scheduler()
+    for request in requests:
+        scheduler.add(request)
+    while plan := scheduler.schedule():
+        result = llm.forward(plan)
+        for work, logits in zip(plan.works, result.logits, strict=True):
+            if work.samples:
+                found[work.request.id].append(logits.clone())
+        scheduler.commit(plan, result.tokens.tolist())
+    for request, (tokens, logits) in zip(requests, expected, strict=False):
+        assert request.generated == tokens
+        torch.testing.assert_close(torch.stack(found[request.id]), torch.stack(logits), rtol=1e-3, atol=1e-3)
+    assert requests[2].generated == models.greedy(family, prompts[2], NUM_NEW)
+    assert requests[0].generated != models.greedy(family, prompts[0], NUM_NEW), "the positions change nothing"
+    if settings:
+        assert llm.stats()["coverage"] == 1
+        assert sum(request.num_preemptions for request in requests) > 0
+
+
+def test_an_image(models: Shelf) -> None:
+    """Embeddings and positions made by the loaded model itself, as a caller would: the same as transformers."""
+    prompt = [11, 12, *[IMAGE_TOKEN] * 6, 14, 15, 16]
+    tokens, kinds = torch.tensor([prompt]), torch.tensor([[int(token == IMAGE_TOKEN) for token in prompt]])
+    image = {
+        "pixel_values": torch.randn(24, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0)),
+        "image_grid_thw": torch.tensor([[1, 6, 4]]),
+    }
+    expected = models.reference("qwen2_vl").generate(
+        input_ids=tokens, mm_token_type_ids=kinds, max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, **image
+    )
+    llm = models.load("qwen2_vl")
+    model = llm.started.loaded.model.model
+    with torch.inference_mode():
+        embeds = model.get_input_embeddings()(tokens)[0]
+        embeds[kinds[0].bool()] = torch.cat(model.get_image_features(**image).pooler_output)
+        positions, _ = model.get_rope_index(tokens, kinds, image_grid_thw=image["image_grid_thw"])
+    request = make_request("image", prompt, input_embeds=embeds, mrope_positions=positions[:, 0])
+    assert run(llm, [request]) == [expected[0, len(prompt) :].tolist()]
+    assert run(llm, [make_request("text", PROMPTS[0])]) == [models.greedy("qwen2_vl", PROMPTS[0], NUM_NEW)]
+
+
+def test_positions_share_prefixes_only_by_key(models: Shelf) -> None:
+    llm = models.load("qwen2_vl", options={"block_size": 4})
+    scheduler = llm.make_scheduler()
+    prompt = PROMPTS[1]
+    expected, _ = greedy_at(models.reference("qwen2_vl"), embeds_of(models, "qwen2_vl", prompt), places(20))
+    assert run(llm, [make_request("text", prompt)], scheduler) == [models.greedy("qwen2_vl", prompt, NUM_NEW)]
+    for name, key, cached in (("a", "", 0), ("b", "grid 3 x 2", 0), ("c", "grid 3 x 2", 16)):
+        request = make_request(name, prompt, mrope_positions=places(20), cache_key=key)
+        assert run(llm, [request], scheduler) == [expected]
+        assert request.num_cached == cached, name
+
+
+def test_images_that_are_more_than_embeddings_are_refused(models: Shelf) -> None:
+    llm = models.load("qwen3_vl")
+    (answer,) = llm.generate(PROMPTS[0], max_new_tokens=NUM_NEW, ignore_eos=True)
+    assert answer.token_ids == models.greedy("qwen3_vl", PROMPTS[0], NUM_NEW)
+    with pytest.raises(ModelError, match="PG662 .* at model.language_model: .* deepstack_visual_embeds"):
+        run(llm, [make_request("image", PROMPTS[0], input_embeds=torch.zeros(6, 64))])

@@ -10,7 +10,7 @@ import torch
 
 from piecegraph.errors import ModelError
 from piecegraph.example import read_example
-from piecegraph.llm.positions import count_by_sequence
+from piecegraph.llm.positions import count_by_sequence, rows_of_positions
 from piecegraph.signature import Binder
 from piecegraph.sources import FromCall
 from piecegraph.tracer import Traced, trace
@@ -59,3 +59,27 @@ def test_other_counts_are_left() -> None:
 def test_a_count_without_positions_is_refused() -> None:
     with pytest.raises(ModelError, match=r"PG662 Model cannot be run at test_llm_positions\.py:\d+: .*one sequence"):
         count_by_sequence(traced(knows_no_positions), 1, "Model")
+
+
+def expands(num_rows: int) -> Function:
+    def function(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        rows = positions[None][None, ...].expand(num_rows, 1, -1)
+        return (tokens * rows[-3:, ..., None].float()).sum(0)
+
+    return function
+
+
+def rotates_three_times(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return (positions[None, None].float().expand(3, 1, -1) * tokens).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("function", "num_rows"),
+    [(expands(3), 3), (expands(4), 4), (expands(2), 1), (counts_itself, 1), (rotates_three_times, 1)],
+)
+def test_rows_of_positions_are_read_from_the_graph(function: Function, num_rows: int) -> None:
+    assert rows_of_positions(traced(function), 1) == num_rows
+
+
+def test_a_model_without_positions_has_one_row() -> None:
+    assert rows_of_positions(traced(knows_no_positions), 1) == 1

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 
 from piecegraph.errors import ModelError
 from piecegraph.llm import plug
-from piecegraph.llm.refusals import refuse_model
+from piecegraph.llm.refusals import refuse_embeddings, refuse_model
 
 create_sliding_window_causal_mask = None
 """As a modeling file imports it that makes such masks."""
@@ -39,6 +40,22 @@ def attend(module: torch.nn.Module, **given: Any) -> None:
 def test_calls_that_cannot_be_expressed(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(plug.UnsupportedCallError, match=reason):
         attend(Attention(1), position_ids=torch.arange(3), **given)
+
+
+def test_a_model_that_is_nothing_without_images() -> None:
+    class Captions(torch.nn.Module):
+        def forward(self, pixel_values: torch.Tensor, input_ids: torch.Tensor | None = None, **kwargs: Any) -> None: ...
+
+    with pytest.raises(ModelError, match="PG662 Captions cannot be run: its forward cannot do without pixel_values"):
+        refuse_model(Captions())
+
+
+def test_images_that_are_seen_both_ways() -> None:
+    whole = torch.nn.Module()
+    whole.model = hf.Gemma3Model.__new__(hf.Gemma3Model)
+    torch.nn.Module.__init__(whole.model)
+    with pytest.raises(ModelError, match="PG662 Module cannot take .* at model: .* both ways in Gemma3Model"):
+        refuse_embeddings(whole)
 
 
 def test_a_module_that_looks_ahead_without_saying_so() -> None:

@@ -144,7 +144,9 @@ class Runner:
                 max_query_len=1 if is_decode else bucket,
             )
         )
-        inputs = (_padded(torch.cat(list(parts.values())), bucket), _padded(torch.cat(positions), bucket))
+        inputs = [_padded(torch.cat(list(parts.values())), bucket), _padded(torch.cat(positions), bucket)]
+        if self.model.position_rows > 1:
+            inputs.append(inputs[1].expand(3, -1))
         with ops.current_sites(self.sites):
             hidden = self.model.decoder.run(inputs, (bucket,))[0]
         logits = self.model.head(hidden[:row])

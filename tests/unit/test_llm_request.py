@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from piecegraph.errors import ConfigError, RequestError
 from piecegraph.llm.request import Request, SamplingParams
@@ -54,6 +56,20 @@ def test_the_extremes_that_make_sense_are_taken() -> None:
 def test_a_prompt_that_is_none_is_refused(prompt: list[Any], code: str) -> None:
     with pytest.raises(RequestError, match=f"{code} the prompt of request 'a'"):
         Request("a", prompt, SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("positions", "reason"),
+    [
+        (np.zeros((3, 2), np.int64), r"they are of shape \(3, 2\), not \(3, 4\)"),
+        (torch.zeros(4, dtype=torch.long), r"they are of shape \(4,\)"),
+        (torch.zeros(3, 4), "they are of type float32"),
+        (np.arange(12).reshape(3, 4) - 1, "one of them is -1"),
+    ],
+)
+def test_positions_that_are_none_are_refused(positions: Any, reason: str) -> None:
+    with pytest.raises(RequestError, match=f"PG653 .* of request 'r' .*{reason}"):
+        Request("r", [1, 2, 3, 4], SamplingParams(), mrope_positions=positions)
 
 
 def test_the_seed_of_the_parameters_comes_before_the_engine_s() -> None:

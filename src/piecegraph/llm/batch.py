@@ -37,7 +37,7 @@ class BatchLimits:
     block_size: int
     num_groups: int
     has_mrope: bool = False
-    """Whether positions are three numbers."""
+    """Whether the model also takes positions in three dimensions."""
     embed_width: int = 0
     """Hidden size, if requests may bring embeddings of their own; 0 for none."""
     embed_dtype: torch.dtype = torch.bfloat16
@@ -57,7 +57,7 @@ class BatchViews:
     positions: torch.Tensor
     """int64 [T]."""
     mrope_positions: torch.Tensor | None
-    """int64 [3, T]."""
+    """int64 [3, T]: time, height, width. The three of a token lie together."""
     input_embeds: torch.Tensor | None
     """[T, embed_width]; in place of an id's embedding where ``has_embeds`` says so, garbage elsewhere."""
     has_embeds: torch.Tensor | None
@@ -89,6 +89,10 @@ class _Field:
     shape: tuple[int, ...]
     per: Literal["token", "seq"]
     pad: float
+    is_interleaved: bool = False
+    """The rows of a token lie together: a view of some tokens then has the same strides in every bucket, which the
+    compiled pieces rely on.
+    """
 
     @property
     def num_bytes(self) -> int:
@@ -130,7 +134,7 @@ class BatchBuffers:
         """What the sequences of the last step need (Note [Sampling modes])."""
         self.has_embeds = False
         """Whether tokens of the last step have embeddings of their own."""
-        self._may_have_extras = False
+        self._has_own_inputs = False
         self._fields = _fields(limits)
         num_bytes = sum(-(-field.num_bytes // _ALIGNMENT) * _ALIGNMENT for field in self._fields)
         is_cuda = self.device.type == "cuda"
@@ -144,6 +148,7 @@ class BatchBuffers:
             torch.zeros((limits.max_tokens, width), dtype=limits.embed_dtype, device=self.device) if width else None
         )
         self._seeds = np.zeros(limits.max_seqs, np.uint64)
+        self._mrope_deltas = np.zeros(limits.max_seqs, np.int64)
         self._count = np.arange(max(limits.max_tokens, limits.max_seqs) + 1)
         # A sequence is known by its blocks: a new object for every admission.
         self.works: tuple[Work, ...] = ()
@@ -270,7 +275,10 @@ class BatchBuffers:
         host["state_slots"][:num_seqs] = [request.state_slot for request in requests]
         host["uniform"][:num_seqs] = 0
         self._seeds[:num_seqs] = [request.seed for request in requests]
-        self._may_have_extras = self.limits.has_mrope or any(request.input_embeds is not None for request in requests)
+        self._mrope_deltas[:num_seqs] = [request.mrope_delta for request in requests]
+        self._has_own_inputs = any(
+            request.input_embeds is not None or request.mrope_positions is not None for request in requests
+        )
         modes = {mode_of(params) for params in all_params}
         self.sampling_mode = "truncated" if "truncated" in modes else "plain" if "plain" in modes else "greedy"
 
@@ -313,29 +321,28 @@ class BatchBuffers:
         slots = host["slots"]
         for g in range(self.limits.num_groups):
             np.add(self.tables.mirror[g][rows, indices].astype(np.int64) * size, offsets, out=slots[g, :num_tokens])
+        if self.limits.has_mrope:
+            # Text lies on the diagonal; what is generated goes on behind the largest position of the prompt.
+            np.add(positions, self._mrope_deltas[: plan.num_seqs][rows], out=host["mrope_positions"][:, :num_tokens])
         self.has_embeds = False
-        if self._may_have_extras:
-            self._write_extras(plan.works)
+        if self._has_own_inputs:
+            self._write_own_inputs(plan.works)
 
-    def _write_extras(self, works: Sequence[Work]) -> None:
-        """Positions in three dimensions and embeddings, where a request brings its own."""
+    def _write_own_inputs(self, works: Sequence[Work]) -> None:
+        """Positions in three dimensions and embeddings, where a request brings its own for its prompt."""
         host, first = self._host, 0
         for request, start, length, _ in works:
-            end = first + length
             num_given = max(0, min(length, request.num_prompt - start))
-            if self.limits.has_mrope:
-                mrope = host["mrope_positions"]
-                mrope[:, first:end] = host["positions"][first:end] + request.mrope_delta
-                if request.mrope_positions is not None:
-                    mrope[:, first : first + num_given] = request.mrope_positions[:, start : start + num_given]
+            given, end = slice(start, start + num_given), first + num_given
+            if request.mrope_positions is not None and self.limits.has_mrope:
+                host["mrope_positions"][:, first:end] = request.mrope_positions[:, given]
             if self._embeds is not None:
-                embeds = request.input_embeds
-                host["has_embeds"][first:end] = False
-                if embeds is not None and num_given:
+                host["has_embeds"][first : first + length] = False
+                if request.input_embeds is not None and num_given:
                     self.has_embeds = True
-                    host["has_embeds"][first : first + num_given] = True
-                    self._embeds[first : first + num_given].copy_(embeds[start : start + num_given], non_blocking=True)
-            first = end
+                    host["has_embeds"][first:end] = True
+                    self._embeds[first:end].copy_(request.input_embeds[given], non_blocking=True)
+            first += length
 
     def _pad(self, num_tokens: int, num_seqs: int, bucket: Bucket) -> None:
         for field in self._fields:
@@ -362,7 +369,7 @@ def _fields(limits: BatchLimits) -> tuple[_Field, ...]:
         _Field("query_starts", torch.int32, (seqs + 1,), "seq", 0),
     ]
     if limits.has_mrope:
-        fields.append(_Field("mrope_positions", torch.int64, (3, tokens), "token", 0))
+        fields.append(_Field("mrope_positions", torch.int64, (3, tokens), "token", 0, is_interleaved=True))
     if limits.embed_width:
         fields.append(_Field("has_embeds", torch.bool, (tokens,), "token", 0))
     return tuple(fields)
@@ -373,6 +380,6 @@ def _carve(buffer: torch.Tensor, fields: Sequence[_Field]) -> dict[str, torch.Te
     views, first = {}, 0
     for field in fields:
         flat = buffer[first : first + field.num_bytes].view(field.dtype)
-        views[field.name] = flat.view(field.shape)
+        views[field.name] = flat.view(field.shape[::-1]).t() if field.is_interleaved else flat.view(field.shape)
         first += -(-field.num_bytes // _ALIGNMENT) * _ALIGNMENT
     return views

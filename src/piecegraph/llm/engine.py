@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from piecegraph.eager_interception import unintercepted
 from piecegraph.errors import RequestError
@@ -165,6 +167,7 @@ class Engine:
     ) -> None:
         self.forward = forward
         self.scheduler = scheduler
+        self.has_mrope = buffers.limits.has_mrope
         self._buffers = buffers
         self._sizes = sizes
         self.events = events
@@ -189,6 +192,7 @@ class Engine:
         *,
         seed: int,
         prompt: str | None = None,
+        mrope_positions: NDArray[np.integer] | None = None,
         decode: Callable[[list[int]], str] | None = None,
         on_new: Callable[[Generation, str, list[int]], None] | None = None,
     ) -> Generation:
@@ -199,10 +203,11 @@ class Engine:
             params: how to go on from it.
             seed: used if ``params`` has none.
             prompt: its text, if it was given as one.
+            mrope_positions: see :class:`~piecegraph.llm.request.Request`.
             decode: the text of tokens; without it there are only tokens.
             on_new: told of new text and tokens while they are generated, and of the end.
         """
-        request = Request(str(next(self._ids)), tokens, params, seed=seed)
+        request = Request(str(next(self._ids)), tokens, params, seed=seed, mrope_positions=mrope_positions)
         self.scheduler.add(request)
         self._is_foreign = False
         text = IncrementalText(decode, params.stop, request.tokens[-8:]) if decode is not None else None
@@ -269,8 +274,8 @@ class Engine:
         shape = (request.num_prompt, self._buffers.limits.embed_width)
         if request.blocks is None:
             return f"request {request.id!r} is not running"
-        if request.mrope_positions is not None and not self._buffers.limits.has_mrope:
-            return f"request {request.id!r} has positions in three dimensions, which the model was not traced for"
+        if request.mrope_positions is not None and not self.has_mrope:
+            return f"request {request.id!r} has positions in three dimensions, and the model takes them in one"
         given = shape if request.input_embeds is None else tuple(request.input_embeds.shape)
         return f"the embeddings of request {request.id!r} are of shape {given}, not {shape}" if given != shape else ""
 

@@ -184,18 +184,28 @@ class Forward:
 
     # -- recording
 
-    def record(self, keys: Iterable[StepKey], progress: Progress) -> None:
-        """Record steps, largest first, so that smaller ones reuse the memory of larger ones."""
+    def record(self, keys: Iterable[StepKey], progress: Progress, *, tidies: bool = False) -> None:
+        """Record steps, largest first, so that smaller ones reuse the memory of larger ones.
+
+        Args:
+            keys: of the steps.
+            progress: what shows how far it is.
+            tidies: see :meth:`GraphDevice.session`.
+        """
         device = self._device
         if device is None:
             return
         ordered = sorted(keys, key=lambda key: (key.bucket.num_tokens, key.bucket.num_seqs), reverse=True)
-        with torch_compat.without_trace([self._buffers.device]), device.session(), ops.current_sites(self._memory):
-            with progress.bar("record", len(ordered)) as bar:
-                for key in ordered:
-                    self._record_or_drop(device, key)
-                    free = device.free_bytes()
-                    bar.advance(str(key) + (f", {free / 2**30:.1f} GiB free" if free is not None else ""))
+        with (
+            torch_compat.without_trace([self._buffers.device]),
+            device.session(tidies=tidies),
+            ops.current_sites(self._memory),
+            progress.bar("record", len(ordered)) as bar,
+        ):
+            for key in ordered:
+                self._record_or_drop(device, key)
+                free = device.free_bytes()
+                bar.advance(str(key) + (f", {free / 2**30:.1f} GiB free" if free is not None else ""))
 
     def warm_up(self, keys: Iterable[StepKey]) -> None:
         """Run steps without recording them: what they need is allocated then, and kernels are tuned."""
@@ -281,6 +291,8 @@ class Forward:
     def _decode(self, key: StepKey, run_step: RunStep) -> torch.Tensor:
         views = self._buffers.views(key.bucket)
         inputs = [views.input_ids, views.positions]
+        if views.mrope_positions is not None:
+            inputs.append(views.mrope_positions)
         if key.takes_embeds:
             assert views.input_embeds is not None
             assert views.has_embeds is not None

@@ -50,7 +50,7 @@ class LLM:
         max_batch_tokens: tokens of a step at most (4096 on a GPU, else 512); longer prompts are split.
         memory_fraction: of the GPU's memory, weights and cache together (0.9); of the free host memory on a CPU (0.25).
         prefix_cache: whether beginnings that prompts have in common are computed once.
-        capture_sizes: sizes of steps to record; ``"auto"`` is a ladder.
+        capture_sizes: sizes of steps to record; ``"auto"`` is a ladder, of which some are recorded when first used.
         cudagraph_mode: ``"full"`` and ``"piecewise"`` for all steps; ``"auto"`` decides for each kind; ``"none"``.
         seed: what sampling without a seed of its own starts from.
         options: rarely needed settings, see :class:`piecegraph.llm.config.LLMOptions`.

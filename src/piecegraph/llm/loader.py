@@ -107,7 +107,7 @@ def _precision(
 def _make(
     path: str, config: Any, dtype: torch.dtype | str, load_format: LoadFormat, device: torch.device
 ) -> tuple[Any, list[Decision]]:
-    plugs = {"attn_implementation": plug.NAME, "experts_implementation": plug.NAME}
+    plugs = {"attn_implementation": _for_text(config, plug.NAME), "experts_implementation": plug.NAME}
     try:
         if load_format == "dummy":
             return _make_dummy(config, dtype, device, plugs), []
@@ -152,17 +152,32 @@ def _some(names: Collection[str]) -> str:
 def _class_for(config: Any) -> Any:
     """What loads a model: the text part of some models has a configuration that the automatic class does not know."""
     named = (config.architectures or [""])[0]
+    if _sees_images(config):
+        return transformers.AutoModelForImageTextToText
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or not named.endswith("ForCausalLM"):
         return transformers.AutoModelForCausalLM
     return getattr(transformers, named, transformers.AutoModelForCausalLM)
 
 
-def _make_dummy(config: Any, dtype: torch.dtype | str, device: torch.device, plugs: dict[str, str]) -> Any:
+def _sees_images(config: Any) -> bool:
+    """Whether a model is known only together with what reads images for it. Its decoder of text is run."""
+    is_known = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    has_images = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return has_images and not is_known and not config.is_encoder_decoder
+
+
+def _for_text(config: Any, implementation: str) -> Any:
+    """An implementation for the decoder alone: what reads images keeps its own, so that callers can use it."""
+    return {"text_config": implementation} if _sees_images(config) else implementation
+
+
+def _make_dummy(config: Any, dtype: torch.dtype | str, device: torch.device, plugs: dict[str, Any]) -> Any:
     """A model of the right shapes, made on its device without touching a disk."""
     config = copy.deepcopy(config)  # from_config writes the plugs into it
     wanted = config.dtype if dtype == "auto" else dtype
     with torch.device("meta"):
-        make: Any = transformers.AutoModelForCausalLM.from_config
+        known = _class_for(config) if _sees_images(config) else transformers.AutoModelForCausalLM
+        make: Any = known.from_config
         model = make(config, dtype=wanted or torch.float32, **plugs)
     model.to_empty(device=device)
     model.init_weights()
@@ -204,12 +219,12 @@ def without_bars() -> Iterator[None]:
 @contextlib.contextmanager
 def without_plugs(model: Any) -> Iterator[None]:
     """Run a model as transformers would: for comparison."""
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation(_for_text(model.config, "eager"))
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     try:
         yield
     finally:
-        model.set_attn_implementation(plug.NAME)
+        model.set_attn_implementation(_for_text(model.config, plug.NAME))
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation(plug.NAME)

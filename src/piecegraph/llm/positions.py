@@ -1,4 +1,4 @@
-"""Positions that a model counts by itself, made those of the sequences.
+"""Positions in the graph of a model: in how many rows it takes them, and those that it counts by itself.
 
 A model is given the positions of its tokens, since sequences lie one behind the other in one row. Some layers count the
 tokens of the row all the same (the temperature of Llama 4's layers without rotation), as if it were one sequence. Few
@@ -48,6 +48,31 @@ def count_by_sequence(traced: Traced, position_input: int, model_name: str) -> t
         traced.graph.erase_node(node)
         decisions.append(Decision("positions", "those of the sequences", f"{line} counts the tokens of a row"))
     return tuple(dict.fromkeys(decisions))
+
+
+def rows_of_positions(traced: Traced, position_input: int) -> int:
+    """In how many rows a model takes positions. Told by what it makes of one row.
+
+    Models of images and videos place a token in three dimensions (time, height, width; *mrope*). Given one row, they
+    take it for all three, and some put it once more in front of them, as the number of the token in its text.
+
+    Returns:
+        1, 3 or 4.
+    """
+    inputs = {source.index: node for node, source in traced.inputs.items() if isinstance(source, FromCall)}
+    waiting = [inputs[position_input]] if position_input in inputs else []
+    while waiting:
+        node = waiting.pop()
+        value = torch_compat.meta_value(node)
+        if not isinstance(value, torch.Tensor) or value.is_floating_point():
+            continue  # a rotation: whatever has several rows from here on was made of one
+        if value.dim() == 3 and value.shape[0] in _MROPE_ROWS and value.shape[1] == 1:
+            return int(value.shape[0])
+        waiting += node.users
+    return 1
+
+
+_MROPE_ROWS = (3, 4)
 
 
 def _counts(graph: torch.fx.Graph, num_tokens: object) -> Iterator[torch.fx.Node]:

@@ -22,6 +22,14 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _PADDED_POSITIONS = "create_position_ids_from_input_ids"
 """A method of embeddings that count positions by the tokens that are no padding."""
 
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+_DEEP_FEATURES = "deepstack_visual_embeds"
+"""Features of images that a decoder adds to the results of its first layers."""
+
+_BOTH_WAYS = "block_sequence_ids"
+"""Which tokens belong to one image, as masks are told that let those see each other."""
+
 
 def refuse_family(config: Any) -> None:
     """Raise if models of this family are known to answer wrongly."""
@@ -32,6 +40,10 @@ def refuse_family(config: Any) -> None:
 
 def refuse_model(model: torch.nn.Module) -> None:
     """Raise if a module is of a kind that cannot be run."""
+    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+    if needed := [each.name for each in parameters if each.kind in _BY_NAME and each.default is each.empty]:
+        why = f"its forward cannot do without {', '.join(needed)}"
+        raise ModelError("PG662", f"{type(model).__name__} cannot be run", why=why)
     for path, module in model.named_modules():
         why = ""
         if hasattr(type(module), _PADDED_POSITIONS):
@@ -60,6 +72,19 @@ def refuse_attention(model: torch.nn.Module) -> None:
         )
 
 
+def refuse_embeddings(model: torch.nn.Module) -> None:
+    """Raise if what a model makes of images is more than embeddings: without the rest, it would answer wrongly."""
+    for path, module in model.named_modules():
+        kind, why = type(module), ""
+        if _DEEP_FEATURES in inspect.signature(kind.forward).parameters:
+            why = f"images also reach the layers of {kind.__name__} as {_DEEP_FEATURES}"
+        elif _is_of_transformers(kind) and _BOTH_WAYS in inspect.getsource(kind):
+            why = f"the tokens of an image attend to each other both ways in {kind.__name__}"
+        if why:
+            what = f"{type(model).__name__} cannot take embeddings in the place of tokens"
+            raise ModelError("PG662", what, where=path, why=why, hint="prompts of tokens can be run")
+
+
 def no_interface(kind: str, where: str = "") -> ModelError:
     """What to say of a model whose attention cannot be replaced."""
     return ModelError(
@@ -76,6 +101,8 @@ def _takes_positions(module: torch.nn.Module) -> bool:
 
 
 def _uses_interface(kind: type) -> bool:
-    if not kind.__module__.startswith("transformers.models."):
-        return False
-    return _INTERFACE in inspect.getsource(kind)
+    return _is_of_transformers(kind) and _INTERFACE in inspect.getsource(kind)
+
+
+def _is_of_transformers(kind: type) -> bool:
+    return kind.__module__.startswith("transformers.models.")

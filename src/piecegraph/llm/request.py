@@ -91,10 +91,12 @@ class Request:
         prompt: token ids.
         params: how to go on from the prompt.
         seed: used if ``params`` has none.
-        cache_key: requests share cached prefixes only if their keys are equal; None: never. With embeddings of its own
-            a request shares nothing unless it has a key, which must then tell what they were made from.
+        cache_key: requests share cached prefixes only if their keys are equal; None: never. With embeddings or
+            positions of its own a request shares nothing unless it has a key, which must then tell what they were made
+            from.
         input_embeds: [tokens of the prompt, hidden size], used in place of the embeddings of the prompt's ids.
-        mrope_positions: [3, tokens of the prompt], for models that place tokens in three dimensions.
+        mrope_positions: [3, tokens of the prompt] (time, height, width), for models that place tokens in three
+            dimensions. New tokens go on behind the largest of them. Without them, all three are those of the text.
 
     Raises:
         RequestError: the prompt is empty or not made of integers.
@@ -135,7 +137,7 @@ class Request:
         seed: int = 0,
         cache_key: str | None = "",
         input_embeds: torch.Tensor | None = None,
-        mrope_positions: NDArray[np.integer] | None = None,
+        mrope_positions: NDArray[np.integer] | torch.Tensor | None = None,
     ) -> None:
         self.id = request_id
         self.params = params
@@ -143,10 +145,12 @@ class Request:
         """The prompt and what was generated. A preempted request keeps them all, and computes them again."""
         self.num_prompt = len(self.tokens)
         self.seed = seed if params.seed is None else params.seed
-        self.cache_key = None if input_embeds is not None and not cache_key else cache_key
+        has_own_inputs = input_embeds is not None or mrope_positions is not None
+        self.cache_key = None if has_own_inputs and not cache_key else cache_key
         self.input_embeds = input_embeds
-        self.mrope_positions = mrope_positions
-        self.mrope_delta = 0 if mrope_positions is None else int(mrope_positions.max()) + 1 - self.num_prompt
+        self.mrope_positions = None if mrope_positions is None else _mrope_array(self, mrope_positions)
+        self.mrope_delta = 0 if self.mrope_positions is None else int(self.mrope_positions.max()) + 1 - self.num_prompt
+        """What is added to the position of a new token."""
         self.max_len = self.num_prompt + params.max_new_tokens
         """Tokens in all at which the request ends; the scheduler lowers it to the model's limit."""
 
@@ -198,6 +202,22 @@ def _token_array(request_id: str, prompt: Sequence[int]) -> array[int]:
             hint="begin with the model's token for the beginning of a text",
         )
     return tokens
+
+
+def _mrope_array(request: Request, given: NDArray[np.integer] | torch.Tensor) -> NDArray[np.integer]:
+    positions = given.cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
+    shape, why = (3, request.num_prompt), ""
+    if positions.shape != shape:
+        why = f"they are of shape {positions.shape}, not {shape}"
+    elif not np.issubdtype(positions.dtype, np.integer):
+        why = f"they are of type {positions.dtype}"
+    elif positions.min() < 0:
+        why = f"one of them is {positions.min()}"
+    if why:
+        what = f"the mrope_positions of request {request.id!r} are not positions"
+        hint = "give integers that are not negative, one column for each token of the prompt"
+        raise RequestError("PG653", what, why=why, hint=hint)
+    return positions
 
 
 def _stop_texts(given: Any) -> tuple[str, ...]:

@@ -14,7 +14,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from piecegraph.errors import ModelError
 from piecegraph.llm.engine import Engine, Generation
@@ -47,6 +49,9 @@ def self_check(model: Any, engine: Engine) -> Decision:
     prompts = [torch.randint(limits.vocab_size, (length,), generator=numbers).tolist() for length in lengths]
     params = SamplingParams(max_new_tokens=_NEW_TOKENS, ignore_eos=True, return_hidden_states=True)
     generations = [engine.add(prompt, params, seed=0) for prompt in prompts]
+    if engine.has_mrope:  # text alone would not show whether each row is used where transformers uses it
+        positions = _positions_of_an_image(len(prompts[-1]))
+        generations.append(engine.add(prompts[-1], params, seed=0, mrope_positions=positions))
     with torch.inference_mode():
         while engine.step():
             pass
@@ -62,14 +67,15 @@ def _compare(model: Any, engine: Engine, generation: Generation) -> tuple[float,
         raise ModelError("PG664", f"{type(model).__name__} gives no answer", why=failure.why, hint=failure.hint)
     tokens = torch.tensor([generation.request.tokens[:-1].tolist()], device=model.device)
     with without_plugs(model):
-        expected = model(input_ids=tokens, use_cache=False).logits[0].float()
+        own = _positions(generation, model.device)
+        expected = model(input_ids=tokens, use_cache=False, **own).logits[0].float()
         found = engine.forward.head(torch.cat(generation.hidden_states).to(model.device)).float()
         difference, allowed = _difference(found, expected, model.dtype), _TOLERANCE
         if model.dtype != torch.float32:
             allowed = _HALF_TOLERANCE
             if difference > allowed:
                 with _jittered(model):
-                    jittered = model(input_ids=tokens, use_cache=False).logits[0].float()
+                    jittered = model(input_ids=tokens, use_cache=False, **own).logits[0].float()
                 sensitivity = _difference(jittered, expected, model.dtype)
                 allowed = min(_MOST_TOLERANCE, max(allowed, _ROUNDINGS * sensitivity))
     if not difference <= allowed:
@@ -80,6 +86,24 @@ def _compare(model: Any, engine: Engine, generation: Generation) -> tuple[float,
             hint='run it with transformers itself, or look into it with options={"self_check": False}',
         )
     return difference, allowed
+
+
+def _positions_of_an_image(num_tokens: int) -> NDArray[np.integer]:
+    """As if all tokens but the first were a picture of two columns."""
+    places = np.arange(num_tokens) - 1
+    positions = np.stack((np.zeros_like(places), places // 2, places % 2)) + 1
+    positions[:, 0] = 0
+    return positions
+
+
+def _positions(generation: Generation, device: torch.device) -> dict[str, torch.Tensor]:
+    """The positions a request brought, continued for what it generated, as transformers takes them."""
+    request = generation.request
+    if request.mrope_positions is None:
+        return {}
+    following = np.arange(request.num_prompt, len(request.tokens) - 1) + request.mrope_delta
+    positions = np.concatenate((request.mrope_positions, np.broadcast_to(following, (3, len(following)))), axis=1)
+    return {"position_ids": torch.from_numpy(positions)[:, None].to(device)}
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> float:

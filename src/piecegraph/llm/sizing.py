@@ -76,6 +76,8 @@ class StepSizes:
     decode: tuple[int, ...]
     tokens: tuple[int, ...]
     seqs: tuple[int, ...]
+    is_listed: bool = False
+    """Whether the sizes were asked for one by one."""
 
     def bucket_for(self, plan: StepPlan) -> Bucket:
         """The smallest recorded bucket, or the step's own size if none is large enough."""
@@ -89,8 +91,16 @@ class StepSizes:
         return Bucket(size, size, "decode")
 
     def at_start(self) -> list[Bucket]:
-        """What is recorded when the model is loaded. Mixed steps of many sequences are rare, and recorded when used."""
-        return [bucket for bucket in self.all() if bucket.kind == "decode" or bucket.num_seqs <= self.seqs[0]]
+        """What is recorded when the model is loaded; the rest when it is first used.
+
+        Mixed steps of many sequences are rare. Of a ladder that nobody asked for, the powers of two and the last rung
+        come first: they are two fifths of it. Who cannot wait for the others while serving lists the sizes.
+        """
+        few = [bucket for bucket in self.all() if bucket.kind == "decode" or bucket.num_seqs <= self.seqs[0]]
+        if self.is_listed:
+            return few
+        last = {*self.decode[-1:], *self.tokens[-1:]}
+        return [bucket for bucket in few if bucket.num_tokens in last or bucket.num_tokens.bit_count() == 1]
 
     def all(self) -> list[Bucket]:
         """Everything that may be recorded."""
@@ -122,6 +132,7 @@ def choose_step_sizes(
         tuple(size for size in listed if size <= max_num_seqs) or (max_num_seqs,),
         tuple(size for size in listed if size <= max_batch_tokens) or (max_batch_tokens,),
         seqs,
+        is_listed=True,
     )
 
 

@@ -24,7 +24,7 @@ from piecegraph.llm.forward import Forward, StepKey
 from piecegraph.llm.groups import CacheGroup, PagedCache
 from piecegraph.llm.loader import LoadedModel, load
 from piecegraph.llm.memory import Memory
-from piecegraph.llm.refusals import refuse_attention
+from piecegraph.llm.refusals import refuse_attention, refuse_embeddings
 from piecegraph.llm.scheduler import Scheduler, SchedulerLimits
 from piecegraph.llm.self_check import self_check
 from piecegraph.llm.sizing import CacheNeeds, StepSizes, choose_step_sizes, largest_buckets, size_cache
@@ -161,6 +161,7 @@ class _Parts:
                 max_model_len=limits.max_model_len,
                 block_size=options.block_size,
                 num_groups=len(model.reaches),
+                has_mrope=model.position_rows > 1,
                 embed_width=loaded.model.get_input_embeddings().weight.shape[1],
                 embed_dtype=dtype,
             ),
@@ -238,7 +239,7 @@ class _Parts:
         largest = [StepKey(bucket, "greedy") for bucket in largest_buckets(self.limits)]
         free_before = torch.cuda.mem_get_info(self.config.device)[0]
         if self.device is not None:
-            self.forward.record(largest, progress)
+            self.forward.record(largest, progress, tidies=True)  # what tracing left behind is not to be measured
             self.forward.forget()
         else:
             self.forward.warm_up(largest)
@@ -279,8 +280,15 @@ def _embeds_tracer(
     options = Options(inductor=config.options.inductor, progress=config.options.progress)
 
     def trace_embeds() -> TracedBody:
+        refuse_embeddings(loaded.model)
         traced = trace_model(
-            loaded.model, cache, backend=config.backend, options=options, events=events, takes_embeds=True
+            loaded.model,
+            cache,
+            backend=config.backend,
+            options=options,
+            events=events,
+            takes_embeds=True,
+            position_rows=model.position_rows,
         )
         assert (traced.layers, traced.states) == (model.layers, model.states), "the same calls in the same order"
         return traced.decoder
@@ -361,7 +369,8 @@ def _check(loaded: LoadedModel, engine: Engine) -> Decision:
 
 def _eos_token_ids(loaded: LoadedModel) -> set[int]:
     found: set[int] = set()
-    for source in (loaded.model.config, loaded.model.generation_config):
+    config = loaded.model.config
+    for source in (config, config.get_text_config(), loaded.model.generation_config):
         ids = getattr(source, "eos_token_id", None)
         found.update(token for token in (ids if isinstance(ids, (list, tuple)) else [ids]) if isinstance(token, int))
     return found

@@ -83,9 +83,11 @@ def cache_for(
     opaque: list[tuple[str, torch.nn.Module]] = []
     latent: list[torch.nn.Module] = []
     decisions: dict[type, Decision] = {}
+    # Each class once: to find its source, Python parses the whole file.
+    stateful = {kind for kind in set(map(type, decoder.modules())) if _keeps_state(kind)}
     for path, module in decoder.named_modules():
         kind = type(module)
-        if _keeps_state(kind):
+        if kind in stateful:
             reason = _why_opaque(kind) if linear_attention != "opaque" else "asked for"
             if reason:
                 _check_may_be_opaque(path, kind, linear_attention, reason)

@@ -33,7 +33,7 @@ from piecegraph.llm import ops
 from piecegraph.llm.layers import AttentionLayer, LatentLayer, Reach, StateLayer
 from piecegraph.llm.linear import linear_passes
 from piecegraph.llm.plug import UnsupportedCallError
-from piecegraph.llm.positions import count_by_sequence
+from piecegraph.llm.positions import count_by_sequence, rows_of_positions
 from piecegraph.llm.state_sites import number_states
 from piecegraph.llm.trace_cache import TraceCache
 from piecegraph.lower import Lowering, lower
@@ -60,6 +60,8 @@ class TracedModel:
     """What is kept for a sequence, by call site."""
     reaches: tuple[Reach, ...]
     """How far back the layers of each group see."""
+    position_rows: int
+    """See :func:`~piecegraph.llm.positions.rows_of_positions`."""
     steps: tuple[Piece | Cut, ...]
     num_compiles: int
     decisions: tuple[Decision, ...]
@@ -74,6 +76,7 @@ def trace_model(
     options: Options,
     events: EventLog,
     takes_embeds: bool = False,
+    position_rows: int | None = None,
 ) -> TracedModel:
     """Trace and compile a loaded model whose attention goes through our plug.
 
@@ -84,14 +87,21 @@ def trace_model(
         options: of the compiler.
         events: where losses are told.
         takes_embeds: the decoder takes two inputs more, embeddings and which of its tokens have them.
+        position_rows: in how many rows it takes positions. If there are several, the decoder takes one input more,
+            ``mrope_positions``, behind the positions. None: that is found out.
     """
     started = time.perf_counter()
     if backend == "inductor" and model.device.type == "cuda":
         torch_compat.start_compile_workers()  # they come up while the model is traced
     progress = Progress(options.progress)
     with progress.bar("trace", 1):
-        traced = _trace_decoder(model, cache, takes_embeds)
+        traced = _trace_decoder(model, cache, takes_embeds, position_rows or 1)
+        if position_rows is None:
+            traced, position_rows = _with_all_rows(model, cache, traced)
     decisions = (*cache.decisions, *count_by_sequence(traced, 1, type(model).__name__))
+    if position_rows > 1:
+        reason = f"the decoder makes {position_rows} rows of the positions of a text"
+        decisions = (*decisions, Decision("positions", "in three dimensions", reason))
     layers, reaches = number_sites(traced.graph)
     states = number_states(traced.graph, tuple(path for path, _ in cache.opaque))
     traced_at = time.perf_counter()
@@ -109,6 +119,7 @@ def trace_model(
         layers,
         states,
         reaches,
+        position_rows,
         tuple(step.label for step in program.steps),
         num_compiles,
         decisions,
@@ -116,32 +127,48 @@ def trace_model(
     )
 
 
-def _trace_decoder(model: Any, cache: TraceCache, takes_embeds: bool) -> Traced:
-    decoder, embed, device = decoder_of(model), model.get_input_embeddings(), model.device
+def _with_all_rows(model: Any, cache: TraceCache, traced: Traced) -> tuple[Traced, int]:
+    """The decoder that takes positions in as many rows as it makes of one, if it makes several."""
+    num_rows = rows_of_positions(traced, 1)
+    return (traced, 1) if num_rows == 1 else (_trace_decoder(model, cache, False, num_rows), num_rows)
 
-    def of_ids(input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = decoder(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False)[0]
-        return hidden[0]
 
-    def of_embeds(
-        input_ids: torch.Tensor, position_ids: torch.Tensor, input_embeds: torch.Tensor, has_embeds: torch.Tensor
+def _trace_decoder(model: Any, cache: TraceCache, takes_embeds: bool, position_rows: int) -> Traced:
+    decoder, embed, num_tokens = decoder_of(model), model.get_input_embeddings(), _TRACED_TOKENS
+
+    def forward(
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        mrope_positions: torch.Tensor | None = None,
+        input_embeds: torch.Tensor | None = None,
+        has_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        rows = torch.where(has_embeds[:, None], input_embeds, embed(input_ids))
-        hidden: torch.Tensor = decoder(inputs_embeds=rows[None], position_ids=position_ids[None], use_cache=False)[0]
-        return hidden[0]
+        positions = position_ids[None]
+        if mrope_positions is not None:
+            positions = mrope_positions[:, None]
+            if position_rows > len(mrope_positions):
+                positions = torch.cat((position_ids[None, None], positions))
+        if input_embeds is None:
+            hidden = decoder(input_ids=input_ids[None], position_ids=positions, use_cache=False)[0]
+        else:
+            rows = torch.where(has_embeds[:, None], input_embeds, embed(input_ids))  # type: ignore[index]
+            hidden = decoder(inputs_embeds=rows[None], position_ids=positions, use_cache=False)[0]
+        result: torch.Tensor = hidden[0]
+        return result
 
-    args = [torch.zeros(_TRACED_TOKENS, dtype=torch.long, device=device), torch.arange(_TRACED_TOKENS, device=device)]
-    if takes_embeds:
-        args.append(torch.zeros(_TRACED_TOKENS, embed.weight.shape[1], dtype=model.dtype, device=device))
-        args.append(torch.zeros(_TRACED_TOKENS, dtype=torch.bool, device=device))
-    forward: Callable[..., torch.Tensor] = of_embeds if takes_embeds else of_ids
-    names = ("input_ids", "position_ids", "input_embeds", "has_embeds")[: len(args)]
+    with model.device:
+        args = {"input_ids": torch.zeros(num_tokens, dtype=torch.long), "position_ids": torch.arange(num_tokens)}
+        if position_rows > 1:
+            args["mrope_positions"] = torch.zeros(num_tokens, 3, dtype=torch.long).t()  # laid out as in the batch
+        if takes_embeds:
+            args["input_embeds"] = torch.zeros(num_tokens, embed.weight.shape[1], dtype=model.dtype)
+            args["has_embeds"] = torch.zeros(num_tokens, dtype=torch.bool)
     example = read_example(
         forward,
         Binder(forward),
-        tuple(args),
-        {},
-        dynamic_dims=dict.fromkeys(names, 0),
+        (),
+        args,
+        dynamic_dims={name: 1 if name == "mrope_positions" else 0 for name in args},
         static_inputs=(),
         training=False,
     )
