@@ -19,9 +19,14 @@ _ALONE = re.compile(r"(aten|prims|inductor|mkldnn)::\w*(mm|matmul|linear|conv(?!
 """Ops that have kernels of their own: a compiler calls them, or takes a template."""
 
 
+_origins_of_nodes: weakref.WeakKeyDictionary[torch.fx.Node, Origin] = weakref.WeakKeyDictionary()
+
+
 def origin_of(node: torch.fx.Node) -> Origin:
-    """Where in the user's model a node was traced from."""
-    return Origin(op_name(node), module_path(node), source_stack(node))
+    """Where in the user's model a node was traced from. A node is asked about once for each size that is recorded."""
+    if node not in _origins_of_nodes:
+        _origins_of_nodes[node] = Origin(op_name(node), module_path(node), source_stack(node))
+    return _origins_of_nodes[node]
 
 
 _known: weakref.WeakKeyDictionary[torch.fx.GraphModule, dict[int, LaunchCall]] = weakref.WeakKeyDictionary()

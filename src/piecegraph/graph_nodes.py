@@ -5,6 +5,7 @@ Everything here goes through cuda-bindings, which CUDA builds of torch depend on
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
@@ -50,11 +51,16 @@ class CudaNodes:
 
         self._graph = graph  # owns the nodes
         self.off: set[int] = set()
-        raw = runtime.cudaGraph_t(graph.raw_cuda_graph())
-        count = int(_check(runtime.cudaGraphGetNodes(raw, 0))[1])
-        self._nodes = list(_check(runtime.cudaGraphGetNodes(raw, count))[0])[:count]
         graph.instantiate()
         self._running = runtime.cudaGraphExec_t(graph.raw_cuda_graph_exec())
+
+    @functools.cached_property
+    def _nodes(self) -> list[Any]:
+        from cuda.bindings import runtime
+
+        raw = runtime.cudaGraph_t(self._graph.raw_cuda_graph())
+        count = int(_check(runtime.cudaGraphGetNodes(raw, 0))[1])
+        return list(_check(runtime.cudaGraphGetNodes(raw, count))[0])[:count]
 
     def describe(self) -> tuple[GraphNode, ...]:
         return tuple(_describe(node) for node in self._nodes)

@@ -53,8 +53,15 @@ class Ledger:
         """What was launched up to now outside of any call has no owner yet."""
         self._owners += [None] * (self._num_nodes() - len(self._owners))
 
-    def finish_graph(self, title: str, phase: str, nodes: Sequence[GraphNode]) -> GraphRecord:
-        """What the graph that was captured holds."""
-        owners = [*self._owners, *[None] * (len(nodes) - len(self._owners))]
-        named = [dataclasses.replace(node, call=owner) for node, owner in zip(nodes, owners, strict=True)]
-        return GraphRecord(title, phase, tuple(self._calls), tuple(named))
+    def finish_graph(self, title: str, phase: str) -> Callable[[Sequence[GraphNode]], GraphRecord]:
+        """What makes a record of the graph that was captured, given its nodes."""
+        calls, owners = tuple(self._calls), list(self._owners)
+
+        def read(nodes: Sequence[GraphNode]) -> GraphRecord:
+            loose = [None] * (len(nodes) - len(owners))  # launched behind the last call
+            named = [
+                dataclasses.replace(node, call=owner) for node, owner in zip(nodes, [*owners, *loose], strict=True)
+            ]
+            return GraphRecord(title, phase, calls, tuple(named))
+
+        return read

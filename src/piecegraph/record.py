@@ -135,8 +135,7 @@ class Recorder:
             return
         inside = None
         if self._ledger is not None and captured.nodes is not None:
-            record = self._ledger.finish_graph(label, self._phase, captured.nodes.describe())
-            inside = Inside(record, captured.nodes)
+            inside = Inside(captured.nodes, self._ledger.finish_graph(label, self._phase))
         captured.replay()
         self.steps.append(GraphStep(label, captured.replay, inside))
 

@@ -12,6 +12,7 @@ those of the recording.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ import torch
 
 from piecegraph.errors import AddressError, CallError
 from piecegraph.graph_nodes import LiveNodes
-from piecegraph.origin import GraphRecord, LaunchCall
+from piecegraph.origin import GraphNode, GraphRecord, LaunchCall
 from piecegraph.plan import Cut, Piece
 from piecegraph.program import Slot, take
 from piecegraph.structure import atoms
@@ -60,12 +61,22 @@ Position = int | None
 """Where in a returned tuple a value is; None for the returned value itself."""
 
 
-@dataclass(frozen=True, slots=True)
 class Inside:
-    """What is known of a graph that was captured with provenance."""
+    """What is known of a graph that was captured with provenance.
 
-    record: GraphRecord
-    nodes: LiveNodes
+    Args:
+        nodes: of the graph.
+        read: makes a record of what they are. It is called when that is first asked for: most graphs never are.
+    """
+
+    def __init__(self, nodes: LiveNodes, read: Callable[[Sequence[GraphNode]], GraphRecord]) -> None:
+        self.nodes = nodes
+        self._read = read
+
+    @functools.cached_property
+    def record(self) -> GraphRecord:
+        """What is inside, and who put it there."""
+        return self._read(self.nodes.describe())
 
 
 @dataclass(frozen=True, slots=True)

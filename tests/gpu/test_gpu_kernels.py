@@ -12,6 +12,8 @@ import torch.nn.functional as F
 import piecegraph
 from piecegraph.graph_nodes import num_captured_nodes
 from piecegraph.kernels.group import Group, Groups
+from piecegraph.kernels.launch import Launch
+from piecegraph.kernels.names import family
 from tests.cases.attribution import (
     SPLITTING_OPS,
     WeightReaders,
@@ -119,21 +121,27 @@ def test_the_kernels_of_one_call_are_a_group() -> None:
     assert len({launch.instance for launch in attention}) == 6
 
 
-def test_a_gemm_whose_name_does_not_tell_is_told_apart_by_its_grid() -> None:
-    """Kernels for float32 have one name, split or not; only the depth of the grid tells."""
+def test_claims_about_gemms_whose_names_do_not_tell() -> None:
+    """Kernels for float32 have one name, split or not. Every claim is looked up in the launches."""
     sweep = sweep_of_linears(torch.float32)
     with piecegraph.trace() as t:
         for _ in range(6):
             for x, weight in sweep:
                 F.linear(x, weight)
-    print(t.groups())
-    split = group_of(t.groups(), "splitKreduce_kernel")
+    calls: dict[int, list[Launch]] = {}
+    for launch in t.launches:
+        if launch.call is not None and launch.call.op == "aten::mm":
+            calls.setdefault(launch.instance, []).append(launch)
+    split = group_of(t.groups(), "gemm_f32f32_f32f32_f32_splitK")
     assert (split.op, split.verdict) == ("aten::mm", "always given")
-    assert "splitKreduce_kernel" in split.anchor
-    launches = [launch for launch in t.launches if launch.call is not None and launch.call.op == "aten::mm"]
-    with_reduce = {launch.instance for launch in launches if "splitKreduce" in launch.name}
-    deep = {launch.instance for launch in launches if "splitKreduce" not in launch.name and launch.grid[2] > 1}  # type: ignore[index]
-    assert with_reduce <= deep
+    company = [member.name for member in split.members if member.name != split.anchor and not member.is_optional]
+    for launches in calls.values():
+        families = [family(launch.name) for launch in launches]
+        if split.anchor in families:
+            assert all(name in families for name in company)
+            assert all(launch.grid[2] > 1 for launch in launches if family(launch.name) in company)  # type: ignore[index]
+    # A GEMM that adds up in place is as deep, but alone: the depth of the grid is no condition, and not claimed as one.
+    assert all(member.condition is None for member in split.members if member.name in company)
 
 
 class Add(torch.nn.Module):
