@@ -1,7 +1,8 @@
 """What it costs to know which line launched each kernel: recording with and without provenance, and replays.
 
 The Llama body of ``prefill.py``. Each way is recorded three times, in turn, with everything compiled before; the median
-counts. Replays are timed three times, in turn; the smallest of the three medians counts. Then a trace is taken and it is counted how much of the time of the replays is attributed. Run it on a GPU:
+counts. Replays are timed three times, in turn; the smallest of the three medians counts. Then a trace is taken and it
+is counted how much of the time of the replays is attributed. Run it on a GPU:
 
     python benchmarks/provenance.py
     python benchmarks/provenance.py --tiny             # a few seconds, also on a CPU, with simulated graphs
@@ -115,9 +116,8 @@ def main() -> None:
         bench = Bench(device, sizes, sizes, tiny=options.tiny)
         for backend in ("eager", "inductor"):
             contenders += contend(bench, backend, simulated)
-    print(
-        f"{hardware()}; the least of {ROUNDS} medians of 60 replays; medians of {ROUNDS} recordings\n{table(contenders)}"
-    )
+    what = f"the least of {ROUNDS} medians of 60 replays; medians of {ROUNDS} recordings"
+    print(f"{hardware()}; {what}\n{table(contenders)}")
 
 
 if __name__ == "__main__":
