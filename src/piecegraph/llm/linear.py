@@ -69,6 +69,16 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     return out
 
 
+def launch_linear(
+    rows: int, columns: int, depth: int, has_bias: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Launch the kernel that a linear of this size would take, on dummies; nothing where that is cuBLAS's."""
+    if choose_tile(rows, columns, depth) is None:
+        return
+    x, weight = (torch.zeros(size, depth, dtype=dtype, device=device) for size in (rows, columns))
+    _linear(x, weight, torch.zeros(columns, dtype=dtype, device=device) if has_bias else None)
+
+
 def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     return (
         x.is_cuda

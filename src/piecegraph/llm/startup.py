@@ -19,9 +19,11 @@ from piecegraph.llm.attention.kernel import AttentionKernel
 from piecegraph.llm.attention.registry import choose_kernel
 from piecegraph.llm.batch import BatchBuffers, BatchLimits
 from piecegraph.llm.config import LLMConfig
+from piecegraph.llm.early_kernels import EarlyKernels, LinearShape, linear_shapes
 from piecegraph.llm.engine import Engine
 from piecegraph.llm.forward import Forward, StepKey
 from piecegraph.llm.groups import CacheGroup, PagedCache
+from piecegraph.llm.layers import AttentionLayer, LatentLayer, Reach
 from piecegraph.llm.loader import LoadedModel, load
 from piecegraph.llm.memory import Memory
 from piecegraph.llm.refusals import refuse_attention, refuse_embeddings
@@ -91,8 +93,19 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         )
         if not cache.keeps_state:
             refuse_attention(loaded.model)
-        model = trace_model(loaded.model, cache, backend=config.backend, options=core_options, events=events)
+        early: list[EarlyKernels] = []
+        model = trace_model(
+            loaded.model,
+            cache,
+            backend=config.backend,
+            options=core_options,
+            events=events,
+            on_traced=lambda graph, layers, reaches: early.extend(
+                _start_early(graph, layers, reaches, loaded, config, limits)
+            ),
+        )
     _check_sizes(loaded, model, limits)
+    compiled_early = [kernels.wait() for kernels in early]
     stages.done("trace and compile")
     parts = _Parts.make(loaded, model, config, limits, _embeds_tracer(loaded, model, cache, config, events), events)
     groups = parts.give_memory(progress)
@@ -105,7 +118,15 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         eos_token_ids=_eos_token_ids(loaded),
         looks_ahead=look_ahead.choice == "on",
     )
-    decisions = [*loaded.decisions, *model.decisions, length, parts.attention, prefix_cache, look_ahead]
+    decisions = [
+        *loaded.decisions,
+        *model.decisions,
+        length,
+        parts.attention,
+        *compiled_early,
+        prefix_cache,
+        look_ahead,
+    ]
     if options.self_check:
         with progress.bar("self check", 1):
             decisions.append(_check(loaded, engine))
@@ -154,26 +175,11 @@ class _Parts:
             device=config.device,
             block_size=options.block_size,
         )
-        buffers = BatchBuffers(
-            BatchLimits(
-                max_tokens=limits.max_batch_tokens,
-                max_seqs=limits.max_num_seqs,
-                max_model_len=limits.max_model_len,
-                block_size=options.block_size,
-                num_groups=len(model.reaches),
-                has_mrope=model.position_rows > 1,
-                embed_width=loaded.model.get_input_embeddings().weight.shape[1],
-                embed_dtype=dtype,
-            ),
-            config.device,
-        )
+        has_mrope = model.position_rows > 1
+        batch_limits = _batch_limits(loaded, config, limits, len(model.reaches), has_mrope=has_mrope)
+        buffers = BatchBuffers(batch_limits, config.device)
         device = _graph_device(config)
-        sizes = choose_step_sizes(
-            config.capture_sizes,
-            has_graphs=device is not None,
-            max_num_seqs=limits.max_num_seqs,
-            max_batch_tokens=limits.max_batch_tokens,
-        )
+        sizes = _step_sizes(config, limits, has_graphs=device is not None)
         kinds: tuple[StepKind, ...] = ("decode", "mixed")
         safety = {kind: _capture_safe(kind, kernel, states, loaded.experts, dtype) for kind in kinds}
         modes = {kind: _mode(kind, config, device, safety[kind]) for kind in kinds}
@@ -248,6 +254,58 @@ class _Parts:
         # all of them will take is not known yet: an eighth of what the largest took is kept for it.
         graphs = (free_before - free) // 8
         return free - int(total * (1 - self.config.memory_fraction)) - graphs - _SPARE_BYTES
+
+
+def _start_early(
+    graph: torch.fx.Graph,
+    layers: Sequence[AttentionLayer | LatentLayer],
+    reaches: Sequence[Reach],
+    loaded: LoadedModel,
+    config: LLMConfig,
+    limits: SchedulerLimits,
+) -> list[EarlyKernels]:
+    """Have the kernels compiled that the recorded steps will launch, where there are such."""
+    if config.device.type != "cuda" or config.backend == "eager":  # nothing to do meanwhile
+        return []
+    dtype, head = loaded.model.dtype, loaded.model.get_output_embeddings()
+    is_linear = isinstance(head, torch.nn.Linear)
+    sizes = _step_sizes(config, limits, has_graphs=config.cudagraph_mode != "none")
+    early = EarlyKernels(
+        choose_kernel(config.attention, layers, dtype, config.device)[0],
+        layers,
+        linear_shapes(graph),
+        LinearShape(head.out_features, head.in_features, head.bias is not None) if is_linear else None,
+        buckets=dict.fromkeys((*largest_buckets(limits), *sizes.at_start())),
+        limits=_batch_limits(loaded, config, limits, len(reaches), has_mrope=False),
+        dtype=dtype,
+        device=config.device,
+    )
+    early.start()
+    return [early]
+
+
+def _step_sizes(config: LLMConfig, limits: SchedulerLimits, *, has_graphs: bool) -> StepSizes:
+    return choose_step_sizes(
+        config.capture_sizes,
+        has_graphs=has_graphs,
+        max_num_seqs=limits.max_num_seqs,
+        max_batch_tokens=limits.max_batch_tokens,
+    )
+
+
+def _batch_limits(
+    loaded: LoadedModel, config: LLMConfig, limits: SchedulerLimits, num_groups: int, *, has_mrope: bool
+) -> BatchLimits:
+    return BatchLimits(
+        max_tokens=limits.max_batch_tokens,
+        max_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        block_size=config.options.block_size,
+        num_groups=num_groups,
+        has_mrope=has_mrope,
+        embed_width=loaded.model.get_input_embeddings().weight.shape[1],
+        embed_dtype=loaded.model.dtype,
+    )
 
 
 def _limits(loaded: LoadedModel, config: LLMConfig) -> tuple[SchedulerLimits, Decision]:

@@ -46,6 +46,9 @@ from piecegraph.tracer import Traced, trace
 
 _TRACED_TOKENS = 16
 
+OnTraced = Callable[[torch.fx.Graph, tuple[AttentionLayer | LatentLayer, ...], tuple[Reach, ...]], None]
+"""Takes the decoder's graph, its call sites of attention and the reach of each group of them."""
+
 
 @dataclass(frozen=True)
 class TracedModel:
@@ -77,6 +80,7 @@ def trace_model(
     events: EventLog,
     takes_embeds: bool = False,
     position_rows: int | None = None,
+    on_traced: OnTraced | None = None,
 ) -> TracedModel:
     """Trace and compile a loaded model whose attention goes through our plug.
 
@@ -89,6 +93,7 @@ def trace_model(
         takes_embeds: the decoder takes two inputs more, embeddings and which of its tokens have them.
         position_rows: in how many rows it takes positions. If there are several, the decoder takes one input more,
             ``mrope_positions``, behind the positions. None: that is found out.
+        on_traced: called before the pieces are compiled.
     """
     started = time.perf_counter()
     if backend == "inductor" and model.device.type == "cuda":
@@ -108,6 +113,8 @@ def trace_model(
     if options.fuse_linears:
         traced, decision = fuse_linears(traced)
         decisions = (*decisions, decision)
+    if on_traced is not None:
+        on_traced(traced.graph, layers, reaches)
     segments = split(traced, CutRules("auto"), full=False)
     provenance = options.provenance or is_tracing()
     lowering = Lowering(backend, linear_passes(model.device), options.inductor, provenance)
