@@ -89,7 +89,7 @@ class EarlyKernels:
         self._thread.start()
 
     def wait(self) -> Decision:
-        """Until all are compiled. If that fails, they are compiled when they are first used, as they would have been."""
+        """Until all are compiled. If that fails, they are compiled when first used, as they would have been."""
         self._thread.join()
         if self._error is not None:
             return Decision("our kernels", "compiled when first used", f"compiling them early failed: {self._error}")
