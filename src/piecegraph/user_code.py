@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 import sys
 import traceback
@@ -11,9 +13,16 @@ from piecegraph.plan import SourceLine
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
+@functools.cache
+def _torch_folders() -> tuple[str, ...]:
+    """Where torch lies, found without importing it. A folder called ``torch`` may be anything else, too."""
+    spec = importlib.util.find_spec("torch")
+    return tuple(folder + os.sep for folder in (spec.submodule_search_locations or ())) if spec is not None else ()
+
+
 def is_user_file(file: str) -> bool:
     """Whether a file is neither torch's nor ours."""
-    return f"{os.sep}torch{os.sep}" not in file and not file.startswith(_OWN_FOLDER) and not file.startswith("<")
+    return not file.startswith((_OWN_FOLDER, "<", *_torch_folders()))
 
 
 def user_line(error: BaseException | None = None) -> SourceLine | None:

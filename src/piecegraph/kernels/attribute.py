@@ -106,7 +106,8 @@ def python_stack(ranges: Iterable[Range]) -> tuple[SourceLine, ...]:
 
 
 def _is_user_line(line: SourceLine) -> bool:
-    return is_user_file(line.file) and not line.file.startswith(_LIBRARY_FOLDERS)
+    inside = line.file.rpartition("site-packages/")[2]  # of another machine, perhaps
+    return is_user_file(line.file) and not inside.startswith(_LIBRARY_FOLDERS) and "/torch/" not in inside
 
 
 def _notes(trace: RawTrace, launches: list[Launch]) -> Iterable[str]:
