@@ -17,7 +17,7 @@ from piecegraph.errors import KernelError, SelectionError
 from piecegraph.kernels.cost import Cost, measure_costs
 from piecegraph.kernels.dump import dump_calls
 from piecegraph.kernels.where import Where
-from piecegraph.origin import GraphNode, LaunchCall
+from piecegraph.origin import GraphNode, GraphRecord, LaunchCall
 from piecegraph.tape import GraphStep, Inside, Rerun, Tape
 
 _MAX_LISTED = 8
@@ -116,7 +116,18 @@ class LiveKernels:
             why = "nothing is recorded yet" if not graphs else f"none of its {len(graphs)} graphs knows what it holds"
             hint = "compile with options={'provenance': True}" if graphs else "call it, or capture(), on a GPU first"
             raise KernelError("PG731", f"the kernels of {self._owner.name} are not known", why=why, hint=hint)
-        return [LiveKernel(tape, inside, i) for tape, inside in known for i in range(len(inside.record.nodes))]
+        return [LiveKernel(tape, inside, i) for tape, inside in known for i in _switchable(inside.record)]
+
+
+def _switchable(graph: GraphRecord) -> list[int]:
+    """The nodes that may be left out: all but memsets that prepare something for a kernel of the same call.
+
+    What these set are the counters of a kernel whose blocks wait for each other. Left out and let in again, such a
+    memset made a GEMM of cuBLAS hang or fail on an H200 (driver 580): a kernel that runs needs it, a kernel that does
+    not run is not harmed by it.
+    """
+    launching = {node.call for node in graph.nodes if node.kind == "kernel"}
+    return [i for i, node in enumerate(graph.nodes) if node.kind != "memset" or node.call not in launching]
 
 
 class Selection:
