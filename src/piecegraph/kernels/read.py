@@ -37,11 +37,13 @@ def read_trace(
     return attribute(trace, device, first)
 
 
-def read_launches(path: str | os.PathLike[str], *, progress: bool | Literal["auto"] = "auto") -> tuple[RawTrace, str]:
+def read_launches(
+    path: str | os.PathLike[str], *, progress: bool | Literal["auto"] = "auto", may_be_empty: bool = False
+) -> tuple[RawTrace, str]:
     """The launches of a trace as it tells them, and the name of the GPU."""
     file = TraceFile(os.fspath(path))
     trace = join(_collect(file, progress))
-    if not trace.launches:
+    if not trace.launches and not may_be_empty:
         raise InputError(
             "PG704",
             "no trace events of ops or kernels",

@@ -54,7 +54,7 @@ class Profile:
 
     def read(self) -> KernelTrace:
         """Attribute everything that the file holds."""
-        raw, device = read_launches(self.path, progress=False)
+        raw, device = read_launches(self.path, progress=False, may_be_empty=True)
         if not raw.device_ids:
             raw = dataclasses.replace(raw, launches=_without_watching(raw.launches))
         marked = _Marked(self.tapes, self.announcer.calls)

@@ -96,9 +96,7 @@ class Trace:
         ``.json``, ``.md``, or ``.trace.json`` and ``.trace.json.gz`` for Perfetto.
         """
         path = Path(path)
-        ending = next((end for end in sorted(FORMATS, key=len, reverse=True) if path.name.endswith(end)), None)
-        if ending is None:
-            raise SelectionError("PG714", f"{path.name} has no known ending", hint=f"use one of {', '.join(FORMATS)}")
+        ending = ending_of(path)
         try:
             with _open(path) as file:
                 if ".trace." in ending:
@@ -110,9 +108,14 @@ class Trace:
             raise InputError("PG601", f"{path} cannot be written", why=why, hint="choose another path") from error
         return path
 
-    def document(self) -> dict[str, Any]:
-        """Table and groups in plain types, for programs."""
-        return {**table_document(self.table()), "groups": groups_page.as_document(self.groups())["groups"]}
+    def document(self, table: Table | None = None) -> dict[str, Any]:
+        """Table and groups in plain types, for programs.
+
+        Args:
+            table: one of this trace, sorted or filtered; the whole by default.
+        """
+        shown = self.table() if table is None else table
+        return {**table_document(shown), "groups": groups_page.as_document(self.groups())["groups"]}
 
     def _text(self, ending: str) -> str:
         if ending == ".json":
@@ -186,6 +189,14 @@ def open_trace(path: str | Path) -> Trace:
     taken = Trace()
     taken._source = _Source(read_trace(path), Path(path))
     return taken
+
+
+def ending_of(path: Path) -> str:
+    """Which of the formats a file's name asks for."""
+    ending = next((end for end in sorted(FORMATS, key=len, reverse=True) if path.name.endswith(end)), None)
+    if ending is None:
+        raise SelectionError("PG714", f"{path.name} has no known ending", hint=f"use one of {', '.join(FORMATS)}")
+    return ending
 
 
 def _open(path: Path) -> TextIO:
