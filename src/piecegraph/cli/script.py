@@ -30,7 +30,8 @@ def run_script(path: str, arguments: Sequence[str]) -> int:
         except SystemExit as ended:
             return _exit_code(ended)
         except Exception as error:  # whatever the script raises, Python would show it and end
-            sys.excepthook(type(error), error, _from_script_on(error.__traceback__, path))
+            own = _from_script_on(error.__traceback__, path)
+            sys.excepthook(type(error), error.with_traceback(own), own)
             raise ScriptFailedError from error
     return 0
 

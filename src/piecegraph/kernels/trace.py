@@ -19,6 +19,7 @@ from piecegraph.kernels import groups_page
 from piecegraph.kernels.changes import Diff, diff
 from piecegraph.kernels.group import Groups
 from piecegraph.kernels.groups import mine
+from piecegraph.kernels.keep import kept_members
 from piecegraph.kernels.launch import KernelTrace, Launch
 from piecegraph.kernels.read import read_trace
 from piecegraph.kernels.session import profiled
@@ -139,7 +140,7 @@ class Trace:
 
         source = TraceFile(str(self._taken.path), decode_whole, make=dict)
         events: Iterator[Any] = (event for batch in source.batches() for event in batch)
-        write_events(annotate(events, extra), file)
+        write_events(annotate(events, extra), file, dict(kept_members(self._taken.kernels)))
 
     @property
     def _taken(self) -> _Source:
@@ -185,7 +186,7 @@ def trace() -> Iterator[Trace]:
 
 
 def open_trace(path: str | Path) -> Trace:
-    """A trace that torch.profiler wrote, of any program."""
+    """A trace that torch.profiler wrote, of any program, or one that was saved as ``.trace.json``."""
     taken = Trace()
     taken._source = _Source(read_trace(path), Path(path))
     return taken
