@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,6 +132,15 @@ def test_one_document_whatever_the_script_prints(script: str, run: Run) -> None:
     assert "arguments" in done.err
     assert {"rows", "groups", "coverage", "schema_version"} <= found.keys()
     assert {row["module"] for row in found["rows"] if row["call"] == "aten::addmm"} == {"up", "down"}
+
+
+def test_nothing_else_is_on_either_stream(tmp_path: Path) -> None:
+    (tmp_path / "shell.py").write_text("import os, torch\ntorch.ones(2).cos()\nos.system('echo from a child')")
+    code = "from piecegraph.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "trace", str(tmp_path / "shell.py"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "aten::cos" in {row["call"] for row in json.loads(done.stdout)["rows"]}
+    assert (done.returncode, done.stderr) == (0, "from a child\n")
 
 
 def test_filters_narrow_table_and_document(recorded: str, run: Run) -> None:

@@ -54,7 +54,7 @@ def printing_to_stderr() -> Iterator[None]:
 def _as_program(path: str, arguments: Sequence[str]) -> Iterator[None]:
     argv, first = sys.argv, sys.path[0]
     sys.argv = [path, *arguments]
-    sys.path[0] = os.path.dirname(os.path.abspath(path))
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
     try:
         yield
     finally:
