@@ -7,6 +7,7 @@ name the modules under way, and the outermost one gives the others their names. 
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from piecegraph.plan import SourceLine
 from piecegraph.user_code import is_user_file
 
 _MODULE_CALL = torch_compat.module_call_code()
+_COMMANDS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cli") + os.sep
 
 _lines: dict[tuple[CodeType, int], SourceLine | None] = {}
 _paths: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
@@ -54,9 +56,9 @@ def path_of(calling: Sequence[torch.nn.Module], root: torch.nn.Module | None) ->
 
 
 def _frames() -> Iterator[FrameType]:
-    """Innermost first, without those of this file."""
+    """Innermost first, without those of this file, and without what started one of our commands."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    while frame is not None and not frame.f_code.co_filename.startswith(_COMMANDS):
         yield frame
         frame = frame.f_back
 

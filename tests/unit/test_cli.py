@@ -28,6 +28,7 @@ def run(
         "doctor --help",
         "generate --help",
         "run --help",
+        "trace --help",
     ],
 )
 def test_help_and_version_import_no_torch(arguments: str) -> None:

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 import piecegraph
 from piecegraph.cli.answers import Answers
-from piecegraph.cli.main import main
 from piecegraph.llm.results import Chunk, Completion
+from tests.cases.commands import Run, runner
 from tests.cases.tiny_llm import write_tiny_llm
 
 FEW = ("--max-new-tokens", "5")
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
-
-
-class Terminal:
-    """Somebody sits there; who reads waits for them."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command as the shell would, in this process: importing torch takes longer than any of these tests."""
-
-    def run_command(*arguments: str, stdin: bytes | None = b"") -> Done:
-        monkeypatch.setattr(sys, "argv", ["piecegraph", "generate", *arguments])
-        monkeypatch.setattr(sys, "stdin", Terminal() if stdin is None else io.TextIOWrapper(io.BytesIO(stdin)))
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Done(int(ended.value.code or 0), *capsys.readouterr())
-
-    return run_command
+    return runner("generate", monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,15 @@ EXPLAIN = {
 GENERATE = 'piecegraph generate demo "Answer in one sentence: what is the capital of France?"'
 
 
+TRACE = (
+    "piecegraph trace examples/blocks.py --limit 6",
+    "piecegraph trace examples/blocks.py -o before.trace.json.gz",
+    "piecegraph trace examples/blocks.py --diff before.trace.json.gz",
+    "piecegraph trace --from before.trace.json.gz --groups",
+)
+WHAT_IF = 'piecegraph trace demo --what-if "layers.*.mlp"'
+
+
 def commands() -> set[str]:
     """Commands in indented or inline code: what starts like one."""
     found = set()
@@ -69,7 +78,11 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         "piecegraph doctor --json",
         *EXPLAIN,  # test_piecegraph_explain
         GENERATE,  # test_piecegraph_generate
-        "piecegraph run",  # the name of the command
+        *TRACE,  # test_piecegraph_trace
+        WHAT_IF,  # test_what_if_needs_a_gpu
+        "piecegraph trace",  # the names of commands
+        "piecegraph generate",
+        "piecegraph run",
         "piecegraph run -- CMD",  # any command
         "piecegraph run -- torchrun --nproc-per-node 8 serve.py",  # test_piecegraph_run
         "piecegraph run --out failures -- python train.py",
@@ -106,6 +119,36 @@ def test_piecegraph_generate(demo_cache: str) -> None:
     words = shlex.split(GENERATE)[1:]
     answer = run(sys.executable, "-c", MAIN, *words, timeout=600, PIECEGRAPH_CACHE=demo_cache)
     assert answer == "The capital of France is Paris.\n"
+
+
+def test_piecegraph_trace(tmp_path: Path) -> None:
+    """One after the other: the later ones read what an earlier one saved."""
+    told = []
+    for command in TRACE:
+        words = command.replace("before.trace.json.gz", str(tmp_path / "before.trace.json.gz")).split()[1:]
+        told.append(run(sys.executable, "-c", MAIN, *words))
+    assert "blocks.py:24" in told[0]
+    assert re.search(r"^rows: \d+ differ", told[2], re.MULTILINE)
+    assert told[3].startswith(told[1].partition("\n\n")[0])
+    assert "kernel groups" in told[3].lower()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/trace.md"])
+def test_the_table_in_the_docs_has_the_rows_of_the_example(page: str, tmp_path: Path) -> None:
+    table = re.search(r"^```text\nTime .*?^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert table is not None
+    shown = re.findall(r"^ *[\d.]+ +[\d,.]+ +(\d+) +[\d,.]+ +(aten::.*)$", table[0], re.MULTILINE)
+    printed = run(sys.executable, "-c", MAIN, "trace", "examples/blocks.py", "--limit", "0")
+    assert shown
+    for instances, place in shown:
+        assert re.search(rf" {instances} +[\d,.]+ +" + r" +".join(map(re.escape, place.split())), printed), place
+
+
+def test_what_if_needs_a_gpu() -> None:
+    command = [sys.executable, "-c", MAIN, *shlex.split(WHAT_IF)[1:], "--device", "cpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "error: PG731 what a part of demo costs cannot be measured" in done.stderr
 
 
 def test_piecegraph_env() -> None:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from piecegraph.cli.answers import Answers, document, summary
+from piecegraph.cli.loading import load_model, model_options
 
 if TYPE_CHECKING:
     from piecegraph.llm.llm import LLM
 
 _INTERRUPTED = 130
-_MOST_AT_ONCE_GPU, _MOST_AT_ONCE_CPU = 256, 16
-"""Prompts that run together; the others wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +41,7 @@ class _Sampling:
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="Most likely tokens; 0: all.")
 @click.option("--seed", type=click.IntRange(min=0), help="Fixes what is sampled.")
 @click.option("--raw", is_flag=True, help="Go on from the prompt as it is, without the chat template.")
-@click.option("--dtype", default="auto", show_default=True, help="Of weights and cache, such as bfloat16.")
-@click.option("--device", default="auto", show_default=True, help="Such as cuda:1 or cpu; auto: a GPU if there is one.")
-@click.option(
-    "--backend",
-    type=click.Choice(["auto", "inductor", "eager"]),
-    default="auto",
-    show_default=True,
-    help="What compiles the pieces; auto: inductor on a GPU; eager on a CPU, where compiling takes half a minute.",
-)
+@model_options
 @click.option("--max-model-len", type=click.IntRange(min=2), help="Tokens of prompt and answer at most.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, at the end.")
 @click.option("--explain", "explains", is_flag=True, help="Tell how the model was run, on standard error.")
@@ -118,18 +109,10 @@ def _standard_input() -> str:
 
 
 def _load(model: str, num_prompts: int, sampling: _Sampling, how: dict[str, Any]) -> LLM:
-    import torch
-
-    from piecegraph.llm.llm import LLM
     from piecegraph.llm.request import SamplingParams
 
     SamplingParams(**sampling.arguments())  # a wrong number is told before the model is loaded
-    device = how["device"]
-    is_gpu = torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
-    if how["backend"] == "auto":
-        how = {**how, "backend": "inductor" if is_gpu else "eager"}
-    # No more is cached and recorded than these prompts can use.
-    return LLM(model, **how, max_num_seqs=min(num_prompts, _MOST_AT_ONCE_GPU if is_gpu else _MOST_AT_ONCE_CPU))
+    return load_model(model, num_prompts=num_prompts, **how)
 
 
 def _answer(llm: LLM, prompts: list[str], sampling: _Sampling, *, raw: bool, prints: bool) -> Answers:

@@ -11,6 +11,7 @@ from piecegraph.cli.env import env
 from piecegraph.cli.explain import explain
 from piecegraph.cli.generate import generate
 from piecegraph.cli.run import run
+from piecegraph.cli.trace import trace
 from piecegraph.errors import PiecegraphError
 from piecegraph.ranks import leave_job
 from piecegraph.version import VERSION
@@ -28,6 +29,7 @@ group.add_command(env)
 group.add_command(explain)
 group.add_command(generate)
 group.add_command(run)
+group.add_command(trace)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from piecegraph.errors import InputError
 from piecegraph.kernels.attribute import Attribution, attribute
 from piecegraph.kernels.join import RawTrace, join
+from piecegraph.kernels.keep import kept_trace
 from piecegraph.kernels.launch import KernelTrace
 from piecegraph.kernels.timeline import Timeline, collect
 from piecegraph.kernels.trace_file import TraceFile
@@ -23,7 +24,7 @@ def read_trace(
     first: Attribution | None = None,
     progress: bool | Literal["auto"] = "auto",
 ) -> KernelTrace:
-    """Read a Chrome trace of torch.profiler, plain or gzip, of any size.
+    """Read a Chrome trace of torch.profiler, plain or gzip, of any size; one that we saved as we knew it.
 
     Args:
         path: what ``export_chrome_trace()`` wrote.
@@ -33,15 +34,22 @@ def read_trace(
     Raises:
         InputError: the file cannot be used; nothing is returned of a file that is not whole.
     """
-    trace, device = read_launches(path, progress=progress)
-    return attribute(trace, device, first)
+    file = TraceFile(os.fspath(path))
+    timeline = _collect(file, progress)
+    return kept_trace(file.kept, file.path) or attribute(*_launches(file, timeline), first)
 
 
-def read_launches(path: str | os.PathLike[str], *, progress: bool | Literal["auto"] = "auto") -> tuple[RawTrace, str]:
+def read_launches(
+    path: str | os.PathLike[str], *, progress: bool | Literal["auto"] = "auto", may_be_empty: bool = False
+) -> tuple[RawTrace, str]:
     """The launches of a trace as it tells them, and the name of the GPU."""
     file = TraceFile(os.fspath(path))
-    trace = join(_collect(file, progress))
-    if not trace.launches:
+    return _launches(file, _collect(file, progress), may_be_empty=may_be_empty)
+
+
+def _launches(file: TraceFile, timeline: Timeline, *, may_be_empty: bool = False) -> tuple[RawTrace, str]:
+    trace = join(timeline)
+    if not trace.launches and not may_be_empty:
         raise InputError(
             "PG704",
             "no trace events of ops or kernels",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -34,14 +35,28 @@ def profiled(folder: Path) -> Iterator[Profile]:
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with tracing(), announced_steps():
-        # Shapes are seen by the observer. The profiler's own come with every argument as text, some of it not escaped.
-        with torch.profiler.profile(activities=activities, with_stack=True, acc_events=True) as profiler:
+        with _running(activities) as profiler:
             with observing(profile.announcer):
                 yield profile
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
         profile.tapes = {number: _recorded(tape) for number, tape in live_tapes().items()}
     profiler.export_chrome_trace(str(profile.path))
+
+
+@contextlib.contextmanager
+def _running(activities: Sequence[torch.profiler.ProfilerActivity]) -> Iterator[torch.profiler.profile]:
+    # Shapes are seen by the observer. The profiler's own come with every argument as text, some of it not escaped.
+    profiler = torch.profiler.profile(activities=activities, with_stack=True)
+    with warnings.catch_warnings():
+        # torch 2.11 warns that a second cycle would clear the events of the first. There is one; and to keep events
+        # across cycles (acc_events) torch would decode the names of all of them, and fail where one is no text.
+        warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+        profiler.start()
+    try:
+        yield profiler
+    finally:
+        profiler.stop()
 
 
 class Profile:
@@ -54,7 +69,7 @@ class Profile:
 
     def read(self) -> KernelTrace:
         """Attribute everything that the file holds."""
-        raw, device = read_launches(self.path, progress=False)
+        raw, device = read_launches(self.path, progress=False, may_be_empty=True)
         if not raw.device_ids:
             raw = dataclasses.replace(raw, launches=_without_watching(raw.launches))
         marked = _Marked(self.tapes, self.announcer.calls)

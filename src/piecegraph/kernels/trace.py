@@ -19,6 +19,7 @@ from piecegraph.kernels import groups_page
 from piecegraph.kernels.changes import Diff, diff
 from piecegraph.kernels.group import Groups
 from piecegraph.kernels.groups import mine
+from piecegraph.kernels.keep import kept_members
 from piecegraph.kernels.launch import KernelTrace, Launch
 from piecegraph.kernels.read import read_trace
 from piecegraph.kernels.session import profiled
@@ -96,9 +97,7 @@ class Trace:
         ``.json``, ``.md``, or ``.trace.json`` and ``.trace.json.gz`` for Perfetto.
         """
         path = Path(path)
-        ending = next((end for end in sorted(FORMATS, key=len, reverse=True) if path.name.endswith(end)), None)
-        if ending is None:
-            raise SelectionError("PG714", f"{path.name} has no known ending", hint=f"use one of {', '.join(FORMATS)}")
+        ending = ending_of(path)
         try:
             with _open(path) as file:
                 if ".trace." in ending:
@@ -110,9 +109,14 @@ class Trace:
             raise InputError("PG601", f"{path} cannot be written", why=why, hint="choose another path") from error
         return path
 
-    def document(self) -> dict[str, Any]:
-        """Table and groups in plain types, for programs."""
-        return {**table_document(self.table()), "groups": groups_page.as_document(self.groups())["groups"]}
+    def document(self, table: Table | None = None) -> dict[str, Any]:
+        """Table and groups in plain types, for programs.
+
+        Args:
+            table: one of this trace, sorted or filtered; the whole by default.
+        """
+        shown = self.table() if table is None else table
+        return {**table_document(shown), "groups": groups_page.as_document(self.groups())["groups"]}
 
     def _text(self, ending: str) -> str:
         if ending == ".json":
@@ -136,7 +140,7 @@ class Trace:
 
         source = TraceFile(str(self._taken.path), decode_whole, make=dict)
         events: Iterator[Any] = (event for batch in source.batches() for event in batch)
-        write_events(annotate(events, extra), file)
+        write_events(annotate(events, extra), file, dict(kept_members(self._taken.kernels)))
 
     @property
     def _taken(self) -> _Source:
@@ -170,8 +174,8 @@ def trace() -> Iterator[Trace]:
         >>> import torch
         >>> with trace() as t:
         ...     _ = torch.ones(8).cumsum(0)
-        >>> t.table(op="aten::cumsum").rows[0].line.text
-        '_ = torch.ones(8).cumsum(0)'
+        >>> t.table(op="aten::cumsum").rows[0].call
+        'aten::cumsum'
     """
     taken = Trace()
     folder = tempfile.mkdtemp(prefix="piecegraph-trace-")
@@ -182,10 +186,18 @@ def trace() -> Iterator[Trace]:
 
 
 def open_trace(path: str | Path) -> Trace:
-    """A trace that torch.profiler wrote, of any program."""
+    """A trace that torch.profiler wrote, of any program, or one that was saved as ``.trace.json``."""
     taken = Trace()
     taken._source = _Source(read_trace(path), Path(path))
     return taken
+
+
+def ending_of(path: Path) -> str:
+    """Which of the formats a file's name asks for."""
+    ending = next((end for end in sorted(FORMATS, key=len, reverse=True) if path.name.endswith(end)), None)
+    if ending is None:
+        raise SelectionError("PG714", f"{path.name} has no known ending", hint=f"use one of {', '.join(FORMATS)}")
+    return ending
 
 
 def _open(path: Path) -> TextIO:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 from piecegraph.errors import InputError
+from piecegraph.kernels.keep import MEMBER
 from piecegraph.kernels.trace_event import Decode, Event, decode_one, event_of, fastest_decoder
 
 BLOCK_BYTES = 1 << 20
@@ -57,6 +58,8 @@ class TraceFile:
         self._make = make
         self.num_events = 0
         self.device_properties: list[dict[str, Any]] = []
+        self.kept: dict[str, Any] = {}
+        """What :mod:`piecegraph.kernels.keep` wrote."""
         self._decode = decode or fastest_decoder()
         self._text = _Text(iter(()))
 
@@ -120,6 +123,8 @@ class TraceFile:
                 value = self._value()
                 if name == "deviceProperties" and isinstance(value, list):
                     self.device_properties = [properties for properties in value if isinstance(properties, dict)]
+                elif isinstance(name, str) and name.startswith(MEMBER):
+                    self.kept[name] = value
         self._text.at += 1
 
     def _events(self) -> Iterator[Sequence[Event]]:
