@@ -1,7 +1,8 @@
 """What it costs to know which line launched each kernel: recording with and without provenance, and replays.
 
-The Llama body of ``prefill.py``, recorded for a dozen sizes; what it takes to compile does not count. Replays are timed three times, in turn; the smallest of the three medians counts. Then a trace is taken and it is
-counted how much of the time of the replays is attributed. Run it on a GPU:
+The Llama body of ``prefill.py``, recorded for a dozen sizes; what it takes to compile does not count. Replays are timed
+three times, in turn; the smallest of the three medians counts. Then a trace is taken and it is counted how much of the
+time of the replays is attributed. Run it on a GPU:
 
     python benchmarks/provenance.py
     python benchmarks/provenance.py --tiny             # a few seconds, also on a CPU, with simulated graphs
