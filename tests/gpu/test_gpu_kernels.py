@@ -22,6 +22,7 @@ from tests.cases.attribution import (
     matmul_modules,
     share_known,
 )
+from tests.cases.tiny_llm import write_tiny_llm
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -169,3 +170,23 @@ def test_a_disabled_kernel_leaves_its_output_alone(backend: str, tmp_path: Path)
         paths = chosen.dump(tmp_path)
     saved = torch.load(paths[0], weights_only=False)
     assert torch.equal(saved["outputs"].to(CUDA), expected)
+
+
+def test_a_language_model_without_a_part_of_it(tmp_path: Path) -> None:
+    """Kernels of whole steps are attributed, left out and let in again; what the model says stays the same."""
+    path = write_tiny_llm(tmp_path)
+    options = {"provenance": True, "progress": False}
+    with piecegraph.LLM(path, backend="eager", max_num_seqs=2, max_batch_tokens=32, options=options) as llm:
+        expected = llm.generate([[1, 2, 3, 4, 5]], max_new_tokens=6, ignore_eos=True)[0].token_ids
+        with piecegraph.trace() as t:
+            llm.generate([[1, 2, 3, 4, 5]], max_new_tokens=6, ignore_eos=True)
+        replayed = [launch for launch in t.launches if launch.how in ("position", "node id", "step")]
+        assert replayed
+        assert {launch.how for launch in replayed} <= {"position", "node id"}, t.notes
+        assert all(launch.call is not None for launch in replayed)
+        for part in ("mlp", "self_attn", "lm_head"):
+            chosen = llm.kernels.select(module=part)
+            assert all(cost.with_us > 0 for cost in chosen.time(rounds=3))
+            with chosen.disable():
+                pass
+        assert llm.generate([[1, 2, 3, 4, 5]], max_new_tokens=6, ignore_eos=True)[0].token_ids == expected
