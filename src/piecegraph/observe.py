@@ -6,8 +6,9 @@ What is seen goes to a :class:`CallSink`: a ledger at capture, marks in a profil
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Protocol
 
@@ -21,7 +22,6 @@ from piecegraph.fx_origins import launch_calls, origin_of
 from piecegraph.origin import LaunchCall, Origin
 from piecegraph.plan import Piece
 from piecegraph.program import Step, take, watched_steps
-from piecegraph.structure import atoms
 
 _num_traces = 0
 
@@ -102,8 +102,8 @@ class OpObserver(TorchDispatchMode):
             self._sink.end(lambda: self._describe(func, args, kwargs))
 
     def _describe(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> LaunchCall:
-        op = torch_compat.qualified_name(func).partition(".")[0]
-        return LaunchCall(op, (self._find_origin(op),), shapes_of((args, kwargs)))
+        op = _op_of(func)
+        return LaunchCall(op, (self._find_origin(op),), shapes_of((*args, *kwargs.values())))
 
 
 class _NodeInterpreter(torch.fx.Interpreter):
@@ -208,7 +208,23 @@ def _watched_lines(sink: CallSink, file: str, calls: Mapping[int, LaunchCall]) -
         finish()
 
 
-def shapes_of(arguments: Any) -> tuple[str, ...]:
-    """The layouts of the tensors among some arguments: ``bfloat16[16, 4096]``."""
-    tensors = [atom for atom in atoms(arguments) if isinstance(atom, torch.Tensor)]
-    return tuple(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+def shapes_of(args: Iterable[Any]) -> tuple[str, ...]:
+    """The layouts of the tensors among some arguments, and in lists of them: ``bfloat16[16, 4096]``."""
+    shapes: list[str] = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            shapes.append(f"{_name_of(arg.dtype)}{list(arg.shape)}")
+        elif isinstance(arg, (list, tuple)):
+            shapes += shapes_of(arg)
+    return tuple(shapes)
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.lru_cache(maxsize=4096)
+def _op_of(func: Any) -> str:
+    """The name of an op, whichever its overload."""
+    return torch_compat.qualified_name(func).partition(".")[0]

@@ -11,6 +11,7 @@ import ast
 import builtins
 import contextlib
 import difflib
+import functools
 import hashlib
 import inspect
 import operator
@@ -211,7 +212,8 @@ def fake_like(tensor: torch.Tensor, neighbour: Any) -> torch.Tensor:
     return fake
 
 
-def are_fake(types: Iterable[type]) -> bool:
+@functools.lru_cache(maxsize=256)
+def are_fake(types: tuple[type, ...]) -> bool:
     """Whether an op is called on stand-ins for tensors, by something that traces."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
