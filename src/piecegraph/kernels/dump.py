@@ -12,7 +12,7 @@ import torch.fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph import torch_compat
-from piecegraph.call_stack import current_origin
+from piecegraph.call_stack import current_origin, stacks_from_here
 from piecegraph.fx_origins import origin_of
 from piecegraph.observe import whole_step
 from piecegraph.origin import Origin
@@ -44,7 +44,7 @@ def dump_calls(folder: Path, origins: Set[Origin], compute: Callable[[], Any]) -
                 writer.write(origin, inputs, _copied(returned))
         return [returned if position is None else returned[position] for _, position in step.results]
 
-    with watched_steps(run_step), _OpSaver(writer):
+    with watched_steps(run_step), stacks_from_here(), _OpSaver(writer):
         compute()
     return writer.paths
 
@@ -103,7 +103,7 @@ class _OpSaver(TorchDispatchMode):
 
 
 def _place(origin: Origin) -> tuple[str, str, SourceLine | None]:
-    """An origin without who called the model: that may be somebody else this time."""
+    """An origin without the functions around it, which make no difference."""
     return origin.op, origin.module, origin.line
 
 

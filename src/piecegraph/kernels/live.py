@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from piecegraph.errors import KernelError, SelectionError
+from piecegraph.errors import ConfigError, KernelError, SelectionError
 from piecegraph.kernels.cost import Cost, measure_costs
 from piecegraph.kernels.dump import dump_calls
 from piecegraph.kernels.where import Where
@@ -31,7 +31,7 @@ class TapeOwner(Protocol):
         """Of what is compiled."""
 
     def tapes(self) -> Sequence[Tape]:
-        """All that is recorded."""
+        """All that is recorded. Raises after ``close()``."""
 
     def rerun(self, tape: Tape) -> contextlib.AbstractContextManager[Rerun]:
         """Make a recorded size ready; calls wait meanwhile."""
@@ -126,7 +126,8 @@ class Selection:
         self._owner = owner
         self._where = where
         self.kernels = kernels
-        self._left_out: list[LiveKernel] = []
+        self._left_out: list[list[LiveKernel]] = []
+        """What each call of ``disable()`` switched off."""
 
     def __len__(self) -> int:
         return len(self.kernels)
@@ -142,13 +143,17 @@ class Selection:
         """Leave the kernels out of all replays until they are enabled. Also a context manager, which enables those that
         it disabled.
         """
-        self._left_out = [live for live in self.kernels if live.is_on]
-        for live in self._left_out:
+        self._check_in_use()
+        running = [live for live in self.kernels if live.is_on]
+        self._left_out.append(running)
+        for live in running:
             live.switch(on=False)
         return self
 
     def enable(self) -> Selection:
-        """Let all of the kernels run again."""
+        """Let all of the kernels run again, whoever disabled them."""
+        self._check_in_use()
+        self._left_out.clear()
         for live in self.kernels:
             if not live.is_on:
                 live.switch(on=True)
@@ -158,9 +163,8 @@ class Selection:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for live in self._left_out:
+        for live in self._left_out.pop() if self._left_out else ():
             live.switch(on=True)
-        self._left_out = []
 
     def time(self, *, rounds: int = 9) -> tuple[Cost, ...]:
         """What the kernels really cost: the time of a replay with them and without them.
@@ -171,6 +175,9 @@ class Selection:
         Args:
             rounds: how often each is measured; medians are given, and the spread.
         """
+        if rounds < 1:
+            raise ConfigError("PG101", f"rounds is {rounds}", why="it must be a positive integer")
+        self._check_in_use()
         costs: list[Cost] = []
         for tape, chosen in self._by_tape():
             with self._owner.rerun(tape) as rerun:
@@ -183,12 +190,21 @@ class Selection:
         What was recorded is run again without graphs on the inputs it had last, and the pieces in question as they were
         traced, op by op. One file is written for each op and size, for ``torch.load``.
         """
+        self._check_in_use()
         paths: list[Path] = []
         for tape, chosen in self._by_tape():
             origins = {origin for live in chosen for origin in self._where.origins(live.call)}
             with self._owner.rerun(tape) as rerun:
                 paths += dump_calls(Path(folder) / tape.phase.replace(" ", "_"), origins, rerun.compute)
         return tuple(paths)
+
+    def _check_in_use(self) -> None:
+        """Graphs are dropped when the model is closed, or its weights move."""
+        in_use = self._owner.tapes()
+        gone = list(dict.fromkeys(live.tape.phase for live in self.kernels if live.tape not in in_use))
+        if gone:
+            what = f"graphs of {self._owner.name} that were chosen are gone: those of sizes {_listed(gone)}"
+            raise KernelError("PG735", what, why="they were dropped or recorded anew since", hint="select again")
 
     def _by_tape(self) -> Iterator[tuple[Tape, list[LiveKernel]]]:
         for tape in dict.fromkeys(live.tape for live in self.kernels):

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from piecegraph import torch_compat
+from piecegraph.errors import InputError, KernelError
 from piecegraph.kernels.announce import CALL_MARK, Announcer
 from piecegraph.kernels.attribute import attribute
 from piecegraph.kernels.launch import How, KernelTrace, Launch, RawLaunch
@@ -26,6 +29,26 @@ _FIRST_OWN = 1 << 40
 """Numbers of calls from here on are ours; those that the reader gives are smaller."""
 
 
+_turn = threading.Lock()
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One profiler at a time, in all threads."""
+    if not _turn.acquire(blocking=False):
+        raise _busy("a trace cannot be taken inside of another one, in no thread")
+    try:
+        if torch_compat.is_profiling():
+            raise _busy("torch.profiler is running")
+        yield
+    finally:
+        _turn.release()
+
+
+def _busy(why: str) -> KernelError:
+    return KernelError("PG734", "a trace cannot be taken now", why=why, hint="let the other one end first")
+
+
 @contextlib.contextmanager
 def profiled(folder: Path) -> Iterator[Profile]:
     """Profile what runs inside into a trace file in a folder."""
@@ -33,7 +56,7 @@ def profiled(folder: Path) -> Iterator[Profile]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with tracing(), announced_steps():
+    with _alone(), tracing(), announced_steps():
         # Shapes are seen by the observer. The profiler's own come with every argument as text, some of it not escaped.
         with torch.profiler.profile(activities=activities, with_stack=True, acc_events=True) as profiler:
             with observing(profile.announcer):
@@ -54,7 +77,12 @@ class Profile:
 
     def read(self) -> KernelTrace:
         """Attribute everything that the file holds."""
-        raw, device = read_launches(self.path, progress=False)
+        try:
+            raw, device = read_launches(self.path, progress=False)
+        except InputError as error:
+            if error.code != "PG704":
+                raise
+            return KernelTrace((), notes=("nothing ran while the trace was taken",))
         if not raw.device_ids:
             raw = dataclasses.replace(raw, launches=_without_watching(raw.launches))
         marked = _Marked(self.tapes, self.announcer.calls)
