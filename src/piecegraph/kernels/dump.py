@@ -18,7 +18,6 @@ from piecegraph.observe import whole_step
 from piecegraph.origin import Origin
 from piecegraph.plan import Piece, SourceLine
 from piecegraph.program import Step, take, watched_steps
-from piecegraph.structure import map_arguments
 
 
 def dump_calls(folder: Path, origins: Set[Origin], compute: Callable[[], Any]) -> list[Path]:
@@ -108,4 +107,11 @@ def _place(origin: Origin) -> tuple[str, str, SourceLine | None]:
 
 
 def _copied(value: Any) -> Any:
-    return map_arguments(value, lambda atom: atom.detach().cpu().clone() if isinstance(atom, torch.Tensor) else atom)
+    """Arguments or results as they are now, in types that ``torch.load`` trusts; what it does not know is text."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {str(name): _copied(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(map(_copied, value))
+    return value if value is None or type(value) in (bool, int, float, complex, str, torch.dtype) else str(value)
