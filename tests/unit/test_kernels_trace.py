@@ -70,15 +70,16 @@ def in_layer(path: str) -> list[Place]:
 
 
 def test_eager_code() -> None:
-    model = Layers()
+    model, x = Layers(), rows()
     with piecegraph.trace() as t:
-        model(rows())
+        model(x)
     assert {launch.how for launch in t.launches} == {"call"}
     assert places_of(t) == in_layer("layers.0") + in_layer("layers.1")
     mm = launches_of(t, "aten::mm")[0]
     assert mm.call is not None
     assert mm.call.shapes == ("float32[4, 8]", "float32[8, 8]")
-    assert mm.call.origins[0].stack[0].text == "model(rows())"  # the whole stack, from this test on
+    lines = [line.text for line in mm.call.origins[0].stack]
+    assert lines[-4:] == ["model(x)", "x = layer(x)", "x = squash(self.gate(x))", "gate = self.proj(x)"]
 
 
 def test_code_that_torch_compile_compiled() -> None:
@@ -91,7 +92,7 @@ def test_code_that_torch_compile_compiled() -> None:
     (matmul,) = {launch.call for launch in launches_of(t, "aten::addmm")}
     assert matmul is not None
     assert matmul.origins[0].line is not None
-    assert matmul.origins[0].line.text == "compiled(rows())"
+    assert matmul.origins[0].line.file == __file__
 
 
 def test_compiled_pieces_without_graphs() -> None:
@@ -135,8 +136,9 @@ def test_graphs_that_are_recorded_inside_know_what_they_hold() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_modes_of_autograd(mode: Callable[[], Any]) -> None:
+    x = rows()
     with mode(), piecegraph.trace() as t:
-        result = Nest(1)(rows())
+        result = Nest(1)(x)
     assert places_of(t) == [Place("aten::sin", path, "return torch.sin(self.inner(x))") for path in ("inner", "")]
     assert torch.equal(result, rows().sin().sin())
 
@@ -175,7 +177,7 @@ def test_nothing_runs() -> None:
     assert t.launches == ()
     assert t.notes == ("nothing ran while the trace was taken",)
     assert t.table().rows == ()
-    assert list(t.groups()) == []
+    assert t.groups().groups == ()
     assert "nothing ran" in str(t.table())
     json.dumps(t.document())
 
@@ -248,8 +250,8 @@ def test_an_op_that_fails_inside_and_is_caught() -> None:
 def test_one_trace_at_a_time() -> None:
     with piecegraph.trace() as t:
         torch.sin(rows())
-        with pytest.raises(KernelError, match=r"PG734 a trace cannot be taken now.*inside of another"), piecegraph.trace():
-            pass
+        with pytest.raises(KernelError, match="PG734 a trace cannot be taken now.*inside of another"):
+            piecegraph.trace().__enter__()
         torch.cos(rows())
     assert launches_of(t, "aten::sin")
     assert launches_of(t, "aten::cos")
@@ -323,7 +325,7 @@ def test_the_table_can_be_asked(taken: Trace) -> None:
     assert {row.call for row in taken.table(op="aten.tanh").rows} == {"aten::tanh"}
     assert {row.module for row in taken.table(module="layers.*.gate.proj").rows} == {"layers.*.gate.proj"}
     (tanh,) = taken.table(op="aten::tanh").rows
-    assert tanh.instances == 4  # two layers, two runs: one line
+    assert len(tanh.instances) == 4  # two layers, two runs: one line
     assert taken.table(line=f"known_lines.py:{tanh.line.line}").rows == (tanh,)  # type: ignore[union-attr]
 
 
