@@ -97,6 +97,13 @@ def test_what_is_not_there(two_sizes: Any, asked: dict[str, Any], there: str) ->
         two_sizes.kernels.select(**asked)
 
 
+def test_an_op_between_graphs_is_no_kernel_of_one(two_sizes: Any) -> None:
+    with pytest.raises(SelectionError, match=r"PG712 .*pgtest::unsafe runs between the graphs.*intercept\(\)"):
+        two_sizes.kernels.select(op="pgtest::unsafe", module="layers.0")
+    with pytest.raises(SelectionError, match="PG712 .*there is no op and no kernel like that"):
+        two_sizes.kernels.select(op="pgtest::unsafe", kernel="unsafe")
+
+
 def test_what_cannot_be_read(two_sizes: Any) -> None:
     with pytest.raises(SelectionError, match="PG713"):
         two_sizes.kernels.select(line="known_lines.py:eight")

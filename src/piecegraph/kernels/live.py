@@ -18,7 +18,7 @@ from piecegraph.kernels.cost import Cost, measure_costs
 from piecegraph.kernels.dump import dump_calls
 from piecegraph.kernels.where import Where
 from piecegraph.origin import GraphNode, LaunchCall
-from piecegraph.tape import GraphStep, Inside, Rerun, Tape
+from piecegraph.tape import EagerStep, GraphStep, Inside, Rerun, Tape
 
 _MAX_LISTED = 8
 
@@ -105,7 +105,8 @@ class LiveKernels:
         ]
         if not chosen:
             asked = {"op": op, "module": module, "line": line, "kernel": kernel, "piece": piece, "size": size}
-            raise _nothing_matches({name: value for name, value in asked.items() if value is not None}, everything)
+            asked = {name: value for name, value in asked.items() if value is not None}
+            raise _runs_between(asked, where, self._owner.tapes()) or _nothing_matches(asked, everything)
         return Selection(self._owner, where, tuple(chosen))
 
     def _all(self) -> list[LiveKernel]:
@@ -211,8 +212,26 @@ class Selection:
             yield tape, [live for live in self.kernels if live.tape is tape]
 
 
+def _runs_between(asked: dict[str, Any], where: Where, tapes: Sequence[Tape]) -> SelectionError | None:
+    """What to say of an op that is there, but in no graph."""
+    steps = [step for tape in tapes for step in tape.steps if isinstance(step, EagerStep)]
+    found = [step.call for step in steps if where.matches(step.call, "")]
+    if where.op is None or where.kernel is not None or not found:
+        return None
+    names = _listed(list(dict.fromkeys(call.op for call in found if call is not None)))
+    return SelectionError(
+        "PG712",
+        f"no kernel of a graph has {_in_words(asked)}",
+        why=f"{names} runs between the graphs",
+        hint="piecegraph.intercept() observes it, replaces it or leaves it out",
+    )
+
+
+def _in_words(asked: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in asked.items())
+
+
 def _nothing_matches(asked: dict[str, Any], everything: Sequence[LiveKernel]) -> SelectionError:
-    wish = ", ".join(f"{name}={value!r}" for name, value in asked.items())
     calls = [live.call for live in everything if live.call is not None]
     origins = list(dict.fromkeys(origin for call in calls for origin in call.origins))
     known: dict[str, list[str]] = {
@@ -226,7 +245,8 @@ def _nothing_matches(asked: dict[str, Any], everything: Sequence[LiveKernel]) ->
     alone = {name: value for name, value in asked.items() if not _matches_alone(name, value, everything)}
     there = [f"{name}: {_listed(sorted(set(known[name])))}" for name in alone or asked]
     why = f"there is no {' and no '.join(alone)} like that" if alone else "no single kernel has all of it"
-    return SelectionError("PG712", f"no kernel of a graph has {wish}", why=why, hint=f"there is {'; '.join(there)}")
+    what, hint = f"no kernel of a graph has {_in_words(asked)}", f"there is {'; '.join(there)}"
+    return SelectionError("PG712", what, why=why, hint=hint)
 
 
 def _matches_alone(name: str, value: Any, everything: Sequence[LiveKernel]) -> bool:
