@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph import torch_compat
 from piecegraph.body import FromOutput, Observed, ResultLeaf, Sizes, watch_weight
+from piecegraph.call_stack import paths_from, stacks_from_here
 from piecegraph.cut_rules import resolve_op
-from piecegraph.eager_interception import CallLog, ShownCalls, intercepting, paths_from, wanting
+from piecegraph.eager_interception import CallLog, ShownCalls, intercepting, wanting
 from piecegraph.errors import CallError, RecordError, TraceError
 from piecegraph.example import Example
 from piecegraph.interception import REASON, Interception, RehearsedOp, is_off, off
@@ -217,7 +218,7 @@ class BreakableBody:
         self._seen[sizes] = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def run(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
-        with self._callbacks():
+        with paths_from(self._module), self._callbacks():
             leaves, _, structure = flatten(self._call(tensors))
         if structure != self.structure:
             raise RecordError(
@@ -231,7 +232,7 @@ class BreakableBody:
         token = _recording.set(breaker)
         try:
             recorder.begin()
-            with recorder.observing(), self._breaks():
+            with recorder.observing(), stacks_from_here(), self._breaks():
                 leaves = self.run(tensors, sizes)
             recorder.end("last graph")
         finally:
@@ -245,7 +246,7 @@ class BreakableBody:
         if not self._interceptions or is_off():
             yield
             return
-        with paths_from(self._module), ShownCalls(intercepting(self._interceptions)):
+        with ShownCalls(intercepting(self._interceptions)):
             yield
 
     @contextlib.contextmanager
@@ -253,7 +254,7 @@ class BreakableBody:
         if not self._ops and not self._interceptions:
             yield
             return
-        with paths_from(self._module), ShownCalls(self._run_or_break):
+        with ShownCalls(self._run_or_break):
             yield
 
     def _run_or_break(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,11 +6,13 @@ name the modules under way, and the outermost one gives the others their names. 
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from types import CodeType, FrameType
 
 import torch
@@ -26,12 +28,41 @@ _COMMANDS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cli") + os
 _lines: dict[tuple[CodeType, int], SourceLine | None] = {}
 _paths: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
 
+_root: ContextVar[torch.nn.Module | None] = ContextVar("piecegraph_root_module", default=None)
+_outside: ContextVar[FrameType | None] = ContextVar("piecegraph_outside", default=None)
+"""The frame at which stacks end."""
+
+
+@contextlib.contextmanager
+def paths_from(root: torch.nn.Module | None) -> Iterator[None]:
+    """Inside, paths of modules start from this one: its own ``forward`` may be called without being on the stack."""
+    token = _root.set(root)
+    try:
+        yield
+    finally:
+        _root.reset(token)
+
+
+@contextlib.contextmanager
+def stacks_from_here() -> Iterator[None]:
+    """Inside, stacks start from here: who had a graph captured, or run again, says nothing of what is in it."""
+    token = _outside.set(sys._getframe(2))  # of the with statement, behind this function and its decorator
+    try:
+        yield
+    finally:
+        _outside.reset(token)
+
 
 def current_origin(op: str) -> Origin:
     """The place that the caller's stack stands for."""
     frames = list(_frames())
     lines = [line for frame in frames if (line := _user_line(frame)) is not None]
-    return Origin(op, path_of(_modules(frames), None), tuple(reversed(lines)))
+    return Origin(op, path_of(_modules(frames), _root.get()), tuple(reversed(lines)))
+
+
+def current_path() -> str:
+    """The path of the module whose ``forward`` is running in this thread."""
+    return path_of(calling_modules(), _root.get())
 
 
 def calling_modules() -> list[torch.nn.Module]:
@@ -50,15 +81,24 @@ def path_of(calling: Sequence[torch.nn.Module], root: torch.nn.Module | None) ->
     if root is None:
         return ""
     names = _paths.get(root)
-    if names is None or any(id(module) not in names for module in calling):  # a new root, or one that has new parts
+    if names is None or not all(_is_at(root, names.get(id(module)), module) for module in calling):
         names = _paths[root] = {id(part): name for name, part in root.named_modules()}
     return next((names[id(module)] for module in reversed(calling) if id(module) in names), "")
+
+
+def _is_at(root: torch.nn.Module, path: str | None, module: torch.nn.Module) -> bool:
+    """Whether a module still has its name: parts come and go, and a new one may even have the id of one that went."""
+    part: torch.nn.Module | None = root
+    for name in path.split(".") if path else ():
+        part = part._modules.get(name) if part is not None else None
+    return path is not None and part is module
 
 
 def _frames() -> Iterator[FrameType]:
     """Innermost first, without those of this file, and without what started one of our commands."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not frame.f_code.co_filename.startswith(_COMMANDS):
+    outside = _outside.get()
+    while frame is not None and frame is not outside and not frame.f_code.co_filename.startswith(_COMMANDS):
         yield frame
         frame = frame.f_back
 

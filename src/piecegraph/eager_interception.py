@@ -10,7 +10,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -18,13 +17,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph import interception, torch_compat
-from piecegraph.call_stack import calling_modules, path_of
+from piecegraph.call_stack import calling_modules, current_path, path_of, paths_from
 from piecegraph.interception import Interception
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_root: ContextVar[torch.nn.Module | None] = ContextVar("piecegraph_root_module", default=None)
 """The module that paths start from; None for the outermost one that is being called."""
 
 RunCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -88,19 +86,9 @@ def wanting(interceptions: Sequence[Interception], function: Any) -> list[Interc
     """The interceptions that are for a call made here and now."""
     found = [each for each in interceptions if each.wants(function)]
     if any(each.module is not None for each in found):
-        path = path_of(calling_modules(), _root.get())
+        path = current_path()
         found = [each for each in found if each.wants_module(path)]
     return found
-
-
-@contextlib.contextmanager
-def paths_from(root: torch.nn.Module | None) -> Iterator[None]:
-    """Inside, paths of modules start from this one."""
-    token = _root.set(root)
-    try:
-        yield
-    finally:
-        _root.reset(token)
 
 
 @contextlib.contextmanager

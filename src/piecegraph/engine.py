@@ -147,24 +147,24 @@ class Engine:
         return self.subject.name
 
     def tapes(self) -> list[Tape]:
-        """All that is recorded."""
-        return [tape for _, runner in self.plans for tape in runner.library.tapes.values() if isinstance(tape, Tape)]
+        """All that is recorded. Raises after ``close()``."""
+        with self._lock:
+            self._check_open()
+            return [
+                tape for _, runner in self.plans for tape in runner.library.tapes.values() if isinstance(tape, Tape)
+            ]
 
     @contextlib.contextmanager
     def rerun(self, tape: Tape) -> Iterator[Rerun]:
         """Make a recorded size ready to be run again; calls wait meanwhile."""
         with self._lock:
             self._check_open()
-            found = [
+            library, key = next(
                 (runner.library, key)
                 for _, runner in self.plans
                 for key, recorded in runner.library.tapes.items()
                 if recorded is tape
-            ]
-            if not found:
-                hint = "select the kernels again"
-                raise CallError("PG106", f"{self.name} has recorded anew since", hint=hint)
-            library, key = found[0]
+            )
             with library.rerun(key) as ready:
                 yield ready
 

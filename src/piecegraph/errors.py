@@ -104,6 +104,7 @@ CODES: dict[str, str] = {
     "PG732": "the nodes of a graph cannot be read or switched",
     "PG733": "the inputs of a recorded step are gone",
     "PG734": "there is no trace yet",
+    "PG735": "the chosen graphs are gone",
 }
 
 

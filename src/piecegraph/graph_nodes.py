@@ -47,8 +47,11 @@ class CudaNodes:
     """The nodes of a graph that was captured with ``keep_graph``."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        from cuda.bindings import runtime
-
+        try:
+            from cuda.bindings import runtime
+        except ImportError as error:
+            what, hint = "the nodes of a graph cannot be read", "pip install cuda-bindings, or leave out provenance"
+            raise KernelError("PG732", what, why="cuda-bindings is not installed", hint=hint) from error
         self._graph = graph  # owns the nodes
         self.off: set[int] = set()
         graph.instantiate()

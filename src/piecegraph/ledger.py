@@ -16,10 +16,14 @@ from piecegraph.origin import GraphNode, GraphRecord, LaunchCall
 
 
 class Ledger:
-    """A :class:`~piecegraph.observe.CallSink` for one recording; see Note [Counting nodes]."""
+    """A :class:`~piecegraph.observe.CallSink` for one recording; see Note [Counting nodes].
 
-    def __init__(self, num_nodes: Callable[[], int]) -> None:
-        self._num_nodes = num_nodes
+    Args:
+        num_nodes: how many nodes the capture under way has; None between two captures, and if one was spoilt.
+    """
+
+    def __init__(self, num_nodes: Callable[[], int | None]) -> None:
+        self._count = num_nodes
         self.is_inside = False
         self._calls: list[LaunchCall] = []
         self._owners: list[int | None] = []
@@ -35,7 +39,7 @@ class Ledger:
 
     def end(self, make_call: Callable[[], LaunchCall]) -> None:
         self.is_inside = False
-        launched = self._num_nodes() - len(self._owners)
+        launched = self._num_new()
         if launched:
             self._owners += [len(self._calls)] * launched
             self._calls.append(make_call())
@@ -51,7 +55,11 @@ class Ledger:
 
     def _leave_loose(self) -> None:
         """What was launched up to now outside of any call has no owner yet."""
-        self._owners += [None] * (self._num_nodes() - len(self._owners))
+        self._owners += [None] * self._num_new()
+
+    def _num_new(self) -> int:
+        count = self._count()
+        return 0 if count is None else count - len(self._owners)
 
     def finish_graph(self, title: str, phase: str) -> Callable[[Sequence[GraphNode]], GraphRecord]:
         """What makes a record of the graph that was captured, given its nodes."""

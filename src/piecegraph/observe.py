@@ -155,20 +155,25 @@ def run_observed(
     return returned
 
 
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
 @contextlib.contextmanager
-def observing(sink: CallSink) -> Iterator[None]:
-    """Tell a sink of all that runs inside: steps of programs, and ops outside of them."""
+def observing(sink: CallSink, call_function: CallFunction = _call) -> Iterator[None]:
+    """Tell a sink of all that runs inside: steps of programs, and ops outside of them.
+
+    Args:
+        sink: is told.
+        call_function: calls what is compiled, or runs as a whole.
+    """
 
     def run_step(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> list[Any]:
-        returned = run_observed(step, take(args, values), take(kwargs, values), sink, _call)
+        returned = run_observed(step, take(args, values), take(kwargs, values), sink, call_function)
         return [returned if position is None else returned[position] for _, position in step.results]
 
     with watched_steps(run_step), OpObserver(sink):
         yield
-
-
-def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return function(*args, **kwargs)
 
 
 def whole_step(step: Step) -> LaunchCall:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from piecegraph import torch_compat
-from piecegraph.call_stack import current_origin
+from piecegraph.call_stack import current_origin, stacks_from_here
 from piecegraph.errors import located
 from piecegraph.events import Event, EventLog
 from piecegraph.graph_device import GraphDevice
@@ -141,7 +141,18 @@ class Recorder:
 
     def observing(self) -> contextlib.AbstractContextManager[None]:
         """Inside it, who captures what is written down, if that is asked for."""
-        return contextlib.nullcontext() if self._ledger is None else observing(self._ledger)
+        return contextlib.nullcontext() if self._ledger is None else observing(self._ledger, self._device.call)
+
+    def capture(self, label: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Capture a function as one graph; who captures what in it is written down, if that is asked for."""
+        self.begin()
+        if self._ledger is None:
+            returned = self._device.call(function, args, {})
+        else:
+            with self.observing(), stacks_from_here():
+                returned = function(*args)
+        self.end(label)
+        return returned
 
     def run_break(
         self, label: Cut, function: Callable[..., Sequence[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -77,7 +77,8 @@ class SimulatedGraphs:
         """Of sizes recorded before, which share the memory."""
         self._addresses: set[int] = set()
         self._calls: list[_Call] | None = None
-        self._captured: list[_Call] = []
+        self._captured: list[_Call] | None = None
+        """The same, also while one of them runs."""
         self._keeps_nodes = False
         self._recycled: list[_Block] = []
 
@@ -101,8 +102,8 @@ class SimulatedGraphs:
         """Recorded as a whole: the kernels of a compiled piece are not seen one by one."""
         return self.record(function, args, kwargs)
 
-    def num_nodes(self) -> int:
-        return len(self._captured)
+    def num_nodes(self) -> int | None:
+        return None if self._captured is None else len(self._captured)
 
     def end(self) -> CapturedGraph | None:
         calls, recycled = self._calls, self._recycled
@@ -120,7 +121,7 @@ class SimulatedGraphs:
         return CapturedGraph(replay, _CallNodes(calls) if self._keeps_nodes else None) if calls else None
 
     def abandon(self) -> None:
-        self._calls, self._recycled = None, []
+        self._calls, self._captured, self._recycled = None, None, []
 
     def end_size(self) -> None:
         self._older += self._blocks

@@ -243,6 +243,8 @@ class Tape:
         def run() -> Sequence[Any]:
             """The same, each step inside a range that a profiler sees."""
             is_checked = quiet != self._checked_replay
+            if not is_checked:
+                self._check_weights()
             serial = next(_serials)
             for number, step in enumerate(self.steps):
                 with torch.profiler.record_function(f"{STEP_MARK} {self.number}.{number}.{serial}"):

@@ -409,6 +409,11 @@ def is_faked(arguments: Any) -> bool:
     return detect_fake_mode(arguments) is not None
 
 
+def is_profiling() -> bool:
+    """Whether a profiler runs, in any thread: a second one would fail, or end the process."""
+    return bool(torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled())
+
+
 def module_call_code() -> CodeType:
     """The code that runs every module's ``forward`` in eager mode; its frames have the module as ``self``."""
     return torch.nn.Module._call_impl.__code__

@@ -21,8 +21,18 @@ def _torch_folders() -> tuple[str, ...]:
 
 
 def is_user_file(file: str) -> bool:
-    """Whether a file is neither torch's nor ours."""
-    return not file.startswith((_OWN_FOLDER, "<", *_torch_folders()))
+    """Whether a file is neither torch's, nor ours, nor written by a compiler.
+
+    >>> is_user_file("/home/me/model.py"), is_user_file("/tmp/torchinductor_me/ab/cabc.py"), is_user_file("<eval>")
+    (True, False, False)
+    """
+    return not file.startswith((_OWN_FOLDER, "<", *_torch_folders())) and not _is_generated(file)
+
+
+def _is_generated(file: str) -> bool:
+    """Whether Inductor wrote it. Its folder is found without torch, which a reader of traces need not have."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return f"{os.sep}torchinductor_" in file or (bool(folder) and file.startswith(f"{folder}{os.sep}"))
 
 
 def user_line(error: BaseException | None = None) -> SourceLine | None:

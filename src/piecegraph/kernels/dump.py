@@ -12,13 +12,12 @@ import torch.fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph import torch_compat
-from piecegraph.call_stack import current_origin
+from piecegraph.call_stack import current_origin, stacks_from_here
 from piecegraph.fx_origins import origin_of
 from piecegraph.observe import whole_step
 from piecegraph.origin import Origin
 from piecegraph.plan import Piece, SourceLine
 from piecegraph.program import Step, take, watched_steps
-from piecegraph.structure import map_arguments
 
 
 def dump_calls(folder: Path, origins: Set[Origin], compute: Callable[[], Any]) -> list[Path]:
@@ -44,7 +43,7 @@ def dump_calls(folder: Path, origins: Set[Origin], compute: Callable[[], Any]) -
                 writer.write(origin, inputs, _copied(returned))
         return [returned if position is None else returned[position] for _, position in step.results]
 
-    with watched_steps(run_step), _OpSaver(writer):
+    with watched_steps(run_step), stacks_from_here(), _OpSaver(writer):
         compute()
     return writer.paths
 
@@ -103,9 +102,16 @@ class _OpSaver(TorchDispatchMode):
 
 
 def _place(origin: Origin) -> tuple[str, str, SourceLine | None]:
-    """An origin without who called the model: that may be somebody else this time."""
+    """An origin without the functions around it, which make no difference."""
     return origin.op, origin.module, origin.line
 
 
 def _copied(value: Any) -> Any:
-    return map_arguments(value, lambda atom: atom.detach().cpu().clone() if isinstance(atom, torch.Tensor) else atom)
+    """Arguments or results as they are now, in types that ``torch.load`` trusts; what it does not know is text."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {str(name): _copied(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(map(_copied, value))
+    return value if value is None or type(value) in (bool, int, float, complex, str, torch.dtype) else str(value)

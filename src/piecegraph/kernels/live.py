@@ -13,12 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from piecegraph.errors import KernelError, SelectionError
+from piecegraph.errors import ConfigError, KernelError, SelectionError
 from piecegraph.kernels.cost import Cost, measure_costs
 from piecegraph.kernels.dump import dump_calls
 from piecegraph.kernels.where import Where
 from piecegraph.origin import GraphNode, GraphRecord, LaunchCall
-from piecegraph.tape import GraphStep, Inside, Rerun, Tape
+from piecegraph.tape import EagerStep, GraphStep, Inside, Rerun, Tape
 
 _MAX_LISTED = 8
 
@@ -31,7 +31,7 @@ class TapeOwner(Protocol):
         """Of what is compiled."""
 
     def tapes(self) -> Sequence[Tape]:
-        """All that is recorded."""
+        """All that is recorded. Raises after ``close()``."""
 
     def rerun(self, tape: Tape) -> contextlib.AbstractContextManager[Rerun]:
         """Make a recorded size ready; calls wait meanwhile."""
@@ -105,7 +105,8 @@ class LiveKernels:
         ]
         if not chosen:
             asked = {"op": op, "module": module, "line": line, "kernel": kernel, "piece": piece, "size": size}
-            raise _nothing_matches({name: value for name, value in asked.items() if value is not None}, everything)
+            asked = {name: value for name, value in asked.items() if value is not None}
+            raise _runs_between(asked, where, self._owner.tapes()) or _nothing_matches(asked, everything)
         return Selection(self._owner, where, tuple(chosen))
 
     def _all(self) -> list[LiveKernel]:
@@ -137,7 +138,8 @@ class Selection:
         self._owner = owner
         self._where = where
         self.kernels = kernels
-        self._left_out: list[LiveKernel] = []
+        self._left_out: list[list[LiveKernel]] = []
+        """What each call of ``disable()`` switched off."""
 
     def __len__(self) -> int:
         return len(self.kernels)
@@ -153,13 +155,17 @@ class Selection:
         """Leave the kernels out of all replays until they are enabled. Also a context manager, which enables those that
         it disabled.
         """
-        self._left_out = [live for live in self.kernels if live.is_on]
-        for live in self._left_out:
+        self._check_in_use()
+        running = [live for live in self.kernels if live.is_on]
+        self._left_out.append(running)
+        for live in running:
             live.switch(on=False)
         return self
 
     def enable(self) -> Selection:
-        """Let all of the kernels run again."""
+        """Let all of the kernels run again, whoever disabled them."""
+        self._check_in_use()
+        self._left_out.clear()
         for live in self.kernels:
             if not live.is_on:
                 live.switch(on=True)
@@ -169,9 +175,8 @@ class Selection:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for live in self._left_out:
+        for live in self._left_out.pop() if self._left_out else ():
             live.switch(on=True)
-        self._left_out = []
 
     def time(self, *, rounds: int = 9) -> tuple[Cost, ...]:
         """What the kernels really cost: the time of a replay with them and without them.
@@ -182,6 +187,9 @@ class Selection:
         Args:
             rounds: how often each is measured; medians are given, and the spread.
         """
+        if rounds < 1:
+            raise ConfigError("PG101", f"rounds is {rounds}", why="it must be a positive integer")
+        self._check_in_use()
         costs: list[Cost] = []
         for tape, chosen in self._by_tape():
             with self._owner.rerun(tape) as rerun:
@@ -194,6 +202,7 @@ class Selection:
         What was recorded is run again without graphs on the inputs it had last, and the pieces in question as they were
         traced, op by op. One file is written for each op and size, for ``torch.load``.
         """
+        self._check_in_use()
         paths: list[Path] = []
         for tape, chosen in self._by_tape():
             origins = {origin for live in chosen for origin in self._where.origins(live.call)}
@@ -201,13 +210,39 @@ class Selection:
                 paths += dump_calls(Path(folder) / tape.phase.replace(" ", "_"), origins, rerun.compute)
         return tuple(paths)
 
+    def _check_in_use(self) -> None:
+        """Graphs are dropped when the model is closed, or its weights move."""
+        in_use = self._owner.tapes()
+        gone = list(dict.fromkeys(live.tape.phase for live in self.kernels if live.tape not in in_use))
+        if gone:
+            what = f"graphs of {self._owner.name} that were chosen are gone: those of sizes {_listed(gone)}"
+            raise KernelError("PG735", what, why="they were dropped or recorded anew since", hint="select again")
+
     def _by_tape(self) -> Iterator[tuple[Tape, list[LiveKernel]]]:
         for tape in dict.fromkeys(live.tape for live in self.kernels):
             yield tape, [live for live in self.kernels if live.tape is tape]
 
 
+def _runs_between(asked: dict[str, Any], where: Where, tapes: Sequence[Tape]) -> SelectionError | None:
+    """What to say of an op that is there, but in no graph."""
+    steps = [step for tape in tapes for step in tape.steps if isinstance(step, EagerStep)]
+    found = [step.call for step in steps if where.matches(step.call, "")]
+    if where.op is None or where.kernel is not None or not found:
+        return None
+    names = _listed(list(dict.fromkeys(call.op for call in found if call is not None)))
+    return SelectionError(
+        "PG712",
+        f"no kernel of a graph has {_in_words(asked)}",
+        why=f"{names} runs between the graphs",
+        hint="piecegraph.intercept() observes it, replaces it or leaves it out",
+    )
+
+
+def _in_words(asked: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in asked.items())
+
+
 def _nothing_matches(asked: dict[str, Any], everything: Sequence[LiveKernel]) -> SelectionError:
-    wish = ", ".join(f"{name}={value!r}" for name, value in asked.items())
     calls = [live.call for live in everything if live.call is not None]
     origins = list(dict.fromkeys(origin for call in calls for origin in call.origins))
     known: dict[str, list[str]] = {
@@ -221,7 +256,8 @@ def _nothing_matches(asked: dict[str, Any], everything: Sequence[LiveKernel]) ->
     alone = {name: value for name, value in asked.items() if not _matches_alone(name, value, everything)}
     there = [f"{name}: {_listed(sorted(set(known[name])))}" for name in alone or asked]
     why = f"there is no {' and no '.join(alone)} like that" if alone else "no single kernel has all of it"
-    return SelectionError("PG712", f"no kernel of a graph has {wish}", why=why, hint=f"there is {'; '.join(there)}")
+    what, hint = f"no kernel of a graph has {_in_words(asked)}", f"there is {'; '.join(there)}"
+    return SelectionError("PG712", what, why=why, hint=hint)
 
 
 def _matches_alone(name: str, value: Any, everything: Sequence[LiveKernel]) -> bool:

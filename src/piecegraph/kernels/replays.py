@@ -44,7 +44,8 @@ def match_replay(launches: Sequence[RawLaunch], graph: RecordedGraph) -> tuple[l
         launches: all that the profiler saw of one replay.
         graph: what was captured. See Note [Matching replays].
     """
-    nodes = [node for i, node in enumerate(graph.record.nodes) if i not in graph.off]
+    # What is no kernel, memset or memcpy (an event, an empty node that joins others) shows in no trace.
+    nodes = [node for i, node in enumerate(graph.record.nodes) if i not in graph.off and node.kind != "op"]
     ids = {node.node_id & _LOW_HALF: node for node in nodes if node.node_id is not None}
     found = [ids.get(launch.node_id & _LOW_HALF) if launch.node_id is not None else None for launch in launches]
     if all(node is not None and _agree(launch, node) for launch, node in zip(launches, found, strict=True)):

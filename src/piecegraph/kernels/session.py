@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from piecegraph import torch_compat
+from piecegraph.errors import KernelError
 from piecegraph.kernels.announce import CALL_MARK, Announcer
 from piecegraph.kernels.attribute import attribute
 from piecegraph.kernels.launch import How, KernelTrace, Launch, RawLaunch
@@ -27,15 +30,32 @@ _FIRST_OWN = 1 << 40
 """Numbers of calls from here on are ours; those that the reader gives are smaller."""
 
 
+_turn = threading.Lock()
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One profiler at a time, in all threads."""
+    if not _turn.acquire(blocking=False):
+        raise _busy("a trace cannot be taken inside of another one, in no thread")
+    try:
+        if torch_compat.is_profiling():
+            raise _busy("torch.profiler is running")
+        yield
+    finally:
+        _turn.release()
+
+
+def _busy(why: str) -> KernelError:
+    return KernelError("PG734", "a trace cannot be taken now", why=why, hint="let the other one end first")
+
+
 @contextlib.contextmanager
 def profiled(folder: Path) -> Iterator[Profile]:
     """Profile what runs inside into a trace file in a folder."""
     profile = Profile(folder / "trace.json", Announcer())
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with tracing(), announced_steps():
-        with _running(activities) as profiler:
+    with _alone(), tracing(), announced_steps():
+        with _running() as profiler:
             with observing(profile.announcer):
                 yield profile
             if torch.cuda.is_available():
@@ -45,9 +65,12 @@ def profiled(folder: Path) -> Iterator[Profile]:
 
 
 @contextlib.contextmanager
-def _running(activities: Sequence[torch.profiler.ProfilerActivity]) -> Iterator[torch.profiler.profile]:
+def _running() -> Iterator[torch.profiler.profile]:
+    has_gpu = torch.cuda.is_available()
+    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * has_gpu
     # Shapes are seen by the observer. The profiler's own come with every argument as text, some of it not escaped.
-    profiler = torch.profiler.profile(activities=activities, with_stack=True)
+    # Its stacks say who launches what is not seen: the kernels of torch.compile. On a CPU, all that counts is seen.
+    profiler = torch.profiler.profile(activities=activities, with_stack=has_gpu)
     with warnings.catch_warnings():
         # torch 2.11 warns that a second cycle would clear the events of the first. There is one; and to keep events
         # across cycles (acc_events) torch would decode the names of all of them, and fail where one is no text.
@@ -70,6 +93,8 @@ class Profile:
     def read(self) -> KernelTrace:
         """Attribute everything that the file holds."""
         raw, device = read_launches(self.path, progress=False, may_be_empty=True)
+        if not raw.launches:
+            return KernelTrace((), notes=("nothing ran while the trace was taken",))
         if not raw.device_ids:
             raw = dataclasses.replace(raw, launches=_without_watching(raw.launches))
         marked = _Marked(self.tapes, self.announcer.calls)

@@ -98,6 +98,7 @@ class Trace:
         """
         path = Path(path)
         ending = ending_of(path)
+        _ = self._taken  # before a file is made
         try:
             with _open(path) as file:
                 if ".trace." in ending:
@@ -168,7 +169,8 @@ def trace() -> Iterator[Trace]:
 
     Eager code, code that torch.compile compiled, and graphs of piecegraph are all attributed; graphs down to the kernel
     if they were recorded inside, or with ``options={"provenance": True}``. What runs inside is slowed down, what the
-    GPU does is not. Without a GPU, the ops of the CPU take the place of kernels.
+    GPU does is not. Without a GPU, the ops of the CPU take the place of kernels. Watched is the thread that takes the
+    trace; what others launch is seen on a GPU only, and not attributed to ops. One trace is taken at a time.
 
     Example:
         >>> import torch

@@ -242,7 +242,7 @@ class Forward:
         recorder = self._recorder(device, key)
         if self.modes[kind].choice == "full":
             try:
-                return self._record_full(device, recorder, key)
+                return self._record_full(recorder, key)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
@@ -251,21 +251,15 @@ class Forward:
                 self._events.emit(Event("PG401", f"a {kind} step as one graph", reason))
                 self.modes[kind] = Decision(f"{kind} steps", "piecewise", f"one graph could not be captured: {reason}")
                 recorder = self._recorder(device, key)
-        return self._record_pieces(device, recorder, key)
+        return self._record_pieces(recorder, key)
 
-    def _record_full(self, device: GraphDevice, recorder: Recorder, key: StepKey) -> Tape:
-        recorder.begin()
-        with recorder.observing():
-            outputs = device.call(self._compute, (key,), {})
-        recorder.end("the whole step")
+    def _record_full(self, recorder: Recorder, key: StepKey) -> Tape:
+        outputs = recorder.capture("the whole step", self._compute, (key,))
         return self._tape(recorder, key, outputs)
 
-    def _record_pieces(self, device: GraphDevice, recorder: Recorder, key: StepKey) -> Tape:
+    def _record_pieces(self, recorder: Recorder, key: StepKey) -> Tape:
         hidden = self._decode(key, recorder.run_step)
-        recorder.begin()
-        with recorder.observing():
-            outputs = device.call(self._choose, (key, hidden), {})
-        recorder.end("head and sampler")
+        outputs = recorder.capture("head and sampler", self._choose, (key, hidden))
         return self._tape(recorder, key, outputs)
 
     def _tape(self, recorder: Recorder, key: StepKey, outputs: Sequence[torch.Tensor]) -> Tape:

@@ -223,7 +223,8 @@ class LLM:
 
         It takes ``options={"provenance": True}``.
         """
-        return LiveKernels(RecordedSteps(self.path, self.started.engine.forward, self._lock))
+        _ = self.started  # raises after close()
+        return LiveKernels(RecordedSteps(self.path, lambda: self.started.engine.forward, self._lock))
 
     def make_scheduler(self, *, prefix_cache: bool = True) -> Scheduler:
         """A scheduler over this model's cache, for use with :meth:`forward`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -13,19 +13,25 @@ from piecegraph.tape import Rerun, Tape
 
 
 class RecordedSteps:
-    """A :class:`~piecegraph.kernels.live.TapeOwner`."""
+    """A :class:`~piecegraph.kernels.live.TapeOwner`.
 
-    def __init__(self, name: str, forward: Forward, lock: threading.RLock) -> None:
+    Args:
+        name: of the model.
+        forward: what runs its steps; raises after ``close()``, and is asked each time, to outlive nothing.
+        lock: held while a step runs.
+    """
+
+    def __init__(self, name: str, forward: Callable[[], Forward], lock: threading.RLock) -> None:
         self.name = name
         self._forward = forward
         self._lock = lock
 
     def tapes(self) -> list[Tape]:
-        """All that is recorded."""
-        return list(self._forward.tapes.values())
+        """All that is recorded. Raises after ``close()``."""
+        return list(self._forward().tapes.values())
 
     @contextlib.contextmanager
     def rerun(self, tape: Tape) -> Iterator[Rerun]:
         """Make a recorded step ready to be run again; requests wait meanwhile."""
-        with self._lock, torch.inference_mode(), self._forward.rerun(tape) as ready:
+        with self._lock, torch.inference_mode(), self._forward().rerun(tape) as ready:
             yield ready
