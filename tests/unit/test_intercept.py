@@ -317,9 +317,10 @@ def test_the_breakable_front_end(options: dict[str, Any]) -> None:
         found = fast(x)
         assert shapes == [(3, 4), (3, 8)]
         torch.testing.assert_close(fast(x), found)
-        assert repr(handle) == (
-            f"<piecegraph.intercept('aten::linear', module='layers.1'): 2 cuts in {name}, eager code; 4 calls>"
-        )
+        # Other tests may have left functions behind that are not collected yet.
+        assert repr(handle).startswith("<piecegraph.intercept('aten::linear', module='layers.1'): ")
+        assert f"2 cuts in {name}, " in repr(handle)
+        assert repr(handle).endswith("eager code; 4 calls>")
         torch.testing.assert_close(model(x), found)
         assert ("intercepted" in fast.explain()) == (options is TAPES)
     assert torch.equal(fast(x), before)
