@@ -80,6 +80,8 @@ class OpObserver(TorchDispatchMode):
         find_origin: the place in the model, given the op's name.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, sink: CallSink, find_origin: Callable[[str], Origin] = current_origin) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sink = sink

@@ -87,6 +87,8 @@ class _Saver(torch.fx.Interpreter):
 class _OpSaver(TorchDispatchMode):
     """The same for code that is not traced."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, writer: _Writer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._writer = writer

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from piecegraph.kernels.read import read_launches
 from piecegraph.kernels.replays import RecordedGraph, RecordedTape, captured_calls, match_replay
 from piecegraph.observe import observing, tracing
 from piecegraph.origin import LaunchCall, Origin
-from piecegraph.tape import STEP_MARK, GraphStep, Tape, announced_steps, live_tapes
+from piecegraph.tape import STEP_MARK, GraphStep, Tape, announced_steps
 
 _FIRST_OWN = 1 << 40
 """Numbers of calls from here on are ours; those that the reader gives are smaller."""
@@ -33,15 +34,30 @@ def profiled(folder: Path) -> Iterator[Profile]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with tracing(), announced_steps():
+    with tracing(), announced_steps() as seen:
         # Shapes are seen by the observer. The profiler's own come with every argument as text, some of it not escaped.
-        with torch.profiler.profile(activities=activities, with_stack=True, acc_events=True) as profiler:
+        with _running(torch.profiler.profile(activities=activities, with_stack=True)) as profiler:
             with observing(profile.announcer):
                 yield profile
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-        profile.tapes = {number: _recorded(tape) for number, tape in live_tapes().items()}
+        profile.tapes = {tape.number: _recorded(tape) for tape in seen.tapes}
+        profile.left_out = seen.left_out
     profiler.export_chrome_trace(str(profile.path))
+
+
+@contextlib.contextmanager
+def _running(profiler: torch.profiler.profile) -> Iterator[torch.profiler.profile]:
+    """Profile what runs inside. The profiler makes no objects of its events (``acc_events``): it takes long, and some
+    names of functions that are gone by then cannot be read.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11 says so of every profile
+        profiler.start()
+    try:
+        yield profiler
+    finally:
+        profiler.stop()
 
 
 class Profile:
@@ -51,13 +67,16 @@ class Profile:
         self.path = path
         self.announcer = announcer
         self.tapes: dict[int, RecordedTape] = {}
+        """Those that ran, by number."""
+        self.left_out: Mapping[str, frozenset[int]] = {}
+        """Nodes that were switched off, by the mark of the step."""
 
     def read(self) -> KernelTrace:
         """Attribute everything that the file holds."""
         raw, device = read_launches(self.path, progress=False)
         if not raw.device_ids:
             raw = dataclasses.replace(raw, launches=_without_watching(raw.launches))
-        marked = _Marked(self.tapes, self.announcer.calls)
+        marked = _Marked(self)
         marked.attribute(raw.launches)
         trace = attribute(raw, device, lambda launch: marked.found.get(id(launch)))
         captured = [
@@ -86,16 +105,17 @@ def _recorded(tape: Tape) -> RecordedTape:
         elif step.inside is None:
             steps.append(step.label)
         else:
-            steps.append(RecordedGraph(step.inside.record, frozenset(step.inside.nodes.off)))
+            steps.append(RecordedGraph(step.inside.record))
     return RecordedTape(tape.phase, tuple(steps))
 
 
 class _Marked:
     """Attributes launches by the marks around them."""
 
-    def __init__(self, tapes: dict[int, RecordedTape], calls: Sequence[LaunchCall | None]) -> None:
-        self._tapes = tapes
-        self._calls = calls
+    def __init__(self, profile: Profile) -> None:
+        self._tapes = profile.tapes
+        self._left_out = profile.left_out
+        self._calls: Sequence[LaunchCall | None] = profile.announcer.calls
         self._instances: dict[tuple[object, ...], int] = {}
         self.found: dict[int, Launch] = {}
         """By the identity of the raw launch."""
@@ -144,7 +164,7 @@ class _Marked:
             calls: Sequence[int | None] = [None] * len(launches)
             how: How = "step"
         else:
-            calls, how = match_replay(launches, step)
+            calls, how = match_replay(launches, step, self._left_out.get(mark, frozenset()))
             if how == "step":
                 self._mismatched.add(f"{step.record.title} at {tape.phase}")
         for launch, number in zip(launches, calls, strict=True):
