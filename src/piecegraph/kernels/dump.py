@@ -18,7 +18,8 @@ from piecegraph.observe import whole_step
 from piecegraph.origin import Origin
 from piecegraph.plan import Piece, SourceLine
 from piecegraph.program import Step, take, watched_steps
-from piecegraph.structure import map_arguments
+
+_LOADABLE = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
 def dump_calls(folder: Path, origins: Set[Origin], compute: Callable[[], Any]) -> list[Path]:
@@ -110,4 +111,12 @@ def _place(origin: Origin) -> tuple[str, str, SourceLine | None]:
 
 
 def _copied(value: Any) -> Any:
-    return map_arguments(value, lambda atom: atom.detach().cpu().clone() if isinstance(atom, torch.Tensor) else atom)
+    """Arguments or results as they are now, in types that ``torch.load`` takes without being told to trust them."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: _copied(part) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        parts = [_copied(part) for part in value]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    return value if isinstance(value, _LOADABLE) else repr(value)

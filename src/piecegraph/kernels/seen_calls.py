@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from piecegraph.kernels.launch import KernelTrace, Launch, Member
+from piecegraph.kernels.rows import fold
 from piecegraph.origin import LaunchCall, WorkKind
 
 Levels = Sequence[tuple[str, Callable[[str], str]]]
 """Ways to name a kernel, the finest first."""
 
-_LAYER = re.compile(r"\.\d+(?=\.|$)")
 _GENERIC = re.compile(r"FillFunctor|(?<!masked_)(?<!index_)fill_kernel|(?<!index_)copy_kernel|CatArrayBatchedCopy")
 
 
@@ -149,5 +149,5 @@ def _place(call: LaunchCall) -> str:
     if not call.origins:
         return ""
     origin = call.origins[0]
-    module = _LAYER.sub(".*", origin.module)
+    module = fold(origin.module)
     return " ".join(part for part in (module, f"({origin.line})" if origin.line else "") if part)

@@ -170,8 +170,8 @@ def trace() -> Iterator[Trace]:
         >>> import torch
         >>> with trace() as t:
         ...     _ = torch.ones(8).cumsum(0)
-        >>> t.table(op="aten::cumsum").rows[0].line.text
-        '_ = torch.ones(8).cumsum(0)'
+        >>> t.table(op="aten::cumsum").rows[0].call
+        'aten::cumsum'
     """
     taken = Trace()
     folder = tempfile.mkdtemp(prefix="piecegraph-trace-")
