@@ -179,7 +179,8 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def whole_step(step: Step) -> LaunchCall:
     """A step as one call: with the origins of all that it computes."""
     name = str(step.label) if isinstance(step.label, Piece) else step.label.op
-    return LaunchCall(name, all_origins(step.source.calls))
+    calls = step.source.calls
+    return LaunchCall(name, all_origins(calls), is_several=len(calls) > 1)
 
 
 @contextlib.contextmanager

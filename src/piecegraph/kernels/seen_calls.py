@@ -130,7 +130,8 @@ def _each_call(trace: KernelTrace) -> Iterator[tuple[LaunchCall, tuple[Member, .
     for launches in direct.values():
         call = launches[0].call
         assert call is not None  # instances() keeps no other
-        yield call, tuple(map(_member, launches))
+        if not call.is_several:
+            yield call, tuple(map(_member, launches))
     for captured in trace.captured:
         if captured.members:
             yield captured.call, tuple(map(_member, captured.members))

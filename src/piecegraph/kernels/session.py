@@ -131,7 +131,7 @@ class _Marked:
             if step and launch.is_replayed:
                 replays.setdefault((step, launch.correlation), []).append(launch)
             elif step:
-                self._attribute_in_step(launch, step)
+                self._attribute_in_step(launch, step, call)
             elif call:
                 number = int(call)
                 self._keep(launch, self._calls[number], ("call", number), "", "call")
@@ -147,13 +147,17 @@ class _Marked:
             names = ", ".join(sorted(self._mismatched)[:4])
             yield f"the kernels of {names} are not those that were captured: only their step is known"
 
-    def _attribute_in_step(self, launch: RawLaunch, mark: str) -> None:
+    def _attribute_in_step(self, launch: RawLaunch, mark: str, inner: str) -> None:
         """What a step launches outside of graphs: the op between two graphs, or what torch does for a replay."""
         tape, step = self._step(mark)
         if tape is None:
             return
-        call = step if isinstance(step, LaunchCall) else LaunchCall("replay of a graph", (Origin("replay", ""),))
-        self._keep(launch, call, ("step", mark), tape.phase, "call")
+        if not isinstance(step, LaunchCall):
+            call = LaunchCall("replay of a graph", (Origin("replay", ""),), is_several=True)
+        else:
+            seen = self._calls[int(inner)] if inner else None
+            call = step if seen is None or not step.is_several else _part_of(step, seen)
+        self._keep(launch, call, ("step", mark, inner if call is not step else ""), tape.phase, "call")
 
     def _attribute_replay(self, launches: Sequence[RawLaunch], mark: str, correlation: int) -> None:
         tape, step = self._step(mark)
@@ -198,6 +202,12 @@ class _Marked:
             phase,
             how,
         )
+
+
+def _part_of(step: LaunchCall, seen: LaunchCall) -> LaunchCall:
+    """One of the ops of a step, as it was seen: the step knows where in the model it may come from."""
+    same = tuple(origin for origin in step.origins if origin.op.partition(".")[0] == seen.op)
+    return LaunchCall(seen.op, same or step.origins, seen.shapes)
 
 
 def _marks(launch: RawLaunch) -> tuple[str, str]:
