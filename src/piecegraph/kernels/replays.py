@@ -25,6 +25,8 @@ class RecordedGraph:
     """A graph of a tape."""
 
     record: GraphRecord
+    off: frozenset[int] = frozenset()
+    """Nodes that are switched off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +37,14 @@ class RecordedTape:
     steps: tuple[RecordedGraph | LaunchCall | str, ...]
 
 
-def match_replay(
-    launches: Sequence[RawLaunch], graph: RecordedGraph, left_out: frozenset[int] = frozenset()
-) -> tuple[list[int | None], How]:
+def match_replay(launches: Sequence[RawLaunch], graph: RecordedGraph) -> tuple[list[int | None], How]:
     """The call (by number in the graph's record) of each launch of one replay, and how it was found.
 
     Args:
         launches: all that the profiler saw of one replay.
         graph: what was captured. See Note [Matching replays].
-        left_out: nodes that were switched off in this replay.
     """
-    nodes = [node for i, node in enumerate(graph.record.nodes) if i not in left_out]
+    nodes = [node for i, node in enumerate(graph.record.nodes) if i not in graph.off]
     ids = {node.node_id & _LOW_HALF: node for node in nodes if node.node_id is not None}
     found = [ids.get(launch.node_id & _LOW_HALF) if launch.node_id is not None else None for launch in launches]
     if all(node is not None and _agree(launch, node) for launch, node in zip(launches, found, strict=True)):

@@ -168,7 +168,8 @@ class _Marked:
             calls: Sequence[int | None] = [None] * len(launches)
             how: How = "step"
         else:
-            calls, how = match_replay(launches, step, self._left_out.get(mark, frozenset()))
+            off = self._left_out.get(mark, frozenset())
+            calls, how = match_replay(launches, dataclasses.replace(step, off=off))
             if how == "step":
                 self._mismatched.add(f"{step.record.title} at {tape.phase}")
         for launch, number in zip(launches, calls, strict=True):
