@@ -110,7 +110,7 @@ def _modules(frames: Sequence[FrameType]) -> list[torch.nn.Module]:
 def _user_line(frame: FrameType) -> SourceLine | None:
     key = (frame.f_code, frame.f_lineno)
     if key not in _lines:
-        file = frame.f_code.co_filename
-        text = linecache.getline(file, frame.f_lineno).strip()
-        _lines[key] = SourceLine(file, frame.f_lineno, text) if is_user_file(file) else None
+        file, number = key[0].co_filename, frame.f_lineno or 0  # some instructions belong to no line
+        is_user = is_user_file(file)
+        _lines[key] = SourceLine(file, number, linecache.getline(file, number).strip()) if is_user else None
     return _lines[key]

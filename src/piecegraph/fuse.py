@@ -17,7 +17,7 @@ import torch.fx
 import torch.nn.functional as F
 
 from piecegraph import torch_compat
-from piecegraph.fx_nodes import writes_in_place
+from piecegraph.fx_nodes import take_places, writes_in_place
 from piecegraph.plan import Decision
 from piecegraph.sources import FromGraph, GraphInput, Weight
 from piecegraph.tracer import Traced
@@ -129,6 +129,8 @@ def _fuse(
         joint.meta = {**first.meta, "example_value": torch_compat.run_fake(F.linear, *fakes)}
         fake_parts = torch_compat.run_fake(lambda fake: fake.split(widths, -1), joint.meta["example_value"])
         parts.meta = {**first.meta, "example_value": fake_parts}
+        take_places(joint, group.nodes)
+        take_places(parts, group.nodes)
         for index, node in enumerate(group.nodes):
             part = graph.call_function(operator.getitem, (parts, index))
             part.meta = {**node.meta, "example_value": fake_parts[index]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,21 +35,33 @@ _INPLACE_OPERATORS = frozenset(
 )
 
 _ROOT = "piecegraph_root"
+_JOINED = "piecegraph_joined"
 
 
 def source_line(node: torch.fx.Node) -> SourceLine | None:
     """The line of the user's Python that a node was traced from: the innermost frame outside torch."""
-    return next(_user_frames(node), None)
+    return next(_user_frames(node.meta), None)
 
 
-def source_stack(node: torch.fx.Node) -> tuple[SourceLine, ...]:
-    """All lines of the user's Python that led to a node, outermost first."""
-    return tuple(_user_frames(node))[::-1]
+Place = tuple[str, tuple[SourceLine, ...]]
+"""(path of the module, lines of the user's Python, outermost first)."""
 
 
-def _user_frames(node: torch.fx.Node) -> Iterator[SourceLine]:
+def places(node: torch.fx.Node) -> tuple[Place, ...]:
+    """Where a node was traced from; several places if it does the work of several nodes."""
+    metas = node.meta.get(_JOINED) or (node.meta,)
+    root = node.meta.get(_ROOT, "")
+    return tuple((_module_path(meta, root), tuple(_user_frames(meta))[::-1]) for meta in metas)
+
+
+def take_places(node: torch.fx.Node, joined: Iterable[torch.fx.Node]) -> None:
+    """A node does the work of several others: what is said of their places goes for it."""
+    node.meta[_JOINED] = tuple(each.meta for each in joined)
+
+
+def _user_frames(meta: Mapping[str, Any]) -> Iterator[SourceLine]:
     """The frames outside torch, innermost first."""
-    for text in reversed((node.meta.get("stack_trace") or "").splitlines()):
+    for text in reversed((meta.get("stack_trace") or "").splitlines()):
         frame = text.strip()
         if not frame.startswith('File "'):
             continue
@@ -69,11 +81,15 @@ def module_path(node: torch.fx.Node) -> str:
 
     A path begins below the traced function's own arguments, and at the name of a global; see also :func:`put_below`.
     """
-    stack = node.meta.get("nn_module_stack") or {}
+    return _module_path(node.meta, node.meta.get(_ROOT, ""))
+
+
+def _module_path(meta: Mapping[str, Any], root: str) -> str:
+    stack = meta.get("nn_module_stack") or {}
     if not stack:
         return ""
     path = _dotted(str(next(reversed(stack.values()))[0]))
-    return ".".join(part for part in (node.meta.get(_ROOT, ""), path) if part)
+    return ".".join(part for part in (root, path) if part)
 
 
 def put_below(graph: torch.fx.Graph, root: str) -> None:

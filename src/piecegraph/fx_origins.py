@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.fx
 
 from piecegraph import torch_compat
-from piecegraph.fx_nodes import module_path, op_name, source_stack, writes_in_place
+from piecegraph.fx_nodes import op_name, places, writes_in_place
 from piecegraph.origin import LaunchCall, Origin
 from piecegraph.program import StepSource
 from piecegraph.wrapper_lines import WrapperLaunch, wrapper_launches
@@ -19,14 +19,22 @@ _ALONE = re.compile(r"(aten|prims|inductor|mkldnn)::\w*(mm|matmul|linear|conv(?!
 """Ops that have kernels of their own: a compiler calls them, or takes a template."""
 
 
-_origins_of_nodes: weakref.WeakKeyDictionary[torch.fx.Node, Origin] = weakref.WeakKeyDictionary()
+_origins_of_nodes: weakref.WeakKeyDictionary[torch.fx.Node, tuple[Origin, ...]] = weakref.WeakKeyDictionary()
 
 
-def origin_of(node: torch.fx.Node) -> Origin:
-    """Where in the user's model a node was traced from. A node is asked about once for each size that is recorded."""
+def origins_of(node: torch.fx.Node) -> tuple[Origin, ...]:
+    """Where in the user's model a node was traced from: several places for linears that were joined.
+
+    A node is asked about once for each size that is recorded.
+    """
     if node not in _origins_of_nodes:
-        _origins_of_nodes[node] = Origin(op_name(node), module_path(node), source_stack(node))
+        _origins_of_nodes[node] = tuple(Origin(op_name(node), module, stack) for module, stack in places(node))
     return _origins_of_nodes[node]
+
+
+def all_origins(nodes: Iterable[torch.fx.Node]) -> tuple[Origin, ...]:
+    """The places of several nodes, each once."""
+    return tuple(dict.fromkeys(origin for node in nodes for origin in origins_of(node)))
 
 
 _known: weakref.WeakKeyDictionary[torch.fx.GraphModule, dict[int, LaunchCall]] = weakref.WeakKeyDictionary()
@@ -61,7 +69,7 @@ def _launch_calls(source: StepSource) -> dict[int, LaunchCall]:
 def _origins(nodes: Sequence[torch.fx.Node], launch: WrapperLaunch) -> tuple[Origin, ...]:
     """One for each place; if the graph has none of the nodes, the ops that were lowered are all that is known."""
     if nodes:
-        return tuple(dict.fromkeys(map(origin_of, nodes)))
+        return all_origins(nodes)
     return tuple(Origin(aten, "") for aten in launch.atens)
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph import torch_compat
 from piecegraph.call_stack import current_origin
-from piecegraph.fx_origins import launch_calls, origin_of
+from piecegraph.fx_origins import all_origins, launch_calls, origins_of
 from piecegraph.origin import LaunchCall, Origin
 from piecegraph.plan import Piece
 from piecegraph.program import Step, take, watched_steps
@@ -72,18 +72,23 @@ def one_call(sink: CallSink, make_call: Callable[[], LaunchCall]) -> Iterator[No
         sink.end(make_call)
 
 
+FindOrigins = Callable[[str], tuple[Origin, ...]]
+
+
 class OpObserver(TorchDispatchMode):
     """Every op is a call.
 
     Args:
         sink: is told.
-        find_origin: the place in the model, given the op's name.
+        find_origins: the places in the model, given the op's name.
     """
 
-    def __init__(self, sink: CallSink, find_origin: Callable[[str], Origin] = current_origin) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(self, sink: CallSink, find_origins: FindOrigins | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sink = sink
-        self._find_origin = find_origin
+        self._find_origins = find_origins or (lambda op: (current_origin(op),))
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -103,7 +108,7 @@ class OpObserver(TorchDispatchMode):
 
     def _describe(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> LaunchCall:
         op = _op_of(func)
-        return LaunchCall(op, (self._find_origin(op),), shapes_of((*args, *kwargs.values())))
+        return LaunchCall(op, self._find_origins(op), shapes_of((*args, *kwargs.values())))
 
 
 class _NodeInterpreter(torch.fx.Interpreter):
@@ -119,12 +124,12 @@ class _NodeInterpreter(torch.fx.Interpreter):
         return super().run_node(n)
 
     def run_observed(self, args: tuple[Any, ...]) -> Any:
-        with OpObserver(self._sink, self._origin):
+        with OpObserver(self._sink, self._origins):
             return self.run(*args)
 
-    def _origin(self, op: str) -> Origin:
+    def _origins(self, op: str) -> tuple[Origin, ...]:
         assert self._node is not None
-        return origin_of(self._node)
+        return origins_of(self._node)
 
 
 CallFunction = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -179,7 +184,8 @@ def observing(sink: CallSink, call_function: CallFunction = _call) -> Iterator[N
 def whole_step(step: Step) -> LaunchCall:
     """A step as one call: with the origins of all that it computes."""
     name = str(step.label) if isinstance(step.label, Piece) else step.label.op
-    return LaunchCall(name, tuple(dict.fromkeys(map(origin_of, step.source.calls))))
+    calls = step.source.calls
+    return LaunchCall(name, all_origins(calls), is_several=len(calls) > 1)
 
 
 @contextlib.contextmanager

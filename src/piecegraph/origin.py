@@ -45,6 +45,8 @@ class LaunchCall:
     """The main one first; a fused kernel has several. Empty if nothing is known."""
     shapes: tuple[str, ...] = ()
     """Of its tensor arguments: ``bfloat16[16, 4096]``."""
+    is_several: bool = False
+    """It stands for several ops that could not be told apart: what they launch need not belong together."""
 
 
 @dataclass(frozen=True, slots=True)

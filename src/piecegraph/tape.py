@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,26 +36,38 @@ STEP_MARK = "piecegraph.step"
 _numbers = itertools.count()
 _serials = itertools.count()
 _live: weakref.WeakSet[Tape] = weakref.WeakSet()
-_announcing: list[None] = []
+_watching = threading.Lock()
+"""Held while tapes begin or cease to announce their steps: other threads may record some meanwhile."""
+_seen: SeenReplays | None = None
+
+
+class SeenReplays:
+    """What was replayed while steps were announced."""
+
+    def __init__(self) -> None:
+        self.tapes: dict[Tape, None] = {}
+        """They are kept until it is known what they hold, even if what they belong to is closed meanwhile."""
+        self.left_out: dict[str, frozenset[int]] = {}
+        """Nodes that were switched off, by the mark of the step; they may be on again before anybody asks."""
 
 
 @contextlib.contextmanager
-def announced_steps() -> Iterator[None]:
+def announced_steps() -> Iterator[SeenReplays]:
     """All tapes, those of now and those recorded inside, tell a profiler which of their steps runs."""
-    for tape in _live if not _announcing else ():
-        tape._announce()
-    _announcing.append(None)
+    global _seen
+    seen = SeenReplays()
+    with _watching:
+        assert _seen is None, "a profiler is at work already"
+        _seen = seen
+        for tape in _live:
+            tape._announce(seen)
     try:
-        yield
+        yield seen
     finally:
-        _announcing.pop()
-        for tape in _live if not _announcing else ():
-            tape._fall_silent()
-
-
-def live_tapes() -> dict[int, Tape]:
-    """Every tape there is, by number."""
-    return {tape.number: tape for tape in _live}
+        with _watching:
+            _seen = None
+            for tape in _live:
+                tape._fall_silent()
 
 
 Position = int | None
@@ -215,9 +228,10 @@ class Tape:
         self._replay_order = tuple(step.run for step in self.steps)
         self.run: Callable[[], Sequence[Any]] = self._checked_replay
         """Replay, and return the outputs. The first time it goes through every check, see Note [Fixed addresses]."""
-        _live.add(self)
-        if _announcing:
-            self._announce()
+        with _watching:
+            _live.add(self)
+            if _seen is not None:
+                self._announce(_seen)
 
     def _checked_replay(self) -> Sequence[Any]:
         self._check_weights()
@@ -237,17 +251,21 @@ class Tape:
             step()
         return tuple(take(self._outputs, self._cells))
 
-    def _announce(self) -> None:
+    def _announce(self, seen: SeenReplays) -> None:
         quiet = self.run
 
         def run() -> Sequence[Any]:
             """The same, each step inside a range that a profiler sees."""
+            seen.tapes[self] = None
             is_checked = quiet != self._checked_replay
             if not is_checked:
                 self._check_weights()
             serial = next(_serials)
             for number, step in enumerate(self.steps):
-                with torch.profiler.record_function(f"{STEP_MARK} {self.number}.{number}.{serial}"):
+                mark = f"{self.number}.{number}.{serial}"
+                if isinstance(step, GraphStep) and step.inside is not None and step.inside.nodes.off:
+                    seen.left_out[mark] = frozenset(step.inside.nodes.off)
+                with torch.profiler.record_function(f"{STEP_MARK} {mark}"):
                     (self._replay_order[number] if is_checked else step.check)()
             return tuple(take(self._outputs, self._cells))
 

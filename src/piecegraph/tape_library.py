@@ -79,12 +79,14 @@ class TapeLibrary:
 
     @contextlib.contextmanager
     def rerun(self, key: SizeKey) -> Iterator[Rerun]:
-        """Make a recorded size ready to be run again. What it writes outside of its buffers is put back."""
+        """Make a recorded size ready to be run again. What it writes to, its inputs included, is put back."""
         assert self._device is not None, "only what is recorded can be run again"
         self._device.use_caller_stream()
-        views = self.buffers.views(key.values)
-        with torch_compat.without_trace(leaf.device for leaf in self._signature.tensors), preserved(self.state):
-            yield Rerun(self.tapes[key].run, lambda: self._body.run(views, key.values), self._device.seconds_of)
+        views, tape = self.buffers.views(key.values), self.tapes[key]
+        written = (*self.state, *(views[i] for i in self._body.written_calls))
+        with torch_compat.without_trace(leaf.device for leaf in self._signature.tensors), preserved(written):
+            # The first replay of a tape goes another way than those after it, so that its way is looked up every time.
+            yield Rerun(lambda: tape.run(), lambda: self._body.run(views, key.values), self._device.seconds_of)
 
     def why_not_pad(self, key: SizeKey, sizes: Sizes, call: Call) -> str | None:
         """How padding calls of ``sizes`` to a recorded size would change them, or None. See Note [Padding]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,3 +143,15 @@ def test_what_cannot_be_joined_is_left_alone() -> None:
         x = torch.randn(8, 12)
         torch.testing.assert_close(fast(x), model(x))
     assert "fused linears: 0 groups" in fast.explain()
+
+
+def test_a_joined_matmul_has_the_places_of_all_its_linears(tmp_path: Path) -> None:
+    options = {"fuse_linears": True, "provenance": True, "graph_device": "simulated"}
+    with torch.no_grad():
+        fast = piecegraph.compile(Layer(bias=False), backend="eager", dynamic_dims={"x": 0}, options=options)
+        fast(torch.ones(4, 12))
+        (joint,) = fast.kernels.select(op="aten::mm", module="k").kernels
+        assert joint.call is not None
+        assert [origin.module for origin in joint.call.origins] == ["q", "k", "v"]
+        (saved,) = fast.kernels.select(op="aten::mm", module="k").dump(tmp_path)
+    assert torch.load(saved)["outputs"].shape == (4, 36)

@@ -15,7 +15,7 @@ from rich.console import Console
 from piecegraph.json_text import to_json
 from piecegraph.kernels.changes import Diff, diff
 from piecegraph.kernels.launch import KernelTrace, Launch
-from piecegraph.kernels.show_chrome import annotate, launch_args, launch_events, write_events
+from piecegraph.kernels.show_chrome import annotate, launch_args, write_events
 from piecegraph.kernels.show_csv import table_csv
 from piecegraph.kernels.show_json import diff_document, table_document
 from piecegraph.kernels.show_markdown import diff_markdown, table_markdown
@@ -186,18 +186,3 @@ def test_copying_reads_one_event_at_a_time() -> None:
     write_events(annotate(events(), lambda event: None), file)  # type: ignore[arg-type]
     assert written == [True, True, True]
     assert json.loads(file.getvalue()) == {"traceEvents": [{"ts": 0}, {"ts": 1}, {"ts": 2}]}
-
-
-def test_a_new_trace_has_a_thread_for_each_stream() -> None:
-    trace = decode_trace()
-    file = io.StringIO()
-    write_events(launch_events(trace.launches, GROUPS, trace.device), file)
-    events = json.loads(file.getvalue())["traceEvents"]
-    work = [event for event in events if event["ph"] == "X"]
-    assert [(event["ts"], event["dur"]) for event in work] == [(one.start, one.duration) for one in trace.launches]
-    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == [
-        *("NVIDIA H200", "stream 7", "stream 13"),
-    ]
-    assert {event["cat"] for event in work} == {"kernel", "gpu_memset", "gpu_memcpy"}
-    assert work[1]["args"]["group"] == "1"
-    assert work[5]["args"]["module"].split(", ")[1] == "model.layers.0.mlp"

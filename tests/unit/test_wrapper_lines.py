@@ -21,7 +21,7 @@ from torch._inductor.utils import fresh_cache
 from piecegraph.cut_rules import CutRules
 from piecegraph.events import EventLog
 from piecegraph.fx_nodes import op_name
-from piecegraph.fx_origins import launch_calls, origin_of
+from piecegraph.fx_origins import launch_calls, origins_of
 from piecegraph.lower import Lowering, lower, structural_key
 from piecegraph.origin import LaunchCall
 from piecegraph.program import Program, Step, StepSource, run_plainly
@@ -251,7 +251,7 @@ def test_steps_know_what_they_were_made_from() -> None:
             assert [op_name(node) for node in step.source.calls] == ["pgtest::attention"]
             assert launch_calls(step.source) == {}
     cuts = [step.source for step in program.steps if not step.is_captured and step.source]
-    assert [origin_of(cut.calls[0]).module for cut in cuts] == ["layers.0", "layers.1", "layers.2"]
+    assert [origins_of(cut.calls[0])[0].module for cut in cuts] == ["layers.0", "layers.1", "layers.2"]
 
 
 GLOBAL_MODEL = Stack()
@@ -271,7 +271,7 @@ def of_global(x: Tensor) -> Tensor:
 )
 def test_paths_begin_at_the_model(function: Any, prefix: str) -> None:
     traced = trace_it(function, torch.randn(8, 12), dynamic_dims={"x": 0})
-    origins = [origin_of(node) for node in traced.graph.nodes if node.op == "call_function"]
+    origins = [origins_of(node)[0] for node in traced.graph.nodes if node.op == "call_function"]
     paths = [origin.module for origin in origins if origin.op == "aten::linear"]
     assert paths == [f"{prefix}layers.{i}.{name}" for i in range(3) for name in ("up", "down")]
     assert all(origin.line is not None and origin.line.file == __file__ for origin in origins)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph import torch_compat
 from piecegraph.call_stack import current_origin, stacks_from_here
-from piecegraph.fx_origins import origin_of
+from piecegraph.fx_origins import origins_of
 from piecegraph.observe import whole_step
 from piecegraph.origin import Origin
 from piecegraph.plan import Piece, SourceLine
@@ -75,16 +75,20 @@ class _Saver(torch.fx.Interpreter):
         self._writer = writer
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        if n.op not in ("call_function", "call_method") or not self._writer.wants(origin_of(n)):
+        origins = origins_of(n) if n.op in ("call_function", "call_method") else ()
+        wanted = next(filter(self._writer.wants, origins), None)
+        if wanted is None:
             return super().run_node(n)
         inputs = _copied(self.fetch_args_kwargs_from_env(n))  # before: the op may write to them
         outputs = super().run_node(n)
-        self._writer.write(origin_of(n), inputs, _copied(outputs))
+        self._writer.write(wanted, inputs, _copied(outputs))
         return outputs
 
 
 class _OpSaver(TorchDispatchMode):
     """The same for code that is not traced."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, writer: _Writer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -25,7 +25,7 @@ class RecordedGraph:
     """A graph of a tape."""
 
     record: GraphRecord
-    off: frozenset[int]
+    off: frozenset[int] = frozenset()
     """Nodes that are switched off."""
 
 
@@ -70,11 +70,13 @@ def _agree(launch: RawLaunch, node: GraphNode) -> bool:
 
 
 def captured_calls(graph: GraphRecord) -> list[CapturedCall]:
-    """The calls of a graph with what each put into it."""
+    """The calls of a graph with what each put into it; not what only stands for several calls."""
     members: list[list[Member]] = [[] for _ in graph.calls]
     for node in graph.nodes:
         if node.call is not None:
             members[node.call].append(Member(node.kind, node.name, node.grid, node.block))
     return [
-        CapturedCall(call, graph.phase, tuple(found)) for call, found in zip(graph.calls, members, strict=True) if found
+        CapturedCall(call, graph.phase, tuple(found))
+        for call, found in zip(graph.calls, members, strict=True)
+        if found and not call.is_several
     ]

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from piecegraph.kernels.launch import KernelTrace, Launch, Member
+from piecegraph.kernels.rows import fold
 from piecegraph.origin import LaunchCall, WorkKind
 
 Levels = Sequence[tuple[str, Callable[[str], str]]]
 """Ways to name a kernel, the finest first."""
 
-_LAYER = re.compile(r"\.\d+(?=\.|$)")
 _GENERIC = re.compile(r"FillFunctor|(?<!masked_)(?<!index_)fill_kernel|(?<!index_)copy_kernel|CatArrayBatchedCopy")
 
 
@@ -130,7 +130,8 @@ def _each_call(trace: KernelTrace) -> Iterator[tuple[LaunchCall, tuple[Member, .
     for launches in direct.values():
         call = launches[0].call
         assert call is not None  # instances() keeps no other
-        yield call, tuple(map(_member, launches))
+        if not call.is_several:
+            yield call, tuple(map(_member, launches))
     for captured in trace.captured:
         if captured.members:
             yield captured.call, tuple(map(_member, captured.members))
@@ -149,5 +150,5 @@ def _place(call: LaunchCall) -> str:
     if not call.origins:
         return ""
     origin = call.origins[0]
-    module = _LAYER.sub(".*", origin.module)
+    module = fold(origin.module)
     return " ".join(part for part in (module, f"({origin.line})" if origin.line else "") if part)

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from piecegraph.kernels.read import read_launches
 from piecegraph.kernels.replays import RecordedGraph, RecordedTape, captured_calls, match_replay
 from piecegraph.observe import observing, tracing
 from piecegraph.origin import LaunchCall, Origin
-from piecegraph.tape import STEP_MARK, GraphStep, Tape, announced_steps, live_tapes
+from piecegraph.tape import STEP_MARK, GraphStep, Tape, announced_steps
 
 _FIRST_OWN = 1 << 40
 """Numbers of calls from here on are ours; those that the reader gives are smaller."""
@@ -54,13 +54,14 @@ def _busy(why: str) -> KernelError:
 def profiled(folder: Path) -> Iterator[Profile]:
     """Profile what runs inside into a trace file in a folder."""
     profile = Profile(folder / "trace.json", Announcer())
-    with _alone(), tracing(), announced_steps():
+    with _alone(), tracing(), announced_steps() as seen:
         with _running() as profiler:
             with observing(profile.announcer):
                 yield profile
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-        profile.tapes = {number: _recorded(tape) for number, tape in live_tapes().items()}
+        profile.tapes = {tape.number: _recorded(tape) for tape in seen.tapes}
+        profile.left_out = seen.left_out
     profiler.export_chrome_trace(str(profile.path))
 
 
@@ -89,6 +90,9 @@ class Profile:
         self.path = path
         self.announcer = announcer
         self.tapes: dict[int, RecordedTape] = {}
+        """Those that ran, by number."""
+        self.left_out: Mapping[str, frozenset[int]] = {}
+        """Nodes that were switched off, by the mark of the step."""
 
     def read(self) -> KernelTrace:
         """Attribute everything that the file holds."""
@@ -97,7 +101,7 @@ class Profile:
             return KernelTrace((), notes=("nothing ran while the trace was taken",))
         if not raw.device_ids:
             raw = dataclasses.replace(raw, launches=_without_watching(raw.launches))
-        marked = _Marked(self.tapes, self.announcer.calls)
+        marked = _Marked(self)
         marked.attribute(raw.launches)
         trace = attribute(raw, device, lambda launch: marked.found.get(id(launch)))
         captured = [
@@ -126,16 +130,17 @@ def _recorded(tape: Tape) -> RecordedTape:
         elif step.inside is None:
             steps.append(step.label)
         else:
-            steps.append(RecordedGraph(step.inside.record, frozenset(step.inside.nodes.off)))
+            steps.append(RecordedGraph(step.inside.record))
     return RecordedTape(tape.phase, tuple(steps))
 
 
 class _Marked:
     """Attributes launches by the marks around them."""
 
-    def __init__(self, tapes: dict[int, RecordedTape], calls: Sequence[LaunchCall | None]) -> None:
-        self._tapes = tapes
-        self._calls = calls
+    def __init__(self, profile: Profile) -> None:
+        self._tapes = profile.tapes
+        self._left_out = profile.left_out
+        self._calls: Sequence[LaunchCall | None] = profile.announcer.calls
         self._instances: dict[tuple[object, ...], int] = {}
         self.found: dict[int, Launch] = {}
         """By the identity of the raw launch."""
@@ -151,7 +156,7 @@ class _Marked:
             if step and launch.is_replayed:
                 replays.setdefault((step, launch.correlation), []).append(launch)
             elif step:
-                self._attribute_in_step(launch, step)
+                self._attribute_in_step(launch, step, call)
             elif call:
                 number = int(call)
                 self._keep(launch, self._calls[number], ("call", number), "", "call")
@@ -167,13 +172,17 @@ class _Marked:
             names = ", ".join(sorted(self._mismatched)[:4])
             yield f"the kernels of {names} are not those that were captured: only their step is known"
 
-    def _attribute_in_step(self, launch: RawLaunch, mark: str) -> None:
+    def _attribute_in_step(self, launch: RawLaunch, mark: str, inner: str) -> None:
         """What a step launches outside of graphs: the op between two graphs, or what torch does for a replay."""
         tape, step = self._step(mark)
         if tape is None:
             return
-        call = step if isinstance(step, LaunchCall) else LaunchCall("replay of a graph", (Origin("replay", ""),))
-        self._keep(launch, call, ("step", mark), tape.phase, "call")
+        if not isinstance(step, LaunchCall):
+            call = LaunchCall("replay of a graph", (Origin("replay", ""),), is_several=True)
+        else:
+            seen = self._calls[int(inner)] if inner else None
+            call = step if seen is None or not step.is_several else _part_of(step, seen)
+        self._keep(launch, call, ("step", mark, inner if call is not step else ""), tape.phase, "call")
 
     def _attribute_replay(self, launches: Sequence[RawLaunch], mark: str, correlation: int) -> None:
         tape, step = self._step(mark)
@@ -184,7 +193,8 @@ class _Marked:
             calls: Sequence[int | None] = [None] * len(launches)
             how: How = "step"
         else:
-            calls, how = match_replay(launches, step)
+            off = self._left_out.get(mark, frozenset())
+            calls, how = match_replay(launches, dataclasses.replace(step, off=off))
             if how == "step":
                 self._mismatched.add(f"{step.record.title} at {tape.phase}")
         for launch, number in zip(launches, calls, strict=True):
@@ -218,6 +228,12 @@ class _Marked:
             phase,
             how,
         )
+
+
+def _part_of(step: LaunchCall, seen: LaunchCall) -> LaunchCall:
+    """One of the ops of a step, as it was seen: the step knows where in the model it may come from."""
+    same = tuple(origin for origin in step.origins if origin.op.partition(".")[0] == seen.op)
+    return LaunchCall(seen.op, same or step.origins, seen.shapes)
 
 
 def _marks(launch: RawLaunch) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """Chrome and Perfetto traces in which each kernel says who launched it.
 
-Either an existing trace is copied, event by event, with the attribution added; or a new one is written from launches.
+The trace that was read is copied, event by event, with the attribution added.
 """
 
 from __future__ import annotations
@@ -10,12 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
 from piecegraph.kernels.launch import Launch
-from piecegraph.kernels.rows import shown_name
 
 Event = dict[str, Any]
-
-CATEGORIES = {"kernel": "kernel", "memset": "gpu_memset", "memcpy": "gpu_memcpy", "op": "cpu_op"}
-"""What torch.profiler calls each kind of work."""
 
 
 def launch_args(launch: Launch, group: str = "") -> dict[str, str]:
@@ -36,28 +32,6 @@ def annotate(events: Iterable[Event], extra: Callable[[Event], Mapping[str, str]
     for event in events:
         added = extra(event)
         yield {**event, "args": {**(event.get("args") or {}), **added}} if added else event
-
-
-def launch_events(launches: Iterable[Launch], groups: Mapping[int, str], device: str = "") -> Iterator[Event]:
-    """A new trace of these launches: one process, a thread for each stream."""
-    yield {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": device or "GPU"}}
-    threads: dict[str, int] = {}
-    for launch in launches:
-        if launch.stream not in threads:
-            threads[launch.stream] = len(threads)
-            name = {"name": f"stream {launch.stream}"}
-            yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": threads[launch.stream], "args": name}
-        shape = {name: value for name, value in (("grid", launch.grid), ("block", launch.block)) if value is not None}
-        yield {
-            "ph": "X",
-            "cat": CATEGORIES[launch.kind],
-            "name": launch.name or shown_name(launch),
-            "pid": 0,
-            "tid": threads[launch.stream],
-            "ts": launch.start,
-            "dur": launch.duration,
-            "args": {**shape, "stream": launch.stream, **launch_args(launch, groups.get(launch.instance, ""))},
-        }
 
 
 def write_events(events: Iterable[Event], file: TextIO, head: Mapping[str, Any] | None = None) -> int:

@@ -36,6 +36,9 @@ _MAX_CUTS_TRIED = 3
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BEGUN_LITERAL = re.compile(r"[-+.\w]{0,9}")
 """The beginning of a number, of ``true`` or of ``-Infinity``, or nothing."""
+_EVENT_NAME = re.compile(r'\{\s*"ph": "\w",\s*"cat": "[^"]*",\s*"name": "((?:(?!"ph": ).)*?)",\s*"pid": ', re.DOTALL)
+"""As torch.profiler writes it; no longer than its event."""
+_MAX_NAME_CHARS = 1 << 14
 _EXPORT_HINT = "give what torch.profiler's export_chrome_trace() wrote, .json or .json.gz"
 _CUT_OFF_HINT = (
     "copy it again, or record it again and let the program end by itself: it is written when profiling stops"
@@ -180,6 +183,8 @@ class TraceFile:
             try:
                 value, end = decode_one(text.text, text.at)
             except (ValueError, RecursionError) as error:
+                if text.mend_name():
+                    continue
                 if len(text.text) - text.at <= MAX_VALUE_CHARS:
                     if text.more():
                         continue
@@ -262,6 +267,20 @@ class _Text:
         while len(self.text) - self.at < num_chars and self.more():
             pass
 
+    def mend_name(self) -> bool:
+        """Escape the name of the event at the current place; False if there is nothing to escape.
+
+        torch.profiler escapes no names of Python functions, and the code of a module that was imported meanwhile has
+        gone when its name is read: anything may stand there.
+        """
+        found = _EVENT_NAME.match(self.text, self.at, self.at + _MAX_NAME_CHARS)
+        if found is None or _is_string(f'"{found[1]}"'):
+            return False
+        escaped = json.dumps(found[1], ensure_ascii=False)[1:-1]
+        self._num_dropped_bytes -= len(escaped) - len(found[1])
+        self.text = self.text[: found.start(1)] + escaped + self.text[found.end(1) :]
+        return True
+
     def peek(self) -> str:
         """The next character that is no white space, which becomes the current place; empty at the end."""
         while True:
@@ -288,6 +307,13 @@ def _blocks(raw: io.BufferedReader, on_bytes: Callable[[int], None]) -> Iterator
 
 def _num_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+
+
+def _is_string(text: str) -> bool:
+    try:
+        return decode_one(text, 0)[1] == len(text)
+    except ValueError:
+        return False
 
 
 def _is_at_the_end(error: Exception, text: str) -> bool:
