@@ -98,7 +98,7 @@ class OpObserver(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_mark = func.namespace == "profiler"
-        if self._sink.is_inside or is_mark or torch.compiler.is_compiling() or torch_compat.are_fake(types):
+        if self._sink.is_inside or is_mark or torch.compiler.is_compiling() or torch_compat.are_fake(tuple(types)):
             return func(*args, **kwargs)
         self._sink.begin()
         try:
