@@ -116,6 +116,8 @@ class TapeLibrary:
         views = self.buffers.views(key.values)
         if self._device is None:
             body = self._body
+            self.buffers.fill(views, call.tensors)
+            body.learn(views, key.values)  # nothing else runs this size before its results are cut
             self.tapes[key] = DirectTape(lambda: body.run(views, key.values))
         else:
             self.tapes[key] = self._record_tape(self._device, key, views, call)

@@ -142,3 +142,15 @@ def test_python_control_flow_on_sizes_works_without_padding() -> None:
     with torch.no_grad():
         for size in (8, 4, 6, 3):
             assert torch.equal(fast(torch.ones(size)), function(torch.ones(size))), size
+
+
+def test_a_call_is_padded_to_a_listed_size_that_never_ran() -> None:
+    """Without graphs only the largest size runs when the sizes are prepared."""
+    model = nn.Linear(4, 4).eval()
+    fast = piecegraph.compile(
+        model, frontend="breakable", capture_sizes=[8, 4], dynamic_dims={"input": 0}, on_fallback="raise"
+    )
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x))
+    assert list(fast.stats()["plans"][0]["sizes"]) == ["8", "4"]
