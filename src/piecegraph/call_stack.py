@@ -27,6 +27,8 @@ _COMMANDS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cli") + os
 
 _lines: dict[tuple[CodeType, int], SourceLine | None] = {}
 _paths: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+_strangers: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[torch.nn.Module]] = weakref.WeakKeyDictionary()
+"""Modules that are called inside of others without being parts of them: to look for these at every op takes long."""
 
 _root: ContextVar[torch.nn.Module | None] = ContextVar("piecegraph_root_module", default=None)
 _outside: ContextVar[FrameType | None] = ContextVar("piecegraph_outside", default=None)
@@ -80,9 +82,10 @@ def path_of(calling: Sequence[torch.nn.Module], root: torch.nn.Module | None) ->
     root = root if root is not None else next(iter(calling), None)
     if root is None:
         return ""
-    names = _paths.get(root)
-    if names is None or not all(_is_at(root, names.get(id(module)), module) for module in calling):
+    names, strangers = _paths.setdefault(root, {}), _strangers.setdefault(root, weakref.WeakSet())
+    if any(not _is_at(root, names.get(id(module)), module) and module not in strangers for module in calling):
         names = _paths[root] = {id(part): name for name, part in root.named_modules()}
+        strangers.update(module for module in calling if id(module) not in names)
     return next((names[id(module)] for module in reversed(calling) if id(module) in names), "")
 
 

@@ -166,7 +166,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 @contextlib.contextmanager
 def observing(sink: CallSink, call_function: CallFunction = _call) -> Iterator[None]:
-    """Tell a sink of all that runs inside: steps of programs, and ops outside of them.
+    """Tell a sink of all that runs inside: steps of programs, and ops and Triton kernels outside of them.
 
     Args:
         sink: is told.
@@ -177,7 +177,10 @@ def observing(sink: CallSink, call_function: CallFunction = _call) -> Iterator[N
         returned = run_observed(step, take(args, values), take(kwargs, values), sink, call_function)
         return [returned if position is None else returned[position] for _, position in step.results]
 
-    with watched_steps(run_step), OpObserver(sink):
+    def around_launch(kernel: str) -> contextlib.AbstractContextManager[None]:
+        return one_call(sink, lambda: LaunchCall(kernel, (current_origin(kernel),)))
+
+    with watched_steps(run_step), torch_compat.triton_launches(around_launch), OpObserver(sink):
         yield
 
 

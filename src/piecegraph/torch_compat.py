@@ -13,6 +13,7 @@ import contextlib
 import difflib
 import functools
 import hashlib
+import importlib
 import inspect
 import operator
 import re
@@ -517,6 +518,40 @@ def _generated_sources() -> Iterator[list[CompiledSource]]:
             yield found
         finally:
             CompiledFxGraph.post_compile = original  # type: ignore[method-assign]
+
+
+AroundLaunch = Callable[[str], contextlib.AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def triton_launches(around: AroundLaunch) -> Iterator[None]:
+    """Launches of Triton kernels by this thread, by Inductor's code or directly, happen inside of ``around(name)``.
+
+    They are no ops, so that no dispatch mode sees them. Inductor of torch 2.11 and 2.13 launches by a plain method.
+    """
+    launchers: list[Any] = []
+    if torch.cuda.is_available():
+        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+        launchers.append(CachingAutotuner)
+        with contextlib.suppress(ImportError):
+            launchers.append(importlib.import_module("triton.runtime.jit").JITFunction)
+    with contextlib.ExitStack() as undo:
+        for launcher in launchers:
+            undo.callback(setattr, launcher, "run", launcher.run)
+            launcher.run = _watched_launch(launcher.run, around, threading.get_ident())
+        yield
+
+
+def _watched_launch(run: Callable[..., Any], around: AroundLaunch, thread: int) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def watched(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread or kwargs.get("warmup"):
+            return run(kernel, *args, **kwargs)
+        with around(kernel.fn.__name__):
+            return run(kernel, *args, **kwargs)
+
+    return watched
 
 
 # --- memory

@@ -83,6 +83,20 @@ def test_eager_code(family: str) -> None:
     assert share_known([launch for launch in t.launches if launch.call.origins[0].module]) == 1.0  # type: ignore[union-attr]
 
 
+def test_code_that_torch_compiled() -> None:
+    """Its kernels are no ops; the line is the one that calls it."""
+    x = torch.randn(64, 64, device=CUDA)
+    compiled_sin = torch.compile(lambda t: (t.sin() + 1) @ t)
+    compiled_sin(x)
+    with piecegraph.trace() as t:
+        compiled_sin(x)  # here
+    assert any(launch.name.startswith("triton_") for launch in t.launches)
+    assert {launch.how for launch in t.launches} == {"call"}
+    for launch in t.launches:
+        assert launch.call is not None
+        assert "# here" in [line.text.rpartition("  ")[2] for line in launch.call.origins[0].stack]
+
+
 def group_of(groups: Groups, member: str) -> Group:
     return next(group for group in groups.groups if any(member in one.name for one in group.members))
 

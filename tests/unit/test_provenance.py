@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+import threading
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import piecegraph
+from piecegraph import torch_compat
 from piecegraph.call_stack import path_of
 from piecegraph.errors import KernelError, PiecegraphWarning, RecordError
 from piecegraph.graph_nodes import CudaNodes
@@ -398,3 +402,35 @@ def test_an_installed_module_is_its_own_root() -> None:
         outer(rows())
     assert places_in(graph_records(installed._engine.tapes())) == places_in_layer("layers.0")
     installed.close()
+
+
+def test_launches_of_triton_kernels_are_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no ops. Only those of the thread that watches count, and a kernel that is only compiled does not."""
+
+    class Kernel:
+        def fn(self) -> None: ...
+
+        def run(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+            return args
+
+    module = types.ModuleType("triton.runtime.jit")
+    module.JITFunction = Kernel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton.runtime.jit", module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    launched: list[str] = []
+
+    @contextlib.contextmanager
+    def around(name: str) -> Iterator[None]:
+        launched.append(name)
+        yield
+
+    original = Kernel.run
+    with torch_compat.triton_launches(around):
+        assert Kernel().run(1, 2, grid=(1,)) == (1, 2)
+        Kernel().run(warmup=True)
+        other = threading.Thread(target=Kernel().run)
+        other.start()
+        other.join()
+    Kernel().run()
+    assert launched == ["fn"]
+    assert Kernel.run is original

@@ -111,7 +111,7 @@ def _call(fields: dict[str, Any]) -> LaunchCall:
         Origin(one["op"], one["module"], tuple(SourceLine(**line) for line in one["stack"]))
         for one in fields["origins"]
     )
-    return LaunchCall(fields["op"], tuple(origins), tuple(fields["shapes"]))
+    return LaunchCall(fields["op"], tuple(origins), tuple(fields["shapes"]), fields["is_several"])
 
 
 def _tuple(value: Any) -> Any:

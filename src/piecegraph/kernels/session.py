@@ -67,11 +67,12 @@ def profiled(folder: Path) -> Iterator[Profile]:
 
 @contextlib.contextmanager
 def _running() -> Iterator[torch.profiler.profile]:
-    has_gpu = torch.cuda.is_available()
-    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * has_gpu
-    # Shapes are seen by the observer. The profiler's own come with every argument as text, some of it not escaped.
-    # Its stacks say who launches what is not seen: the kernels of torch.compile. On a CPU, all that counts is seen.
-    profiler = torch.profiler.profile(activities=activities, with_stack=has_gpu)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    # Who launches what, and with which shapes, is seen by the observer. The profiler's own stacks and shapes make files
+    # of hundreds of megabytes where something is compiled inside, and not all of their text is escaped.
+    profiler = torch.profiler.profile(activities=activities)
     with warnings.catch_warnings():
         # torch 2.11 warns that a second cycle would clear the events of the first. There is one; and to keep events
         # across cycles (acc_events) torch would decode the names of all of them, and fail where one is no text.
