@@ -13,14 +13,14 @@ logs="${OUT:-$(mktemp -d)}"
 status=0
 
 if [ "$what" != tests ]; then
-    for bench in models prefill llm; do
+    for bench in models prefill llm provenance; do
         export TORCHINDUCTOR_CACHE_DIR="$(mktemp -d)" TRITON_CACHE_DIR="$(mktemp -d)"
         timeout 300 python3 "benchmarks/$bench.py" >"$logs/$bench.log" 2>&1 || status=1
         grep -vE "^\s*$|[Ww]arn" "$logs/$bench.log" | tail -14
     done
 fi
 if [ "$what" != bench ]; then
-    timeout 400 python3 -m pytest tests/gpu -m gpu -n "${WORKERS:-6}" -p no:cacheprovider -o filterwarnings=default \
+    timeout 550 python3 -m pytest tests/gpu -m gpu -n "${WORKERS:-$(nproc)}" -p no:cacheprovider -o filterwarnings=default \
         --tb=short --show-capture=no >"$logs/tests.log" 2>&1 || status=1
     grep -E "^(E  |FAILED|ERROR|[0-9]+ (passed|failed))" "$logs/tests.log" | cut -c1-220 | tail -60
 fi
