@@ -357,3 +357,34 @@ def test_parts_are_measured_at_the_sizes_that_ran() -> None:
     assert shown[0].split() == "Size Part Kernels With (us) Without (us) Saved (us) Saved % Spread (us)".split()
     assert shown[1].split() == ["4", "mlp", "3", "200.0", "150.0", "50.0", "25.0", "1.5"]
     assert shown[2].split()[-5:] == ["200.0", "160.0", "40.0", "20.0", "1.0"]
+
+
+def test_a_row_is_looked_into(run: Run, tmp_path: Path) -> None:
+    trace = TraceBuilder()
+    for _ in range(7):
+        with trace.python("net.py(9): forward"), trace.op("aten::mm", dims=[[2, 8], [8, 8]], types=["float", "float"]):
+            trace.kernel("gemm", grid=(4, 1, 5))
+    with trace.op("aten::relu"):
+        trace.kernel("clamp")
+    path = str(trace.save(tmp_path / "run.json"))
+    done = run("--from", path, "--row", "1")
+    assert done.code == 0, done.err
+    head, times, _, sites, site, *_ = done.out.splitlines()
+    assert head == "gemm, called by aten::mm"
+    assert times.startswith("7 launches, ")
+    assert (sites, site.partition(": ")[0]) == ("sites", "  aten::mm at net.py:9")
+    assert "  net.py:9" in done.out.splitlines()
+    assert done.out.count("grid (4, 1, 5)") == 5
+    assert done.out.endswith("  and 2 more\n")
+    (row,) = json.loads(run("--from", path, "--row", "2", "--json").out)["rows"]
+    assert row["kernel"] == "clamp"
+
+
+def test_a_row_that_is_not_there(run: Run, tmp_path: Path) -> None:
+    trace = TraceBuilder()
+    with trace.op("aten::relu"):
+        trace.kernel("clamp")
+    path = str(trace.save(tmp_path / "run.json"))
+    done = run("--from", path, "--row", "2")
+    assert (done.code, "PG712 there is no row 2: the table has 1" in done.err) == (2, True)
+    assert run("--from", path, "--row", "1", "--diff", path).code == 2

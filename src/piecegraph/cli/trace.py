@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,7 @@ class _Seen:
 @click.option("--op", metavar="GLOB", help="Only these calls: aten::mm.")
 @click.option("--kernel", metavar="GLOB", help="Only these kernels: nvjet*.")
 @click.option("--line", metavar="FILE[:LINE]", help="Only what these lines launch: model.py:12.")
+@click.option("--row", type=click.IntRange(min=1), help="Look into this row: its places, stacks and launches.")
 @click.option("--groups", "with_groups", is_flag=True, help="Show the kernels that come from one call, too.")
 @click.option("--diff", "earlier", metavar="TRACE", help="Show what changed since this saved trace instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
@@ -83,6 +84,7 @@ def trace(
     outputs: tuple[Path, ...],
     as_json: bool,
     with_groups: bool,
+    row: int | None,
     limit: int,
     **rest: Any,
 ) -> None:
@@ -105,7 +107,7 @@ def trace(
         for path in outputs:
             seen.taken.save(path)
             click.echo(path, err=True)
-        _show(seen, selection, before, limit or None, as_json=as_json, with_groups=with_groups)
+        _show(seen, selection, before, limit or None, row, as_json=as_json, with_groups=with_groups)
     except ScriptFailedError:
         sys.exit(FAILED)
     except KeyboardInterrupt:
@@ -127,7 +129,7 @@ def _check_usage(context: click.Context, target: str | None, arguments: tuple[st
         )
     if not is_model and (wrong := _given(context, _MODEL_ONLY)):
         raise click.UsageError(f"{wrong} needs a model as TARGET.")
-    if context.params["earlier"] is not None and (wrong := _given(context, _SELECTION)):
+    if context.params["earlier"] is not None and (wrong := _given(context, (*_SELECTION, "row"))):
         raise click.UsageError(f"--diff compares whole traces: leave {wrong} out.")
 
 
@@ -204,16 +206,23 @@ def _show(
     selection: dict[str, Any],
     before: Trace | None,
     limit: int | None,
+    row: int | None,
     *,
     as_json: bool,
     with_groups: bool,
 ) -> None:
     from piecegraph.kernels import groups_page
+    from piecegraph.kernels.show_row import find_row, row_text
     from piecegraph.kernels.show_text import WIDTH, diff_view, table_view
 
     table = seen.taken.table(**selection)
+    if row is not None:
+        table = replace(table, rows=(find_row(table, row),))
     if as_json:
         _print_document(seen, table, before)
+        return
+    if row is not None:
+        click.echo(row_text(table.rows[0]))
         return
     width = _terminal_width() or WIDTH
     views = [table_view(table, width=width, limit=limit)]
