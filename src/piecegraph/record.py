@@ -51,6 +51,8 @@ class Recorder:
         self._device = device
         self._phase = phase
         self._ledger = Ledger(device.num_nodes) if provenance else None
+        if provenance:
+            torch_compat.triton_launchers()  # found now, before anything is captured
         self._events = events
         self._uncapturable = uncapturable
         self.steps: list[GraphStep | EagerStep] = []

@@ -520,6 +520,18 @@ def _generated_sources() -> Iterator[list[CompiledSource]]:
             CompiledFxGraph.post_compile = original  # type: ignore[method-assign]
 
 
+@functools.cache
+def triton_launchers() -> tuple[Any, ...]:
+    """The classes whose ``run`` launches a Triton kernel. Finding them imports Inductor: not for during a capture."""
+    if not torch.cuda.is_available():
+        return ()
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    with contextlib.suppress(ImportError):
+        return CachingAutotuner, importlib.import_module("triton.runtime.jit").JITFunction
+    return (CachingAutotuner,)
+
+
 AroundLaunch = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
@@ -529,15 +541,8 @@ def triton_launches(around: AroundLaunch) -> Iterator[None]:
 
     They are no ops, so that no dispatch mode sees them. Inductor of torch 2.11 and 2.13 launches by a plain method.
     """
-    launchers: list[Any] = []
-    if torch.cuda.is_available():
-        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
-        launchers.append(CachingAutotuner)
-        with contextlib.suppress(ImportError):
-            launchers.append(importlib.import_module("triton.runtime.jit").JITFunction)
     with contextlib.ExitStack() as undo:
-        for launcher in launchers:
+        for launcher in triton_launchers():
             undo.callback(setattr, launcher, "run", launcher.run)
             launcher.run = _watched_launch(launcher.run, around, threading.get_ident())
         yield
