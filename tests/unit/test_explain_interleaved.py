@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -197,10 +198,27 @@ def crash(story: str, way: str, prefix: str, folder: Path, **environment: str) -
     return explain_logs([log])
 
 
+def crash_until(
+    is_told: Callable[[Page], bool], story: str, way: str, prefix: str, folder: Path, **environment: str
+) -> Page:
+    """Fail again, twice at most, until everything is told. Processes weave as the machine lets them, and tear what Python
+    prints line by line: what a log does not hold, no reader can tell. It does not happen three times in a row.
+    """
+    for _ in range(3):
+        page = crash(story, way, prefix, folder, **environment)
+        if is_told(page):
+            return page
+    pytest.fail(to_text(page))
+
+
+def counted(page: Page) -> set[tuple[int, str]]:
+    return {(group.count, group.type) for group in page.who.groups}
+
+
 @pytest.mark.parametrize("prefix", ["none", "rank", "worker"])
 @pytest.mark.parametrize("way", ["uncaught", "caught"])
 def test_eight_processes_fail_in_the_compiler(way: str, prefix: str, tmp_path: Path) -> None:
-    page = crash("compile", way, prefix, tmp_path)
+    page = crash_until(lambda page: len(page.who.groups) == 1, "compile", way, prefix, tmp_path)
     (group,) = page.who.groups
     assert (group.count, group.type, group.message) == (8, "NotImplementedError", "argument of type: <class 'int'>")
     assert page.root is not None
@@ -220,7 +238,8 @@ def test_eight_processes_fail_in_the_compiler(way: str, prefix: str, tmp_path: P
 @pytest.mark.parametrize("prefix", ["none", "rank"])
 @pytest.mark.parametrize("way", ["uncaught", "caught"])
 def test_one_runs_out_of_memory_and_seven_echo(way: str, prefix: str, tmp_path: Path) -> None:
-    page = crash("oom", way, prefix, tmp_path)
+    expected = {(1, "OutOfMemoryError"), (7, "RuntimeError")}
+    page = crash_until(lambda page: counted(page) == expected, "oom", way, prefix, tmp_path)
     root, echo = page.who.groups
     assert (root.role, root.count, root.type) == ("root", 1, "OutOfMemoryError")
     assert (echo.role, echo.count, echo.type) == ("echo", 7, "RuntimeError")
@@ -234,8 +253,8 @@ def test_one_runs_out_of_memory_and_seven_echo(way: str, prefix: str, tmp_path: 
 @pytest.mark.parametrize("prefix", ["none", "rank"])
 @pytest.mark.parametrize("way", ["uncaught", "caught"])
 def test_four_fail_in_one_way_and_four_in_another(way: str, prefix: str, tmp_path: Path) -> None:
-    page = crash("mixed", way, prefix, tmp_path)
-    assert {(group.count, group.type) for group in page.who.groups} == {(4, "NotImplementedError"), (4, "RuntimeError")}
+    expected = {(4, "NotImplementedError"), (4, "RuntimeError")}
+    page = crash_until(lambda page: counted(page) == expected, "mixed", way, prefix, tmp_path)
     assert page.root is not None
     assert page.root.frame is not None
     assert page.root.frame.function in ("create_arg", "matmul")
@@ -247,7 +266,11 @@ def test_four_fail_in_one_way_and_four_in_another(way: str, prefix: str, tmp_pat
 
 
 def test_unbuffered_output_tears_lines_and_the_cause_is_found_all_the_same(tmp_path: Path) -> None:
-    page = crash("compile", "uncaught", "none", tmp_path, PYTHONUNBUFFERED="1")
+    page = crash_until(
+        lambda page: page.root is not None and page.who.groups[0].count >= 4,
+        *("compile", "uncaught", "none"),
+        tmp_path,
+        PYTHONUNBUFFERED="1",
+    )
     assert page.root is not None
     assert page.root.type in ("NotImplementedError", "BackendCompilerFailed")
-    assert page.who.groups[0].count >= 4

@@ -23,8 +23,9 @@ from piecegraph.insight.records import read_records
 from piecegraph.insight.stack_dump import last_dump
 
 DRIVER = """
-import os, pickle, sys
+import os, pickle, signal, sys
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background has it ignored
 from piecegraph.insight.recorded_run import run_recorded
 folder, *command = sys.argv[1:]
 os.mkdir(f"{folder}/records")
