@@ -201,8 +201,8 @@ def crash(story: str, way: str, prefix: str, folder: Path, **environment: str) -
 def crash_until(
     is_told: Callable[[Page], bool], story: str, way: str, prefix: str, folder: Path, **environment: str
 ) -> Page:
-    """Fail again, twice at most, until everything is told. Processes weave as the machine lets them, and tear what Python
-    prints line by line: what a log does not hold, no reader can tell. It does not happen three times in a row.
+    """Fail again, twice at most, until everything is told. Processes weave as the machine lets them, and tear what
+    Python prints line by line: what a log does not hold, no reader can tell. It does not happen three times in a row.
     """
     for _ in range(3):
         page = crash(story, way, prefix, folder, **environment)
