@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from piecegraph.errors import InputError
 from piecegraph.kernels import trace_file
+from piecegraph.kernels.attribute import attribute
 from piecegraph.kernels.join import RawTrace, join
 from piecegraph.kernels.launch import Launch, Range, RawLaunch
 from piecegraph.kernels.read import read_launches, read_trace
@@ -271,13 +272,9 @@ def test_another_attribution_is_asked_first(tmp_path: Path) -> None:
     trace.replay([("kernel", "a"), ("kernel", "b")], node_ids=[1, 2], graph_id=3)
 
     def by_node(raw: RawLaunch) -> Launch | None:
-        if raw.node_id != 3 << 32 | 1:
-            return None
-        return Launch(
-            raw.kind, raw.name, raw.start, raw.duration, raw.stream, raw.grid, raw.block, None, 5, "8", "node id"
-        )
+        return raw.made_by(None, 5, "8", "node id") if raw.node_id == 3 << 32 | 1 else None
 
-    read = read_trace(trace.save(tmp_path / "trace.json"), first=by_node)
+    read = attribute(*read_launches(trace.save(tmp_path / "trace.json")), by_node)
     assert [(launch.how, launch.instance) for launch in read.launches] == [("node id", 5), ("none", -1)]
 
 

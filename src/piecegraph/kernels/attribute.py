@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from piecegraph.kernels.join import RawTrace
-from piecegraph.kernels.launch import How, KernelTrace, Launch, Range, RawLaunch
+from piecegraph.kernels.launch import KernelTrace, Launch, Range, RawLaunch
 from piecegraph.kernels.timeline import MODULE_PREFIX
 from piecegraph.origin import LaunchCall, Origin
 from piecegraph.plan import SourceLine
@@ -47,23 +47,9 @@ def attribute(trace: RawTrace, device: str = "", first: Attribution | None = Non
 
 
 def _by_ranges(raw: RawLaunch, caller: _Caller) -> Launch:
-    how: How = "none" if caller.call is None else "stack"
-    if raw.is_replayed:
-        how = "step" if caller.phase else "none"
-    return Launch(
-        kind=raw.kind,
-        name=raw.name,
-        start=raw.start,
-        duration=raw.duration,
-        stream=raw.stream,
-        grid=raw.grid,
-        block=raw.block,
-        call=None if raw.is_replayed else caller.call,
-        # The replay of a graph is no call that kernels have in common.
-        instance=-1 if raw.is_replayed else raw.instance,
-        phase=caller.phase,
-        how=how,
-    )
+    if raw.is_replayed:  # the replay of a graph is no call that kernels have in common
+        return raw.made_by(None, -1, caller.phase, "step" if caller.phase else "none")
+    return raw.made_by(caller.call, raw.instance, caller.phase, "none" if caller.call is None else "stack")
 
 
 class _Callers:

@@ -56,6 +56,22 @@ class RawLaunch:
         """Whether it ran as part of a graph."""
         return "GraphLaunch" in self.launcher
 
+    def made_by(self, call: LaunchCall | None, instance: int, phase: str, how: How) -> Launch:
+        """The same launch, attributed; see there for the arguments."""
+        return Launch(
+            kind=self.kind,
+            name=self.name,
+            start=self.start,
+            duration=self.duration,
+            stream=self.stream,
+            grid=self.grid,
+            block=self.block,
+            call=call,
+            instance=instance,
+            phase=phase,
+            how=how,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:

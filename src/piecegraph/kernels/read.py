@@ -6,7 +6,7 @@ import os
 from typing import Any, Literal
 
 from piecegraph.errors import InputError
-from piecegraph.kernels.attribute import Attribution, attribute
+from piecegraph.kernels.attribute import attribute
 from piecegraph.kernels.join import RawTrace, join
 from piecegraph.kernels.keep import kept_trace
 from piecegraph.kernels.launch import KernelTrace
@@ -18,17 +18,11 @@ _MEGABYTE = 1_000_000
 _LONG_FILE_BYTES = 20 * _MEGABYTE
 
 
-def read_trace(
-    path: str | os.PathLike[str],
-    *,
-    first: Attribution | None = None,
-    progress: bool | Literal["auto"] = "auto",
-) -> KernelTrace:
+def read_trace(path: str | os.PathLike[str], *, progress: bool | Literal["auto"] = "auto") -> KernelTrace:
     """Read a Chrome trace of torch.profiler, plain or gzip, of any size; one that we saved as we knew it.
 
     Args:
         path: what ``export_chrome_trace()`` wrote.
-        first: asked about each launch before its ranges are.
         progress: whether to show a bar for long files on standard error; ``"auto"``: if that is a terminal.
 
     Raises:
@@ -36,7 +30,7 @@ def read_trace(
     """
     file = TraceFile(os.fspath(path))
     timeline = _collect(file, progress)
-    return kept_trace(file.kept, file.path) or attribute(*_launches(file, timeline), first)
+    return kept_trace(file.kept, file.path) or attribute(*_launches(file, timeline))
 
 
 def read_launches(

@@ -216,19 +216,7 @@ class _Marked:
         self, raw: RawLaunch, call: LaunchCall | None, key: tuple[object, ...] | None, phase: str, how: How
     ) -> None:
         instance = -1 if key is None else self._instances.setdefault(key, _FIRST_OWN + len(self._instances))
-        self.found[id(raw)] = Launch(
-            raw.kind,
-            raw.name,
-            raw.start,
-            raw.duration,
-            raw.stream,
-            raw.grid,
-            raw.block,
-            call,
-            instance,
-            phase,
-            how,
-        )
+        self.found[id(raw)] = raw.made_by(call, instance, phase, how)
 
 
 def _part_of(step: LaunchCall, seen: LaunchCall) -> LaunchCall:

@@ -81,31 +81,7 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         bar.advance(path)
     limits, length = _limits(loaded, config)
     stages.done("load")
-    core_options = Options(
-        fuse_linears=options.fuse_linears,
-        inductor=options.inductor,
-        provenance=options.provenance,
-        progress=options.progress,
-    )
-    with torch.no_grad():
-        cache = cache_for(
-            decoder_of(loaded.model), linear_attention=options.linear_attention, latent_cache=options.latent_cache
-        )
-        if not cache.keeps_state:
-            refuse_attention(loaded.model)
-        early: list[EarlyKernels] = []
-        model = trace_model(
-            loaded.model,
-            cache,
-            backend=config.backend,
-            options=core_options,
-            events=events,
-            on_traced=lambda graph, layers, reaches: early.extend(
-                _start_early(graph, layers, reaches, loaded, config, limits)
-            ),
-        )
-    _check_sizes(loaded, model, limits)
-    compiled_early = [kernels.wait() for kernels in early]
+    model, cache, early = _trace_and_compile(loaded, config, limits, events)
     stages.done("trace and compile")
     parts = _Parts.make(loaded, model, config, limits, _embeds_tracer(loaded, model, cache, config, events), events)
     groups = parts.give_memory(progress)
@@ -118,20 +94,44 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         eos_token_ids=_eos_token_ids(loaded),
         looks_ahead=look_ahead.choice == "on",
     )
-    decisions = [
-        *loaded.decisions,
-        *model.decisions,
-        length,
-        parts.attention,
-        *compiled_early,
-        prefix_cache,
-        look_ahead,
-    ]
+    decisions = [*loaded.decisions, *model.decisions, length, parts.attention, *early, prefix_cache, look_ahead]
     if options.self_check:
         with progress.bar("self check", 1):
             decisions.append(_check(loaded, engine))
         stages.done("self check")
     return Started(loaded, model, engine, limits, groups, parts.cache_bytes(groups), tuple(decisions), stages.seconds)
+
+
+def _trace_and_compile(
+    loaded: LoadedModel, config: LLMConfig, limits: SchedulerLimits, events: EventLog
+) -> tuple[TracedModel, TraceCache, list[Decision]]:
+    """The compiled model, what stood for its cache, and what became of the kernels that are compiled meanwhile."""
+    options = config.options
+    early: list[EarlyKernels] = []
+
+    def on_traced(
+        graph: torch.fx.Graph, layers: Sequence[AttentionLayer | LatentLayer], reaches: Sequence[Reach]
+    ) -> None:
+        early.extend(_start_early(graph, layers, reaches, loaded, config, limits))
+
+    with torch.no_grad():
+        cache = cache_for(
+            decoder_of(loaded.model), linear_attention=options.linear_attention, latent_cache=options.latent_cache
+        )
+        if not cache.keeps_state:
+            refuse_attention(loaded.model)
+        core_options = Options(
+            fuse_linears=options.fuse_linears,
+            inductor=options.inductor,
+            provenance=options.provenance,
+            progress=options.progress,
+        )
+        backend = config.backend
+        model = trace_model(
+            loaded.model, cache, backend=backend, options=core_options, events=events, on_traced=on_traced
+        )
+    _check_sizes(loaded, model, limits)
+    return model, cache, [kernels.wait() for kernels in early]
 
 
 @dataclass(frozen=True)

@@ -100,13 +100,7 @@ def trace_model(
         torch_compat.start_compile_workers()  # they come up while the model is traced
     progress = Progress(options.progress)
     with progress.bar("trace", 1):
-        traced = _trace_decoder(model, cache, takes_embeds, position_rows or 1)
-        if position_rows is None:
-            traced, position_rows = _with_all_rows(model, cache, traced)
-    decisions = (*cache.decisions, *count_by_sequence(traced, 1, type(model).__name__))
-    if position_rows > 1:
-        reason = f"the decoder makes {position_rows} rows of the positions of a text"
-        decisions = (*decisions, Decision("positions", "in three dimensions", reason))
+        traced, position_rows, decisions = _read_decoder(model, cache, takes_embeds, position_rows)
     layers, reaches = number_sites(traced.graph)
     states = number_states(traced.graph, tuple(path for path, _ in cache.opaque))
     traced_at = time.perf_counter()
@@ -132,6 +126,20 @@ def trace_model(
         decisions,
         seconds,
     )
+
+
+def _read_decoder(
+    model: Any, cache: TraceCache, takes_embeds: bool, position_rows: int | None
+) -> tuple[Traced, int, tuple[Decision, ...]]:
+    """The decoder's graph, in how many rows it takes positions, and what was decided about it."""
+    traced = _trace_decoder(model, cache, takes_embeds, position_rows or 1)
+    if position_rows is None:
+        traced, position_rows = _with_all_rows(model, cache, traced)
+    decisions = (*cache.decisions, *count_by_sequence(traced, 1, type(model).__name__))
+    if position_rows == 1:
+        return traced, position_rows, decisions
+    reason = f"the decoder makes {position_rows} rows of the positions of a text"
+    return traced, position_rows, (*decisions, Decision("positions", "in three dimensions", reason))
 
 
 def _with_all_rows(model: Any, cache: TraceCache, traced: Traced) -> tuple[Traced, int]:
