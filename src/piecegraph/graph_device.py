@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from piecegraph import torch_compat
-from piecegraph.graph_nodes import CudaNodes, LiveNodes, num_captured_nodes
+from piecegraph.graph_nodes import CountNodes, CudaNodes, LiveNodes, node_counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,7 @@ class CudaGraphs:
         self._anchors: list[torch.cuda.CUDAGraph] = []
         """A graph in every pool that stays: torch 2.11 cannot capture into a pool again whose last graph has gone."""
         self._capturing: torch.cuda.CUDAGraph | None = None
+        self._count_nodes: CountNodes = lambda: None
         self._keeps_nodes = False
         self._ranges: list[tuple[int, int]] = []
         self._outside: set[int] = set()
@@ -126,6 +127,7 @@ class CudaGraphs:
             torch.zeros(1, device=f"cuda:{self._index}")
             self._anchors[-1].capture_end()
         self._capturing = self._begin(keep_nodes)
+        self._count_nodes = node_counter(self._index)
         self._keeps_nodes = keep_nodes
 
     def _begin(self, keep_nodes: bool) -> torch.cuda.CUDAGraph:
@@ -138,12 +140,12 @@ class CudaGraphs:
         return function(*args, **kwargs)
 
     def num_nodes(self) -> int | None:
-        return num_captured_nodes(self._index)
+        return self._count_nodes()
 
     def end(self) -> CapturedGraph | None:
         graph = self._capturing
         assert graph is not None, "end() without begin()"
-        num_nodes = num_captured_nodes(self._index)
+        num_nodes = self.num_nodes()
         graph.capture_end()
         self._capturing = None
         if num_nodes == 0:

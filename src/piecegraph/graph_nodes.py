@@ -6,6 +6,7 @@ Everything here goes through cuda-bindings, which CUDA builds of torch depend on
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
@@ -14,6 +15,9 @@ import torch
 from piecegraph import torch_compat
 from piecegraph.errors import KernelError
 from piecegraph.origin import GraphNode, WorkKind
+
+CountNodes = Callable[[], int | None]
+"""How many nodes a capture has so far; None if it is over, if an error has spoilt it, and without cuda-bindings."""
 
 
 class LiveNodes(Protocol):
@@ -30,17 +34,26 @@ class LiveNodes(Protocol):
         """Let a node run or not in the replays that follow."""
 
 
-def num_captured_nodes(device_index: int) -> int | None:
-    """How many nodes the capture under way on the current stream has so far; None without cuda-bindings."""
+def node_counter(device_index: int) -> CountNodes:
+    """What counts the nodes of the capture under way on the current stream; it is asked twice for every op."""
     try:
         from cuda.bindings import runtime
     except ImportError:
-        return None
-    error, status, _, graph, *_ = runtime.cudaStreamGetCaptureInfo(torch_compat.raw_stream(device_index))
-    if int(error) != 0 or int(status) != 1:
-        return None
-    error, _, count = runtime.cudaGraphGetNodes(graph, 0)
-    return int(count) if int(error) == 0 else None
+        return lambda: None
+    stream = torch_compat.raw_stream(device_index)
+    error, _, _, graph, *_ = runtime.cudaStreamGetCaptureInfo(stream)
+    active = runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive
+    if int(error) != 0:
+        return lambda: None
+
+    def count() -> int | None:
+        _, status = runtime.cudaStreamIsCapturing(stream)
+        if status != active:  # the graph has gone
+            return None
+        error, _, number = runtime.cudaGraphGetNodes(graph, 0)
+        return int(number) if int(error) == 0 else None
+
+    return count
 
 
 class CudaNodes:

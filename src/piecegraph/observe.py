@@ -1,4 +1,4 @@
-"""Watching who launches what, while code runs: op by op, node by node, or line by line of a compiled wrapper.
+"""Watching who launches what, while code runs: op by op, or line by line of a compiled wrapper.
 
 What is seen goes to a :class:`CallSink`: a ledger at capture, marks in a profile otherwise.
 """
@@ -111,25 +111,18 @@ class OpObserver(TorchDispatchMode):
         return LaunchCall(op, self._find_origins(op), shapes_of((*args, *kwargs.values())))
 
 
-class _NodeInterpreter(torch.fx.Interpreter):
-    """Runs a piece as it was traced; its ops have the origin of the node that they belong to."""
+def _origins_by_line(module: torch.fx.GraphModule) -> FindOrigins:
+    """The origins of the node whose line of a traced module's code is running."""
+    code, nodes = module.forward.__code__, torch_compat.nodes_by_line(module)
 
-    def __init__(self, module: torch.fx.GraphModule, sink: CallSink) -> None:
-        super().__init__(module)
-        self._sink = sink
-        self._node: torch.fx.Node | None = None
+    def find(op: str) -> tuple[Origin, ...]:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        node = nodes.get(frame.f_lineno) if frame is not None else None
+        return origins_of(node) if node is not None else ()
 
-    def run_node(self, n: torch.fx.Node) -> Any:
-        self._node = n
-        return super().run_node(n)
-
-    def run_observed(self, args: tuple[Any, ...]) -> Any:
-        with OpObserver(self._sink, self._origins):
-            return self.run(*args)
-
-    def _origins(self, op: str) -> tuple[Origin, ...]:
-        assert self._node is not None
-        return origins_of(self._node)
+    return find
 
 
 CallFunction = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -149,7 +142,8 @@ def run_observed(
     """
     source = step.source
     if isinstance(step.label, Piece) and step.label.backend == "eager":
-        returned = _NodeInterpreter(source.module, sink).run_observed(args)
+        with OpObserver(sink, _origins_by_line(source.module)):
+            returned = step.function(*args, **kwargs)
     elif source.compiled is not None:
         with _watched_lines(sink, source.compiled.file, launch_calls(source)):
             returned = call_function(step.function, args, kwargs)

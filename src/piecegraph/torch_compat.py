@@ -420,6 +420,12 @@ def module_call_code() -> CodeType:
     return torch.nn.Module._call_impl.__code__
 
 
+def nodes_by_line(module: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
+    """What each line of a traced module's ``forward`` computes, lines numbered as in its frames."""
+    nodes, first = list(module.graph.nodes), module.forward.__code__.co_firstlineno
+    return {first + line: nodes[index] for line, index in module._lineno_map.items() if index is not None}
+
+
 # --- compiling
 # -------------------------------------------------------------------------------------------------------------
 

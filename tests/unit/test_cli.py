@@ -11,10 +11,9 @@ import pytest
 from piecegraph.version import VERSION
 
 
-def run(
-    *arguments: str, code: str = "from piecegraph.cli.main import main; main()"
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+def run(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    what = ["-m", "piecegraph"] if code is None else ["-c", code]
+    return subprocess.run([sys.executable, *what, *arguments], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,8 @@ def test_a_later_version_of_what_is_kept_is_passed_over(recorded: str, run: Run,
         (("net.py", "--from", "trace.json"), "one of them"),
         (("model", "prompt"), "A model takes no arguments, but got 'prompt'"),
         (("net.py", "--prompt", "x"), "--prompt needs a model"),
+        (("model", "--prompt", "x", "--prompt-tokens", "3"), "Give --prompt or --prompt-tokens"),
+        (("model", "--prompt-tokens", "0"), "--prompt-tokens"),
         (("net.py", "--what-if", "layers.*"), "--what-if needs a model"),
         (("--from", "trace.json", "--dtype", "auto"), "--dtype needs a model"),
         (("net.py", "--diff", "t.json", "--op", "x"), "leave --op out"),
@@ -304,6 +306,19 @@ def test_a_model(run: Run, tmp_path: Path) -> None:
         "model.layers.0.mlp.down_proj",
         "model.layers.1.mlp.down_proj",
     ]
+
+
+def test_a_model_without_a_tokenizer(run: Run, tmp_path: Path) -> None:
+    model = write_tiny_llm(tmp_path)
+    for file in tmp_path.glob("*token*"):
+        file.unlink()
+    how = ("--max-new-tokens", "1", "--backend", "eager", "--json")
+    refused, done = run(model, *how), run(model, "--prompt-tokens", "40", *how)
+    assert "error: PG666 " in refused.err
+    assert "piecegraph trace has --prompt-tokens" in refused.err
+    assert done.code == 0, done.err
+    rows = [row for row in json.loads(done.out)["rows"] if row["module"] == "model.layers.*.mlp.down_proj"]
+    assert [row["instances"] for row in rows if row["kernel"] == "aten::mm"] == [2], "one step of two layers"
 
 
 def test_a_model_that_is_not_there(run: Run, tmp_path: Path) -> None:

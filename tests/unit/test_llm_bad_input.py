@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 
 import piecegraph
 from piecegraph.errors import ConfigError, ModelError
 from piecegraph.llm import startup, traced_model
+from piecegraph.llm.loader import _read_tokenizer
 from tests.cases.llm_shelf import Shelf, shelf
 
 
@@ -115,6 +117,12 @@ def test_a_model_without_a_tokenizer_takes_token_ids(models: Shelf, folder: Path
     with pytest.raises(ModelError, match="PG666"):
         _ = llm.tokenizer
     assert [chunk.text for chunk in llm.generate([5, 6, 7], max_new_tokens=2, stream=True)] == ["", ""]
+
+
+def test_a_tokenizer_that_transformers_made_up_is_none(tmp_path: Path) -> None:
+    hf.Qwen3Config().save_pretrained(tmp_path)
+    assert len(hf.AutoTokenizer.from_pretrained(tmp_path)("to be")["input_ids"]) == 0
+    assert _read_tokenizer(str(tmp_path)) == (None, "its folder has no vocabulary")
 
 
 # ------------------------------------------------------------------ bad requests beside good ones

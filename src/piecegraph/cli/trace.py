@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from piecegraph.llm.llm import LLM
 
 _INTERRUPTED = 130
-_MODEL_ONLY = ("prompt", "max_new_tokens", "dtype", "device", "backend", "load_format", "what_if")
+_MODEL_ONLY = ("prompt", "prompt_tokens", "max_new_tokens", "dtype", "device", "backend", "load_format", "what_if")
 _SELECTION = ("sort", "module", "op", "kernel", "line")
 
 
@@ -45,6 +45,7 @@ class _Seen:
 @click.argument("arguments", nargs=-1, metavar="[ARGS]...")
 @click.option("--from", "recorded", metavar="TRACE", help="Read what torch.profiler wrote: .json or .json.gz.")
 @click.option("--prompt", default="The capital of France is", show_default=True, help="What MODEL goes on from.")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), help="As many arbitrary tokens instead of a prompt.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=8, show_default=True, help="Of MODEL's answer.")
 @model_options
 @click.option(
@@ -127,6 +128,8 @@ def _check_usage(context: click.Context, target: str | None, arguments: tuple[st
         raise click.UsageError(
             f"A model takes no arguments, but got {arguments[0]!r}; the prompt is given by --prompt."
         )
+    if context.params["prompt_tokens"] is not None and _given(context, ("prompt",)):
+        raise click.UsageError("Give --prompt or --prompt-tokens: one of them.")
     if not is_model and (wrong := _given(context, _MODEL_ONLY)):
         raise click.UsageError(f"{wrong} needs a model as TARGET.")
     if context.params["earlier"] is not None and (wrong := _given(context, (*_SELECTION, "row"))):
@@ -177,7 +180,9 @@ def _see_script(path: str, arguments: tuple[str, ...]) -> _Seen:
     return _Seen(taken, exit_code=code)
 
 
-def _see_model(model: str, *, prompt: str, max_new_tokens: int, what_if: tuple[str, ...], **how: Any) -> _Seen:
+def _see_model(
+    model: str, *, prompt: str, prompt_tokens: int | None, max_new_tokens: int, what_if: tuple[str, ...], **how: Any
+) -> _Seen:
     from piecegraph.kernels.trace import trace as tracing
 
     if what_if:
@@ -186,13 +191,19 @@ def _see_model(model: str, *, prompt: str, max_new_tokens: int, what_if: tuple[s
     llm = load_model(model, num_prompts=1, prefix_cache=False, options={"provenance": True}, **how)
     for glob in what_if:
         llm.kernels.select(module=glob)  # a glob that means nothing is told before anything runs
-    _answer(llm, prompt, max_new_tokens)
+    asked = prompt if prompt_tokens is None else _arbitrary_tokens(llm, prompt_tokens)
+    _answer(llm, asked, max_new_tokens)
     with tracing() as taken:
-        _answer(llm, prompt, max_new_tokens)
+        _answer(llm, asked, max_new_tokens)
     return _Seen(taken, tuple(measure_parts(llm.kernels, taken, what_if)) if what_if else ())
 
 
-def _answer(llm: LLM, prompt: str, max_new_tokens: int) -> None:
+def _arbitrary_tokens(llm: LLM, number: int) -> list[int]:
+    vocab_size = llm.started.engine.scheduler.limits.vocab_size
+    return [token % vocab_size for token in range(number)]
+
+
+def _answer(llm: LLM, prompt: str | list[int], max_new_tokens: int) -> None:
     (answer,) = llm.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
     if answer.error is not None:
         raise answer.error

@@ -135,7 +135,7 @@ class LLM:
                 "PG666",
                 f"the model at {self.path} has no tokenizer",
                 why=self.started.loaded.tokenizer_error,
-                hint="give prompts as lists of token ids",
+                hint="give prompts as lists of token ids; piecegraph trace has --prompt-tokens",
             )
         return self.started.loaded.tokenizer
 

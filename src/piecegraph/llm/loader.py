@@ -198,9 +198,12 @@ def _fix_ropes(model: torch.nn.Module) -> Iterator[Decision]:
 
 def _read_tokenizer(path: str) -> tuple[Any | None, str]:
     try:
-        return transformers.AutoTokenizer.from_pretrained(path), ""
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
         return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made up by transformers where there are no files for one
+        return None, "its folder has no vocabulary"
+    return tokenizer, ""
 
 
 @contextlib.contextmanager
