@@ -19,17 +19,20 @@ _ALONE = re.compile(r"(aten|prims|inductor|mkldnn)::\w*(mm|matmul|linear|conv(?!
 """Ops that have kernels of their own: a compiler calls them, or takes a template."""
 
 
-_origins_of_nodes: weakref.WeakKeyDictionary[torch.fx.Node, tuple[Origin, ...]] = weakref.WeakKeyDictionary()
-
-
 def origins_of(node: torch.fx.Node) -> tuple[Origin, ...]:
-    """Where in the user's model a node was traced from: several places for linears that were joined.
+    """Where in the user's model a node was traced from: several places for linears that were joined."""
+    return tuple(Origin(op_name(node), module, stack) for module, stack in places(node))
 
-    A node is asked about once for each size that is recorded.
-    """
-    if node not in _origins_of_nodes:
-        _origins_of_nodes[node] = tuple(Origin(op_name(node), module, stack) for module, stack in places(node))
-    return _origins_of_nodes[node]
+
+_by_line: weakref.WeakKeyDictionary[torch.fx.GraphModule, dict[int, tuple[Origin, ...]]] = weakref.WeakKeyDictionary()
+
+
+def origins_by_line(module: torch.fx.GraphModule) -> Mapping[int, tuple[Origin, ...]]:
+    """The origins of what each line of a traced module's code computes, worked out once and not for each size."""
+    if module not in _by_line:
+        nodes = torch_compat.nodes_by_line(module)
+        _by_line[module] = {line: origins_of(node) for line, node in nodes.items()}
+    return _by_line[module]
 
 
 def all_origins(nodes: Iterable[torch.fx.Node]) -> tuple[Origin, ...]:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph import torch_compat
 from piecegraph.call_stack import current_origin
-from piecegraph.fx_origins import all_origins, launch_calls, origins_of
+from piecegraph.fx_origins import all_origins, launch_calls, origins_by_line
 from piecegraph.origin import LaunchCall, Origin
 from piecegraph.plan import Piece
 from piecegraph.program import Step, take, watched_steps
@@ -97,8 +97,8 @@ class OpObserver(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_mark = func.namespace == "profiler"
-        if self._sink.is_inside or is_mark or torch.compiler.is_compiling() or torch_compat.are_fake(tuple(types)):
+        is_traced = torch.compiler.is_compiling() or (types and torch_compat.are_fake(tuple(types)))
+        if is_traced or self._sink.is_inside or _is_mark(func):
             return func(*args, **kwargs)
         self._sink.begin()
         try:
@@ -111,16 +111,15 @@ class OpObserver(TorchDispatchMode):
         return LaunchCall(op, self._find_origins(op), shapes_of((*args, *kwargs.values())))
 
 
-def _origins_by_line(module: torch.fx.GraphModule) -> FindOrigins:
+def _origins_of_running(module: torch.fx.GraphModule) -> FindOrigins:
     """The origins of the node whose line of a traced module's code is running."""
-    code, nodes = module.forward.__code__, torch_compat.nodes_by_line(module)
+    code, origins = module.forward.__code__, origins_by_line(module)
 
     def find(op: str) -> tuple[Origin, ...]:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not code:
             frame = frame.f_back
-        node = nodes.get(frame.f_lineno) if frame is not None else None
-        return origins_of(node) if node is not None else ()
+        return origins.get(frame.f_lineno, ()) if frame is not None else ()
 
     return find
 
@@ -142,8 +141,9 @@ def run_observed(
     """
     source = step.source
     if isinstance(step.label, Piece) and step.label.backend == "eager":
-        with OpObserver(sink, _origins_by_line(source.module)):
-            returned = step.function(*args, **kwargs)
+        # Layers that share a function have modules of their own, whose lines know the layer.
+        with OpObserver(sink, _origins_of_running(source.module)):
+            returned = source.module.forward(*args, **kwargs)
     elif source.compiled is not None:
         with _watched_lines(sink, source.compiled.file, launch_calls(source)):
             returned = call_function(step.function, args, kwargs)
@@ -221,15 +221,21 @@ def shapes_of(args: Iterable[Any]) -> tuple[str, ...]:
     shapes: list[str] = []
     for arg in args:
         if isinstance(arg, torch.Tensor):
-            shapes.append(f"{_name_of(arg.dtype)}{list(arg.shape)}")
+            shapes.append(_layout(arg.dtype, arg.shape))
         elif isinstance(arg, (list, tuple)):
             shapes += shapes_of(arg)
     return tuple(shapes)
 
 
-@functools.cache
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+@functools.lru_cache(maxsize=4096)
+def _layout(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_mark(func: Any) -> bool:
+    """Whether an op only tells a profiler where the program is."""
+    return bool(func.namespace == "profiler")
 
 
 @functools.lru_cache(maxsize=4096)
