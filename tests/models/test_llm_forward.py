@@ -167,8 +167,11 @@ def test_a_model_that_needs_its_tokens_takes_no_embeddings(models: Shelf, monkey
 
 
 class WithoutTokens:
-    def run(self, inputs: Any, sizes: Any, run_step: Any) -> list[torch.Tensor]:
-        return [torch.ones(len(inputs[0]), 64)]
+    def run(self, inputs: Any, num_tokens: int, run_step: Any) -> list[torch.Tensor]:
+        return [torch.ones(num_tokens, 64)]
+
+    def finish(self, values: Any, num_tokens: int, rows: torch.Tensor) -> torch.Tensor:
+        return values[0][rows]
 
 
 # ------------------------------------------------------------------ positions in three dimensions

@@ -246,7 +246,7 @@ class Engine:
         return True
 
     @unintercepted
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, *, every_row: bool) -> StepResult:
         """Run the tokens of a plan that another scheduler made. There is one cache, so nobody else may be running."""
         self._check_foreign(plan)
         if any(work.request.input_embeds is not None for work in plan.works):
@@ -255,8 +255,9 @@ class Engine:
         if not self._is_foreign:
             self.scheduler.cache.forget()
             self._is_foreign = True
-        tokens, logits, hidden = self._launch(plan).result
-        return StepResult(tokens[: plan.num_seqs], logits[: plan.num_seqs], hidden[: plan.num_tokens])
+        tokens, logits, hidden = self._launch(plan, every_row=every_row).result
+        num_rows = plan.num_tokens if every_row else plan.num_seqs
+        return StepResult(tokens[: plan.num_seqs], logits[: plan.num_seqs], hidden[:num_rows])
 
     def _check_foreign(self, plan: StepPlan) -> None:
         limits, why = self.scheduler.limits, ""
@@ -279,10 +280,11 @@ class Engine:
         given = shape if request.input_embeds is None else tuple(request.input_embeds.shape)
         return f"the embeddings of request {request.id!r} are of shape {given}, not {shape}" if given != shape else ""
 
-    def _launch(self, plan: StepPlan, fed: torch.Tensor | None = None) -> _Launched:
+    def _launch(self, plan: StepPlan, fed: torch.Tensor | None = None, *, every_row: bool = False) -> _Launched:
         bucket = self._sizes.bucket_for(plan)
         self._buffers.fill(plan, bucket, fed=fed)
-        key = StepKey(bucket, self._buffers.sampling_mode, self._buffers.has_embeds)
+        every_row = bucket.kind == "mixed" and (every_row or self._wants_every_row(plan))
+        key = StepKey(bucket, self._buffers.sampling_mode, self._buffers.has_embeds, every_row)
         if fed is None and self._must_record(key):
             self._record(key)
             self._buffers.fill(plan, bucket)  # recording wrote a batch of its own
@@ -301,6 +303,9 @@ class Engine:
             return None  # recording would overwrite the tokens that the step is to be fed with
         plan = self.scheduler.schedule_ahead(current.plan)
         return self._launch(plan, fed=current.result.tokens) if plan is not None else None
+
+    def _wants_every_row(self, plan: StepPlan) -> bool:
+        return bool(self._num_detailed) and any(work.request.params.wants_every_row for work in plan.works)
 
     def _must_record(self, key: StepKey) -> bool:
         """Whether a step has been left to be recorded at its first use."""

@@ -1,6 +1,6 @@
 """One step of the model: from the static buffers to chosen tokens, recorded once for each bucket and replayed.
 
-The same three parts run in every mode: the decoder's program, the head on the rows that are asked for, the sampler. In
+The same three parts run in every mode: the decoder, the head on the rows that are asked for, the sampler. In
 *full* mode all of it is one graph; in *piecewise* mode the cut ops run eagerly between graphs; without graphs
 everything is called directly. Which mode a kind of step has is decided from what its kernels say of themselves.
 """
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from piecegraph import torch_compat
-from piecegraph.body import TracedBody
 from piecegraph.errors import KernelError, ModelError
 from piecegraph.events import Event, EventLog
 from piecegraph.graph_device import GraphDevice
 from piecegraph.llm import ops
 from piecegraph.llm.batch import BatchBuffers
+from piecegraph.llm.decoder import Decoder
 from piecegraph.llm.memory import Memory
 from piecegraph.llm.sampling import SamplingMode, sample
 from piecegraph.llm.step import Bucket, StepKind
@@ -45,12 +45,15 @@ class StepKey:
     sampling: SamplingMode
     takes_embeds: bool = False
     """Whether some of its tokens have embeddings of their own."""
+    every_row: bool = False
+    """Whether hidden states of all tokens are wanted. A step of decoding has no others than those it needs."""
 
     def __str__(self) -> str:
         size = f"{self.bucket.num_tokens} tokens"
         if self.bucket.kind == "mixed":
             size += f" of {self.bucket.num_seqs} sequences"
         size += ", embeddings" if self.takes_embeds else ""
+        size += ", every row" if self.every_row else ""
         return f"{self.bucket.kind} {size}" + (f", {self.sampling}" if self.sampling != "greedy" else "")
 
 
@@ -84,7 +87,7 @@ class Forward:
         buffers: BatchBuffers,
         device: GraphDevice | None,
         modes: Mapping[StepKind, Decision],
-        trace_embeds: Callable[[], TracedBody],
+        trace_embeds: Callable[[], Decoder],
         events: EventLog,
         *,
         provenance: bool,
@@ -96,7 +99,7 @@ class Forward:
         self._device = device
         self.modes = dict(modes)
         self._trace_embeds = trace_embeds
-        self._embeds_decoder: TracedBody | None = None
+        self._embeds_decoder: Decoder | None = None
         self._events = events
         self._uncapturable: dict[int, str] = {}
         self.tapes: dict[StepKey, Tape] = {}
@@ -109,7 +112,7 @@ class Forward:
     def run(self, key: StepKey) -> Sequence[torch.Tensor]:
         """Run the step that was written to the buffers: (chosen tokens, logits, hidden states).
 
-        The results are valid until the next step.
+        The hidden states are those of the rows with logits, or of every row. The results are valid until the next step.
         """
         self.num_steps += 1
         self._last = key
@@ -135,22 +138,37 @@ class Forward:
             return
         with torch_compat.outside_inference():
             self._embeds_decoder = self._trace_embeds()
-        bucket = Bucket(min(_TRIED_TOKENS, self._buffers.limits.max_tokens), 1)
-        self._buffers.fill_dummy(bucket)
-        views = self._buffers.views(bucket)
-        assert views.has_embeds is not None
-        views.has_embeds.zero_()
-        views.input_ids.copy_(torch.arange(bucket.num_tokens) % vocab_size)
-        with ops.current_sites(self._memory):
-            self._memory.use_batch(self._buffers, bucket)
-            of_ids, of_embeds = (self._decode(StepKey(bucket, "greedy", takes), run_plainly) for takes in (False, True))
-        if not torch.allclose(of_ids.float(), of_embeds.float(), rtol=1e-2, atol=1e-2 * float(of_ids.abs().max())):
+        if not self._gives_the_same(vocab_size, {"takes_embeds": False}, {"takes_embeds": True}):
             self._embeds_decoder = None
             raise ModelError(
                 "PG662",
                 "the model cannot take embeddings in the place of tokens",
                 why="it needs the tokens themselves besides their embeddings",
             )
+
+    def check_rows(self, vocab_size: int) -> None:
+        """Make sure that a row is the same whether it is computed with all others or without them."""
+        if not self._gives_the_same(vocab_size, {"every_row": False}, {"every_row": True}):
+            raise ModelError(
+                "PG664",
+                "the model gives other logits if its last piece is run on the rows that need them",
+                why="something behind the last attention brings tokens together",
+                hint="report the family",
+            )
+
+    def _gives_the_same(self, vocab_size: int, *ways: Mapping[str, bool]) -> bool:
+        """Whether two ways to run the same tokens give the same logits, but for rounding."""
+        limits = self._buffers.limits
+        bucket = Bucket(min(_TRIED_TOKENS, limits.max_tokens), min(2, limits.max_seqs))
+        self._buffers.fill_dummy(bucket)
+        views = self._buffers.views(bucket)
+        if views.has_embeds is not None:
+            views.has_embeds.zero_()
+        views.input_ids.copy_(torch.arange(bucket.num_tokens) % vocab_size)
+        with ops.current_sites(self._memory):
+            self._memory.use_batch(self._buffers, bucket)
+            one, other = (self._compute(StepKey(bucket, "greedy", **way))[1].float() for way in ways)
+        return torch.allclose(one, other, rtol=1e-2, atol=1e-2 * float(one.abs().max()))
 
     @contextlib.contextmanager
     def rerun(self, tape: Tape) -> Iterator[Rerun]:
@@ -258,8 +276,8 @@ class Forward:
         return self._tape(recorder, key, outputs)
 
     def _record_pieces(self, recorder: Recorder, key: StepKey) -> Tape:
-        hidden = self._decode(key, recorder.run_step)
-        outputs = recorder.capture("head and sampler", self._choose, (key, hidden))
+        values = self._decode(key, recorder.run_step)
+        outputs = recorder.capture("last piece, head and sampler", self._choose, (key, values))
         return self._tape(recorder, key, outputs)
 
     def _tape(self, recorder: Recorder, key: StepKey, outputs: Sequence[torch.Tensor]) -> Tape:
@@ -276,13 +294,13 @@ class Forward:
     def _compute(self, key: StepKey) -> tuple[torch.Tensor, ...]:
         return self._choose(key, self._decode(key, run_plainly))
 
-    def _decoder(self, key: StepKey) -> TracedBody:
+    def _decoder(self, key: StepKey) -> Decoder:
         if not key.takes_embeds:
             return self._model.decoder
         assert self._embeds_decoder is not None
         return self._embeds_decoder
 
-    def _decode(self, key: StepKey, run_step: RunStep) -> torch.Tensor:
+    def _decode(self, key: StepKey, run_step: RunStep) -> list[torch.Tensor]:
         views = self._buffers.views(key.bucket)
         inputs = [views.input_ids, views.positions]
         if views.mrope_positions is not None:
@@ -291,12 +309,12 @@ class Forward:
             assert views.input_embeds is not None
             assert views.has_embeds is not None
             inputs += [views.input_embeds, views.has_embeds]
-        hidden: torch.Tensor = self._decoder(key).run(inputs, (key.bucket.num_tokens,), run_step)[0]
-        return hidden
+        return self._decoder(key).run(inputs, key.bucket.num_tokens, run_step)
 
-    def _choose(self, key: StepKey, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _choose(self, key: StepKey, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         views = self._buffers.views(key.bucket)
-        rows = hidden if key.bucket.kind == "decode" else hidden.index_select(0, views.logit_rows)
-        logits = self._model.head(rows)
+        rows = None if key.bucket.kind == "decode" else views.logit_rows
+        hidden = self._decoder(key).finish(values, key.bucket.num_tokens, None if key.every_row else rows)
+        logits = self._model.head(hidden.index_select(0, rows) if key.every_row and rows is not None else hidden)
         tokens = sample(logits, views.temperature, views.top_k, views.top_p, views.uniform, mode=key.sampling)
         return tokens, logits, hidden

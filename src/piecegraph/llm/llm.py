@@ -246,7 +246,7 @@ class LLM:
             release_state=ours.release_state,
         )
 
-    def forward(self, plan: StepPlan) -> StepResult:
+    def forward(self, plan: StepPlan, *, hidden_states: bool = True) -> StepResult:
         """Run one step of a scheduler of your own.
 
         The model has one cache: what ``generate`` remembered of prompts is forgotten, and while requests of your
@@ -254,6 +254,8 @@ class LLM:
 
         Args:
             plan: which tokens of which requests run, as a scheduler of :meth:`make_scheduler` plans it.
+            hidden_states: give those of all tokens. Without them a step takes less; those of the last token of each
+                sequence are there all the same.
 
         Returns:
             Tokens, logits and hidden states of the plan's works in their order, valid until the next step.
@@ -269,7 +271,7 @@ class LLM:
                 scheduler.commit(plan, result.tokens.tolist())
         """
         with self._lock, torch.inference_mode():
-            return self.started.engine.run(plan)
+            return self.started.engine.run(plan, every_row=hidden_states)
 
     # -- requests
 

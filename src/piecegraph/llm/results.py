@@ -66,7 +66,7 @@ class StepResult(NamedTuple):
     logits: torch.Tensor
     """Of the last token of each sequence."""
     hidden: torch.Tensor
-    """Of every token."""
+    """Of every token, or, if they were not asked for, of the last token of each sequence."""
 
 
 @dataclass(frozen=True, slots=True)

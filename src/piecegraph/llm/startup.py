@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from piecegraph.body import TracedBody
 from piecegraph.config import Options
 from piecegraph.errors import ConfigError, ModelError
 from piecegraph.events import EventLog
@@ -19,6 +18,7 @@ from piecegraph.llm.attention.kernel import AttentionKernel
 from piecegraph.llm.attention.registry import choose_kernel
 from piecegraph.llm.batch import BatchBuffers, BatchLimits
 from piecegraph.llm.config import LLMConfig
+from piecegraph.llm.decoder import Decoder
 from piecegraph.llm.early_kernels import EarlyKernels, LinearShape, linear_shapes
 from piecegraph.llm.engine import Engine
 from piecegraph.llm.forward import Forward, StepKey
@@ -156,7 +156,7 @@ class _Parts:
         model: TracedModel,
         config: LLMConfig,
         limits: SchedulerLimits,
-        trace_embeds: Callable[[], TracedBody],
+        trace_embeds: Callable[[], Decoder],
         events: EventLog,
     ) -> _Parts:
         dtype, options = loaded.model.dtype, config.options
@@ -333,11 +333,11 @@ def _limits(loaded: LoadedModel, config: LLMConfig) -> tuple[SchedulerLimits, De
 
 def _embeds_tracer(
     loaded: LoadedModel, model: TracedModel, cache: TraceCache, config: LLMConfig, events: EventLog
-) -> Callable[[], TracedBody]:
+) -> Callable[[], Decoder]:
     """What makes the decoder that takes embeddings. Its weights stay where they are: they are not joined again."""
     options = Options(inductor=config.options.inductor, progress=config.options.progress)
 
-    def trace_embeds() -> TracedBody:
+    def trace_embeds() -> Decoder:
         refuse_embeddings(loaded.model)
         traced = trace_model(
             loaded.model,
@@ -357,7 +357,7 @@ def _embeds_tracer(
 def _check_sizes(loaded: LoadedModel, model: TracedModel, limits: SchedulerLimits) -> None:
     """One trace serves steps of every size. See Note [Dropped guards]."""
     for size in (1, 2, limits.max_batch_tokens):
-        reason = model.decoder.violated((size,))
+        reason = model.decoder.violated(size)
         if reason is not None:
             raise ModelError("PG662", f"{type(loaded.model).__name__} cannot run steps of {size} tokens", why=reason)
 
@@ -420,6 +420,8 @@ def _check(loaded: LoadedModel, engine: Engine) -> Decision:
     """See ``self_check.py``. Its steps are nobody's, so they are not counted."""
     counted, engine.events = engine.events, EventLog("ignore")
     decision = self_check(loaded.model, engine)
+    with torch.inference_mode():
+        engine.forward.check_rows(engine.scheduler.limits.vocab_size)
     engine.events = counted
     engine.forward.num_steps = engine.forward.num_replays = 0
     return decision

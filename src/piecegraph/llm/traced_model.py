@@ -21,7 +21,6 @@ import torch.fx
 from transformers import PreTrainedModel
 
 from piecegraph import torch_compat
-from piecegraph.body import TracedBody
 from piecegraph.config import Options
 from piecegraph.cut_rules import CutRules
 from piecegraph.errors import ModelError, TraceError
@@ -30,6 +29,7 @@ from piecegraph.example import read_example
 from piecegraph.fuse import fuse_linears
 from piecegraph.fx_nodes import put_below
 from piecegraph.llm import ops
+from piecegraph.llm.decoder import Decoder, make_decoder
 from piecegraph.llm.layers import AttentionLayer, LatentLayer, Reach, StateLayer
 from piecegraph.llm.linear import linear_passes
 from piecegraph.llm.plug import UnsupportedCallError
@@ -54,7 +54,7 @@ OnTraced = Callable[[torch.fx.Graph, tuple[AttentionLayer | LatentLayer, ...], t
 class TracedModel:
     """A model, ready to be given memory."""
 
-    decoder: TracedBody
+    decoder: Decoder
     head: Callable[[torch.Tensor], torch.Tensor]
     """Rows of hidden states to rows of logits."""
     layers: tuple[AttentionLayer | LatentLayer, ...]
@@ -113,9 +113,10 @@ def trace_model(
     provenance = options.provenance or is_tracing()
     lowering = Lowering(backend, linear_passes(model.device), options.inductor, provenance)
     program, num_compiles = lower(traced, segments, lowering, events, progress)
+    decoder, rows = make_decoder(traced, segments, program)
     seconds = {"trace": traced_at - started, "compile": time.perf_counter() - traced_at}
     return TracedModel(
-        TracedBody(traced, program, lambda name, recorded: recorded),
+        decoder,
         make_head(model),
         layers,
         states,
@@ -123,7 +124,7 @@ def trace_model(
         position_rows,
         tuple(step.label for step in program.steps),
         num_compiles,
-        decisions,
+        (*decisions, rows),
         seconds,
     )
 

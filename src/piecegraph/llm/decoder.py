@@ -1,0 +1,119 @@
+"""A compiled decoder in two parts: up to the last op that brings tokens together, and what is behind it.
+
+Note [Rows of the last piece]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Sequences lie one behind the other in one row of tokens, and only cut ops can tell them apart. So a piece that brought
+tokens together would bring sequences together, and the model could not be served at all: every piece computes each
+token by itself. Behind the last cut that is of use: what is computed there for a token is read by nobody but the head.
+So the last piece (the better part of a layer) is run on the rows whose logits are asked for, one of each sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+import torch.fx
+
+from piecegraph import torch_compat
+from piecegraph.body import TracedBody
+from piecegraph.plan import Decision
+from piecegraph.program import Program, RunStep, Slot, run_plainly
+from piecegraph.sources import FromCall, Weight
+from piecegraph.split import Segment
+from piecegraph.tape import WatchedWeight
+from piecegraph.tracer import Traced
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Hidden states of tokens; see Note [Rows of the last piece]."""
+
+    body: TracedBody
+    tail: TracedBody | None = None
+    """The last piece; None if it is part of the body."""
+    token_dims: tuple[int | None, ...] = (0,)
+    """Of each value that the body gives, which dimension is that of the tokens; None if it has none."""
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], num_tokens: int, run_step: RunStep = run_plainly
+    ) -> list[torch.Tensor]:
+        """All that brings tokens together; what comes out is for :meth:`finish`."""
+        return self.body.run(inputs, (num_tokens,), run_step)
+
+    def finish(self, values: Sequence[torch.Tensor], num_tokens: int, rows: torch.Tensor | None) -> torch.Tensor:
+        """The hidden states of some rows, or of all."""
+        if rows is not None:
+            num_tokens = rows.shape[0]
+            values = [
+                value if dim is None else value.index_select(dim, rows)
+                for value, dim in zip(values, self.token_dims, strict=True)
+            ]
+        hidden: torch.Tensor = values[0] if self.tail is None else self.tail.run(values, (num_tokens,))[0]
+        return hidden
+
+    def weights(self) -> list[WatchedWeight]:
+        """The weights that graphs read by address."""
+        return [weight for part in (self.body, self.tail) if part is not None for weight in part.weights()]
+
+    def violated(self, num_tokens: int) -> str | None:
+        """Why steps of a size cannot be run, or None."""
+        return self.body.violated((num_tokens,))
+
+
+def make_decoder(traced: Traced, segments: Sequence[Segment], program: Program) -> tuple[Decoder, Decision]:
+    """Take the last piece apart from the others, if it can be run on some rows."""
+
+    def body_of(part: Program) -> TracedBody:
+        return TracedBody(traced, part, lambda name, recorded: recorded)
+
+    segment = segments[-1]
+    tokens = torch_compat.size_expr(torch_compat.meta_value(_first_input(traced)).shape[0])
+    passed = [node for node in segment.inputs if isinstance(node, torch.fx.Node) and not _is_weight(traced, node)]
+    if segment.verdict is not None or not set(traced.output_nodes) <= set(segment.outputs):
+        why = "the hidden states do not come out of a piece"
+    elif not all(_varies_by(tokens, node) for node in (*passed, *segment.outputs)):
+        why = "not all that goes into it has a row for each token"
+    else:
+        body, tail = _part(program, [slot for slot in program.steps[-1].args if _is_passed(program, slot)])
+        decision = Decision("last piece", "on rows with logits", "nobody reads what it makes of other tokens")
+        return Decoder(body_of(body), body_of(tail), tuple(map(_dim_of_tokens, passed))), decision
+    return Decoder(body_of(program)), Decision("last piece", "on all tokens", why)
+
+
+def _part(program: Program, passed: Sequence[Slot]) -> tuple[Program, Program]:
+    """All steps but the last, and the last, which is called with what it reads of the others."""
+    slots = [slot.index for slot in passed]
+    weights = {slot: source for slot, source in program.inputs.items() if isinstance(source, Weight)}
+    calls = {slot: FromCall(index) for index, slot in enumerate(slots)}
+    body = replace(program, steps=program.steps[:-1], outputs=tuple(slots), _at={})
+    return body, replace(program, inputs={**weights, **calls}, steps=program.steps[-1:], _at={})
+
+
+def _is_passed(program: Program, argument: Any) -> bool:
+    return type(argument) is Slot and not isinstance(program.inputs.get(argument.index), Weight)
+
+
+def _is_weight(traced: Traced, node: torch.fx.Node) -> bool:
+    return isinstance(traced.inputs.get(node), Weight)
+
+
+def _first_input(traced: Traced) -> torch.fx.Node:
+    return next(node for node, source in traced.inputs.items() if source == FromCall(0))
+
+
+def _varies_by(tokens: sympy.Expr, node: torch.fx.Node) -> bool:
+    """Whether a value is a tensor with one row for each token, or the same for all numbers of tokens."""
+    value = torch_compat.meta_value(node)
+    if not isinstance(value, torch.Tensor):
+        return False
+    varying = [torch_compat.size_expr(size) for size in value.shape if isinstance(size, torch.SymInt)]
+    return varying in ([], [tokens])
+
+
+def _dim_of_tokens(node: torch.fx.Node) -> int | None:
+    shape = torch_compat.meta_value(node).shape
+    return next((dim for dim, size in enumerate(shape) if isinstance(size, torch.SymInt)), None)
