@@ -76,7 +76,7 @@ def make_decoder(traced: Traced, segments: Sequence[Segment], program: Program) 
     if segment.verdict is not None or not set(traced.output_nodes) <= set(segment.outputs):
         why = "the hidden states do not come out of a piece"
     elif not all(_varies_by(tokens, node) for node in (*passed, *segment.outputs)):
-        why = "not all that goes into it has a row for each token"
+        why = "not all that goes into it is one row behind the other for each token"
     else:
         body, tail = _part(program, [slot for slot in program.steps[-1].args if _is_passed(program, slot)])
         decision = Decision("last piece", "on rows with logits", "nobody reads what it makes of other tokens")
@@ -106,12 +106,19 @@ def _first_input(traced: Traced) -> torch.fx.Node:
 
 
 def _varies_by(tokens: sympy.Expr, node: torch.fx.Node) -> bool:
-    """Whether a value is a tensor with one row for each token, or the same for all numbers of tokens."""
+    """Whether a value is a tensor with one row for each token, or the same for all numbers of tokens.
+
+    It must be laid out as its rows will be: compiled code relies on strides.
+    """
     value = torch_compat.meta_value(node)
     if not isinstance(value, torch.Tensor):
         return False
+    stride, expected = sympy.Integer(1), []
+    for size in reversed(value.shape):
+        expected.append(stride)
+        stride *= torch_compat.size_expr(size)
     varying = [torch_compat.size_expr(size) for size in value.shape if isinstance(size, torch.SymInt)]
-    return varying in ([], [tokens])
+    return varying in ([], [tokens]) and [*map(torch_compat.size_expr, reversed(value.stride()))] == expected
 
 
 def _dim_of_tokens(node: torch.fx.Node) -> int | None:
