@@ -34,8 +34,9 @@ from piecegraph.record import Recorder
 from piecegraph.tape import Rerun, Tape
 
 _TRIED_TOKENS = 8
+"""In a step that compares two ways to run it."""
 _ROUNDING = 0.03
-"""In a step that compares two ways to run it: its tokens, and what half precision may make of the norm of the logits."""
+"""How much of their norm logits may differ there in half precision."""
 
 
 @dataclass(frozen=True, slots=True)
