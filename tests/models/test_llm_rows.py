@@ -92,7 +92,10 @@ def test_requests_for_all_rows_get_them_beside_others(models: Shelf) -> None:
         assert answer.request.generated == models.greedy("llama", prompt, 3)
 
 
-def test_a_last_piece_that_brings_tokens_together_is_found(models: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("settings", [{}, GRAPHS], ids=["direct", "graphs"])
+def test_a_last_piece_that_brings_tokens_together_is_run_on_all(
+    models: Shelf, monkeypatch: pytest.MonkeyPatch, settings: Any
+) -> None:
     finish = Decoder.finish
 
     def wrong(self: Decoder, values: Any, num_tokens: int, rows: torch.Tensor | None) -> torch.Tensor:
@@ -100,5 +103,21 @@ def test_a_last_piece_that_brings_tokens_together_is_found(models: Shelf, monkey
         return hidden if rows is None else hidden + hidden.mean(0, keepdim=True)
 
     monkeypatch.setattr(Decoder, "finish", wrong)
-    with pytest.raises(ModelError, match="PG664 the model gives other logits if its last piece"):
+    llm = models.load("llama", **settings)
+    assert "last piece: on all tokens (it makes something else of a row without the others)" in llm.explain()
+    few = first_step(llm, hidden_states=False)
+    assert len(few.hidden) == len(PROMPTS)
+    for prompt, logits in zip(PROMPTS, few.logits, strict=True):
+        torch.testing.assert_close(logits, models.logits("llama", prompt)[-1], rtol=1e-3, atol=1e-3)
+
+
+def test_wrong_rows_of_plain_steps_are_found_by_the_self_check(models: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = Decoder.finish
+
+    def wrong(self: Decoder, values: Any, num_tokens: int, rows: torch.Tensor | None) -> torch.Tensor:
+        hidden = finish(self, values, num_tokens, rows)
+        return hidden if rows is None else hidden.flip(0)  # the same for the one row that is tried before
+
+    monkeypatch.setattr(Decoder, "finish", wrong)
+    with pytest.raises(ModelError, match="PG664 LlamaForCausalLM answers differently"):
         models.load("llama")

@@ -20,7 +20,6 @@ import torch.fx
 
 from piecegraph import torch_compat
 from piecegraph.body import TracedBody
-from piecegraph.plan import Decision
 from piecegraph.program import Program, RunStep, Slot, run_plainly
 from piecegraph.sources import FromCall, Weight
 from piecegraph.split import Segment
@@ -37,6 +36,8 @@ class Decoder:
     """The last piece; None if it is part of the body."""
     token_dims: tuple[int | None, ...] = (0,)
     """Of each value that the body gives, which dimension is that of the tokens; None if it has none."""
+    why_whole: str = ""
+    """Why there is no tail."""
 
     def run(
         self, inputs: Sequence[torch.Tensor], num_tokens: int, run_step: RunStep = run_plainly
@@ -64,7 +65,7 @@ class Decoder:
         return self.body.violated((num_tokens,))
 
 
-def make_decoder(traced: Traced, segments: Sequence[Segment], program: Program) -> tuple[Decoder, Decision]:
+def make_decoder(traced: Traced, segments: Sequence[Segment], program: Program) -> Decoder:
     """Take the last piece apart from the others, if it can be run on some rows."""
 
     def body_of(part: Program) -> TracedBody:
@@ -79,9 +80,8 @@ def make_decoder(traced: Traced, segments: Sequence[Segment], program: Program) 
         why = "not all that goes into it is one row behind the other for each token"
     else:
         body, tail = _part(program, [slot for slot in program.steps[-1].args if _is_passed(program, slot)])
-        decision = Decision("last piece", "on rows with logits", "nobody reads what it makes of other tokens")
-        return Decoder(body_of(body), body_of(tail), tuple(map(_dim_of_tokens, passed))), decision
-    return Decoder(body_of(program)), Decision("last piece", "on all tokens", why)
+        return Decoder(body_of(body), body_of(tail), tuple(map(_dim_of_tokens, passed)))
+    return Decoder(body_of(program), why_whole=why)
 
 
 def _part(program: Program, passed: Sequence[Slot]) -> tuple[Program, Program]:

@@ -108,6 +108,8 @@ class Forward:
         self.recorded: list[RecordedStep] = []
         self.num_steps = 0
         self.num_replays = 0
+        self._needs_all_rows = False
+        """Whether the last piece is run on all rows, whichever are wanted."""
         self._last: StepKey | None = None
         """Whose batch the buffers hold."""
 
@@ -148,15 +150,15 @@ class Forward:
                 why="it needs the tokens themselves besides their embeddings",
             )
 
-    def check_rows(self, vocab_size: int) -> None:
-        """Make sure that a row is the same whether it is computed with all others or without them."""
-        if not self._gives_the_same(vocab_size, {"every_row": False}, {"every_row": True}):
-            raise ModelError(
-                "PG664",
-                "the model gives other logits if its last piece is run on the rows that need them",
-                why="something behind the last attention brings tokens together",
-                hint="report the family",
-            )
+    def choose_rows(self, vocab_size: int) -> Decision:
+        """Decide which rows the last piece is run on. A row must be the same with all others and without them."""
+        why = self._model.decoder.why_whole
+        if not why and not self._gives_the_same(vocab_size, {"every_row": True}, {"every_row": False}):
+            why = "it makes something else of a row without the others"
+        self._needs_all_rows = bool(why)
+        if why:
+            return Decision("last piece", "on all tokens", why)
+        return Decision("last piece", "on rows with logits", "nobody reads what it makes of other tokens")
 
     def _gives_the_same(self, vocab_size: int, *ways: Mapping[str, bool]) -> bool:
         """Whether two ways to run the same tokens give the same logits, but for rounding."""
@@ -317,7 +319,9 @@ class Forward:
     def _choose(self, key: StepKey, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         views = self._buffers.views(key.bucket)
         rows = None if key.bucket.kind == "decode" else views.logit_rows
-        hidden = self._decoder(key).finish(values, key.bucket.num_tokens, None if key.every_row else rows)
-        logits = self._model.head(hidden.index_select(0, rows) if key.every_row and rows is not None else hidden)
+        computed = None if key.every_row or self._needs_all_rows else rows
+        hidden = self._decoder(key).finish(values, key.bucket.num_tokens, computed)
+        chosen = hidden if rows is computed else hidden.index_select(0, rows)  # type: ignore[arg-type]
+        logits = self._model.head(chosen)
         tokens = sample(logits, views.temperature, views.top_k, views.top_p, views.uniform, mode=key.sampling)
-        return tokens, logits, hidden
+        return tokens, logits, hidden if key.every_row else chosen

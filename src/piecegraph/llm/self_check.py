@@ -1,5 +1,8 @@
 """A loaded model must answer as transformers does: a few tokens are sent both ways before anything is served.
 
+Steps that give every row are compared with transformers, row by row; then the steps that most requests take, which give
+the rows with logits alone, are compared with them.
+
 Note [How much may differ]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 In half precision two right answers differ by what rounding makes of them, and that depends on the model: routers on the
@@ -11,7 +14,7 @@ to them. A model that is wrong is off by about the norm of its logits.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,8 @@ from piecegraph.plan import Decision
 
 _LENGTHS = (7, 12)
 _NEW_TOKENS = 3
+_TOP = 20
+"""Log-probabilities of each row that plain steps are compared by."""
 _TOLERANCE = 2e-3
 """In float32, of the norm of a row of logits."""
 _HALF_TOLERANCE, _MOST_TOLERANCE = 0.15, 0.6
@@ -47,22 +52,29 @@ def self_check(model: Any, engine: Engine) -> Decision:
     numbers = torch.Generator().manual_seed(0)
     lengths = [min(length, max(1, limits.max_model_len - _NEW_TOKENS)) for length in _LENGTHS]
     prompts = [torch.randint(limits.vocab_size, (length,), generator=numbers).tolist() for length in lengths]
-    params = SamplingParams(max_new_tokens=_NEW_TOKENS, ignore_eos=True, return_hidden_states=True)
-    generations = [engine.add(prompt, params, seed=0) for prompt in prompts]
-    if engine.has_mrope:  # text alone would not show whether each row is used where transformers uses it
-        positions = _positions_of_an_image(len(prompts[-1]))
-        generations.append(engine.add(prompts[-1], params, seed=0, mrope_positions=positions))
     with torch.inference_mode():
-        while engine.step():
-            pass
-        difference, allowed = max(_compare(model, engine, generation) for generation in generations)
+        every = _generate(engine, prompts, return_hidden_states=True)
+        plain = _generate(engine, prompts, logprobs=min(_TOP, limits.vocab_size))
+        difference, allowed = max(_compare(model, engine, *both) for both in zip(every, plain, strict=True))
     reason = f"logits differ by {difference:.2g} of their norm, {allowed:.2g} is allowed"
     return Decision("self check", "passed", reason)
 
 
-def _compare(model: Any, engine: Engine, generation: Generation) -> tuple[float, float]:
+def _generate(engine: Engine, prompts: Sequence[list[int]], **wanted: Any) -> list[Generation]:
+    """Run a batch of the prompts to its end."""
+    params = SamplingParams(max_new_tokens=_NEW_TOKENS, ignore_eos=True, **wanted)
+    generations = [engine.add(prompt, params, seed=0) for prompt in prompts]
+    if engine.has_mrope:  # text alone would not show whether each row is used where transformers uses it
+        positions = _positions_of_an_image(len(prompts[-1]))
+        generations.append(engine.add(prompts[-1], params, seed=0, mrope_positions=positions))
+    while engine.step():
+        pass
+    return generations
+
+
+def _compare(model: Any, engine: Engine, generation: Generation, plain: Generation) -> tuple[float, float]:
     """By how much of their norm the logits of a request differ from those of transformers, and what is allowed."""
-    failure = generation.request.error
+    failure = generation.request.error or plain.request.error
     if failure is not None:
         raise ModelError("PG664", f"{type(model).__name__} gives no answer", why=failure.why, hint=failure.hint)
     tokens = torch.tensor([generation.request.tokens[:-1].tolist()], device=model.device)
@@ -78,6 +90,9 @@ def _compare(model: Any, engine: Engine, generation: Generation) -> tuple[float,
                     jittered = model(input_ids=tokens, use_cache=False, **own).logits[0].float()
                 sensitivity = _difference(jittered, expected, model.dtype)
                 allowed = min(_MOST_TOLERANCE, max(allowed, _ROUNDINGS * sensitivity))
+    of_plain = _difference_of_plain(found[generation.request.num_prompt - 1 :], generation, plain)
+    if not of_plain <= allowed:
+        difference = of_plain
     if not difference <= allowed:
         raise ModelError(
             "PG664",
@@ -110,6 +125,18 @@ def _difference(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype)
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)
     # One row of many may be on the other side of a router's fence.
     return float(errors.max() if dtype == torch.float32 else errors.quantile(0.8))
+
+
+def _difference_of_plain(logits: torch.Tensor, generation: Generation, plain: Generation) -> float:
+    """By how much of their norm the log-probabilities of plain steps differ from those of steps with every row."""
+    errors = []
+    for row, token, told in zip(logits.log_softmax(-1), generation.request.generated, plain.logprobs, strict=True):
+        ids, values = zip((told.token_id, told.logprob), *told.top, strict=True)
+        expected = row[list(ids)].cpu()
+        errors.append((torch.tensor(values) - expected).norm() / expected.norm().clamp(min=1e-6))
+        if told.token_id != token:
+            break  # both chose among equals, and go on from different tokens
+    return float(torch.stack(errors).max())
 
 
 @contextlib.contextmanager

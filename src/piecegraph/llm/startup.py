@@ -85,6 +85,8 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
     stages.done("trace and compile")
     parts = _Parts.make(loaded, model, config, limits, _embeds_tracer(loaded, model, cache, config, events), events)
     groups = parts.give_memory(progress)
+    with torch.inference_mode():
+        rows = parts.forward.choose_rows(limits.vocab_size)
     stages.done("measure and allocate")
     parts.forward.record([StepKey(bucket, "greedy") for bucket in parts.sizes.at_start()], progress)
     stages.done("record")
@@ -94,7 +96,7 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         eos_token_ids=_eos_token_ids(loaded),
         looks_ahead=look_ahead.choice == "on",
     )
-    decisions = [*loaded.decisions, *model.decisions, length, parts.attention, *early, prefix_cache, look_ahead]
+    decisions = [*loaded.decisions, *model.decisions, rows, length, parts.attention, *early, prefix_cache, look_ahead]
     if options.self_check:
         with progress.bar("self check", 1):
             decisions.append(_check(loaded, engine))
@@ -420,8 +422,6 @@ def _check(loaded: LoadedModel, engine: Engine) -> Decision:
     """See ``self_check.py``. Its steps are nobody's, so they are not counted."""
     counted, engine.events = engine.events, EventLog("ignore")
     decision = self_check(loaded.model, engine)
-    with torch.inference_mode():
-        engine.forward.check_rows(engine.scheduler.limits.vocab_size)
     engine.events = counted
     engine.forward.num_steps = engine.forward.num_replays = 0
     return decision

@@ -113,10 +113,9 @@ def trace_model(
     provenance = options.provenance or is_tracing()
     lowering = Lowering(backend, linear_passes(model.device), options.inductor, provenance)
     program, num_compiles = lower(traced, segments, lowering, events, progress)
-    decoder, rows = make_decoder(traced, segments, program)
     seconds = {"trace": traced_at - started, "compile": time.perf_counter() - traced_at}
     return TracedModel(
-        decoder,
+        make_decoder(traced, segments, program),
         make_head(model),
         layers,
         states,
@@ -124,7 +123,7 @@ def trace_model(
         position_rows,
         tuple(step.label for step in program.steps),
         num_compiles,
-        (*decisions, rows),
+        decisions,
         seconds,
     )
 
