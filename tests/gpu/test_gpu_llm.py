@@ -56,6 +56,22 @@ def test_captured_steps_give_the_same_tokens(family: str, decode: str, mixed: st
         assert not llm.stats()["fallbacks"]
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_captured_steps_compute_the_rows_with_logits(backend: str, tmp_path: Path) -> None:
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    prompt = PROMPTS[3][:32]
+    with running(tmp_path, backend=backend, options={"provenance": True}) as llm:
+        assert "last piece: on rows with logits" in llm.explain()
+        (few,) = llm.generate([prompt], max_new_tokens=4, ignore_eos=True)
+        (every,) = llm.generate([prompt], max_new_tokens=4, ignore_eos=True, return_hidden_states=True)
+        assert few.token_ids == every.token_ids
+        assert every.hidden_states is not None
+        assert len(every.hidden_states) == len(prompt) + 3
+        assert llm.stats()["coverage"] == 1.0
+        phases = {live.tape.phase for live in llm.kernels.select(module="layers.*.mlp").kernels}
+        assert {"mixed 32 tokens of 4 sequences", "mixed 32 tokens of 4 sequences, every row"} <= phases
+
+
 def test_float32_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.save_pretrained(tmp_path)

@@ -115,6 +115,14 @@ def test_addresses_never_change() -> None:
     assert buffers.views(Bucket(8, 4)).input_ids.data_ptr() == before.input_ids.data_ptr()
 
 
+def test_tokens_of_dummies_differ() -> None:
+    buffers, mixed, decode = make(vocab_size=10), Bucket(16, 2), Bucket(4, 4, "decode")
+    buffers.fill_dummy(mixed)
+    assert buffers.views(mixed).input_ids.tolist() == [*range(8), *range(1, 9)]
+    buffers.fill_dummy(decode, context=8)
+    assert buffers.views(decode).input_ids.tolist() == [8, 9, 0, 1]
+
+
 @pytest.mark.parametrize("bucket", [Bucket(4, 4, "decode"), Bucket(16, 3), Bucket(2, 6), Bucket(16, 1)])
 @pytest.mark.parametrize("context", [0, 7, 1000])
 def test_a_dummy_touches_block_0_alone(bucket: Bucket, context: int) -> None:

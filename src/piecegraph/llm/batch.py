@@ -36,6 +36,7 @@ class BatchLimits:
     max_model_len: int
     block_size: int
     num_groups: int
+    vocab_size: int = 1
     has_mrope: bool = False
     """Whether the model also takes positions in three dimensions."""
     embed_width: int = 0
@@ -233,7 +234,10 @@ class BatchBuffers:
             self._sent.record()
 
     def fill_dummy(self, bucket: Bucket, *, context: int = 0) -> None:
-        """Fill a bucket with sequences that read and write block 0 alone, for warm-up and capture.
+        """Fill a bucket with sequences that read and write block 0 alone, for warm-up, capture and timing.
+
+        Their tokens differ, as those of real ones do: experts are chosen by them, and even a matmul takes less time and
+        power on rows that are all the same.
 
         Args:
             context: tokens of each sequence that are in the cache already; for a decode bucket at least one.
@@ -245,7 +249,8 @@ class BatchBuffers:
         works = []
         for i in range(num_seqs):
             num_tokens = min(share + (i < rest), limits.max_model_len - context)
-            request = Request(f"warm-up {i}", [0] * (context + num_tokens), SamplingParams())
+            tokens = [(i + position) % limits.vocab_size for position in range(context + num_tokens)]
+            request = Request(f"warm-up {i}", tokens, SamplingParams())
             request.blocks = blocks = SequenceBlocks(limits.num_groups)
             blocks.tables = [[0] * -(-len(request.tokens) // limits.block_size)] * limits.num_groups
             works.append(Work(request, context, num_tokens, True))

@@ -250,7 +250,7 @@ class Engine:
         """Run the tokens of a plan that another scheduler made. There is one cache, so nobody else may be running."""
         self._check_foreign(plan)
         if any(work.request.input_embeds is not None for work in plan.works):
-            self.forward.prepare_embeds(self.scheduler.limits.vocab_size)
+            self.forward.prepare_embeds()
         self._ahead = None
         if not self._is_foreign:
             self.scheduler.cache.forget()

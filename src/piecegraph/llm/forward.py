@@ -134,7 +134,7 @@ class Forward:
         """Logits of rows of hidden states, outside of any graph."""
         return self._model.head(hidden)
 
-    def prepare_embeds(self, vocab_size: int) -> None:
+    def prepare_embeds(self) -> None:
         """Make the decoder that takes embeddings, and make sure that it is the same model: ids and the embeddings of
         the same ids must give the same.
         """
@@ -142,7 +142,7 @@ class Forward:
             return
         with torch_compat.outside_inference():
             self._embeds_decoder = self._trace_embeds()
-        if not self._gives_the_same(vocab_size, {"takes_embeds": False}, {"takes_embeds": True}):
+        if not self._gives_the_same({"takes_embeds": False}, {"takes_embeds": True}):
             self._embeds_decoder = None
             raise ModelError(
                 "PG662",
@@ -150,17 +150,17 @@ class Forward:
                 why="it needs the tokens themselves besides their embeddings",
             )
 
-    def choose_rows(self, vocab_size: int) -> Decision:
+    def choose_rows(self) -> Decision:
         """Decide which rows the last piece is run on. A row must be the same with all others and without them."""
         why = self._model.decoder.why_whole
-        if not why and not self._gives_the_same(vocab_size, {"every_row": True}, {"every_row": False}):
+        if not why and not self._gives_the_same({"every_row": True}, {"every_row": False}):
             why = "it makes something else of a row without the others"
         self._needs_all_rows = bool(why)
         if why:
             return Decision("last piece", "on all tokens", why)
         return Decision("last piece", "on rows with logits", "nobody reads what it makes of other tokens")
 
-    def _gives_the_same(self, vocab_size: int, *ways: Mapping[str, bool]) -> bool:
+    def _gives_the_same(self, *ways: Mapping[str, bool]) -> bool:
         """Whether two ways to run the same tokens give the same logits, but for rounding."""
         limits = self._buffers.limits
         # One sequence in one block: dummies share block 0, and would overwrite each other's keys.
@@ -169,7 +169,6 @@ class Forward:
         views = self._buffers.views(bucket)
         if views.has_embeds is not None:
             views.has_embeds.zero_()
-        views.input_ids.copy_(torch.arange(bucket.num_tokens) % vocab_size)
         with ops.current_sites(self._memory):
             self._memory.use_batch(self._buffers, bucket)
             one, other = (self._compute(StepKey(bucket, "greedy", **way))[1].float() for way in ways)

@@ -86,7 +86,7 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
     parts = _Parts.make(loaded, model, config, limits, _embeds_tracer(loaded, model, cache, config, events), events)
     groups = parts.give_memory(progress)
     with torch.inference_mode():
-        rows = parts.forward.choose_rows(limits.vocab_size)
+        rows = parts.forward.choose_rows()
     stages.done("measure and allocate")
     parts.forward.record([StepKey(bucket, "greedy") for bucket in parts.sizes.at_start()], progress)
     stages.done("record")
@@ -304,6 +304,7 @@ def _batch_limits(
         max_model_len=limits.max_model_len,
         block_size=config.options.block_size,
         num_groups=num_groups,
+        vocab_size=limits.vocab_size,
         has_mrope=has_mrope,
         embed_width=loaded.model.get_input_embeddings().weight.shape[1],
         embed_dtype=loaded.model.dtype,
