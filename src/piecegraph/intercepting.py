@@ -9,6 +9,7 @@ from piecegraph import interception
 from piecegraph.eager_interception import ThreadInterceptions
 from piecegraph.engine import live_engines
 from piecegraph.interception import Interception
+from piecegraph.words import count_of
 
 
 class InterceptHandle:
@@ -93,4 +94,4 @@ def intercept(
 
 def _compiled_places(added: Interception) -> list[str]:
     counted = sorted((engine.subject.name, engine.num_places(added)) for engine in live_engines)
-    return [f"{number} {'cut' if number == 1 else 'cuts'} in {name}" for name, number in counted if number]
+    return [f"{count_of(number, 'cut')} in {name}" for name, number in counted if number]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from piecegraph.plan import Cut, Plan, RecordedSize
+from piecegraph.words import count_of
 
 if TYPE_CHECKING:
     from piecegraph.engine import Engine
@@ -21,7 +22,7 @@ def explain_engine(engine: Engine) -> str:
         lines.append("no plan yet: it is made at the first call, or by capture()")
     for number, (plan, runner) in enumerate(engine.plans):
         lines += ["", *_explain_plan(f"plan {number}" if len(engine.plans) > 1 else "plan", plan, runner)]
-    counted = f"{_count(engine.num_calls, 'call')}, {engine.num_replays} replayed, coverage {_coverage(engine):.1%}"
+    counted = f"{count_of(engine.num_calls, 'call')}, {engine.num_replays} replayed, coverage {_coverage(engine):.1%}"
     lines += ["", "calls", f"  {counted}"]
     lines += ["", "fallbacks and other losses"]
     lines += [f"  {times} x {event}" for event, times in engine.events.distinct] or ["  none"]
@@ -93,15 +94,11 @@ def _cuts(plan: Plan, runner: PlanRunner) -> Sequence[Cut]:
     return plan.cuts or getattr(runner.body, "cuts", ())
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _count_steps(plan: Plan, runner: PlanRunner) -> str:
-    cuts = _count(len(_cuts(plan, runner)), "cut")
+    cuts = count_of(len(_cuts(plan, runner)), "cut")
     if plan.frontend == "breakable":
         return f"the function as it is, {cuts}"
-    return f"{_count(len(plan.pieces), 'piece')}, {plan.num_distinct} distinct (each compiled once), {cuts}"
+    return f"{count_of(len(plan.pieces), 'piece')}, {plan.num_distinct} distinct (each compiled once), {cuts}"
 
 
 def _step_rows(plan: Plan, runner: PlanRunner) -> list[tuple[str, ...]]:

@@ -102,7 +102,7 @@ def test_what_cannot_be_run_is_refused(models: Shelf) -> None:
     request = make_request("mine", PROMPTS[0])
     with pytest.raises(RequestError, match="PG657 .* request 'mine' is not running. hint: plan it with llm.make_sch"):
         llm.forward(StepPlan((Work(request, 0, 6, True),), 6, "mixed"))
-    with pytest.raises(RequestError, match="PG657 .* it has 9 tokens of 1 sequences, .*max_batch_tokens=8"):
+    with pytest.raises(RequestError, match="PG657 .* it has 9 tokens of 1 sequence, .*max_batch_tokens=8"):
         llm.forward(StepPlan((Work(request, 0, 9, True),), 9, "mixed"))
     flat = make_request("flat", PROMPTS[0], mrope_positions=np.zeros((3, 6), np.int64))
     with pytest.raises(RequestError, match="PG657 .* request 'flat' has positions in three dimensions"):

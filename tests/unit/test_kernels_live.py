@@ -358,8 +358,8 @@ def test_a_language_models_kernels(llm: Any, tmp_path: Path) -> None:
     before = generate(llm)
     queries = llm.kernels.select(op="aten::linear", module="layers.1.self_attn.q_proj")
     assert {module.endswith("layers.1.self_attn.q_proj") for module in modules(queries)} == {True}
-    decode = llm.kernels.select(module="layers.*.mlp", size="decode 1 tokens")
-    assert {live.tape.phase for live in decode.kernels} == {"decode 1 tokens"}
+    decode = llm.kernels.select(module="layers.*.mlp", size="decode 1 token")
+    assert {live.tape.phase for live in decode.kernels} == {"decode 1 token"}
     with decode.disable():
         assert generate(llm) != before
     assert generate(llm) == before

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from piecegraph.words import count_of
+
 if TYPE_CHECKING:
     from piecegraph.llm.llm import LLM
     from piecegraph.llm.results import Chunk, Completion
@@ -78,7 +80,7 @@ def summary(llm: LLM, answers: Answers) -> str:
         parts.append(f"the first after {min(first):.2f} s")
     parts.append(f"graph coverage {_coverage(done):.0%}{_why_no_graphs(llm)}")
     num_fallbacks = sum(llm.stats()["fallbacks"].values())
-    parts.append(f"{num_fallbacks or 'no'} fallback{'' if num_fallbacks == 1 else 's'}")
+    parts.append(count_of(num_fallbacks, "fallback") if num_fallbacks else "no fallbacks")
     return ", ".join(parts)
 
 

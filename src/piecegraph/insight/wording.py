@@ -11,6 +11,7 @@ from piecegraph.insight.launcher import describe_code
 from piecegraph.insight.ownership import place_of
 from piecegraph.insight.page import Group, KnownMatch, Page, PhaseRow, StackLine
 from piecegraph.insight.spans import describe_processes
+from piecegraph.words import count_of
 
 Tone = Literal["", "strong", "bad", "good", "quiet"]
 MAX_GROUPS = 6
@@ -44,7 +45,7 @@ class Block:
 def headline(page: Page) -> str:
     """The page in one sentence."""
     if page.outcome == "call chains":
-        return f"{_count(page.num_call_chains, 'call chain')}, no exception: nothing failed in this log"
+        return f"{count_of(page.num_call_chains, 'call chain')}, no exception: nothing failed in this log"
     if page.outcome == "exits":
         return "processes were ended from outside; no exception in this log"
     if page.root is None:
@@ -55,7 +56,7 @@ def headline(page: Page) -> str:
     who = "1 process failed" if group.count == 1 else f"{group.count} processes failed alike"
     where = f" in {_phase_name(page)}" if page.phase.failed else ""
     more = f"; {distinct - 1} more distinct {'failures' if distinct > 2 else 'failure'}" if distinct > 1 else ""
-    echo = f"; {_count(others, 'echo', 'echoes')} of it in other processes" if others else ""
+    echo = f"; {count_of(others, 'echo', 'echoes')} of it in other processes" if others else ""
     return f"{page.root.type.rsplit('.', 1)[-1]}: {who}{where}{more}{echo}"
 
 
@@ -110,11 +111,11 @@ def _no_root_rows(page: Page) -> list[Row]:
         group = page.who.groups[0]
         return [Row("", f"{group.type}: no exception was left behind", "bad")]
     if page.outcome == "call chains":
-        number = _count(page.num_call_chains, "call chain")
+        number = count_of(page.num_call_chains, "call chain")
         rows = [Row("", f"none: {number}, no exception. A stack that somebody printed is not a failure.", "good")]
         end = next((line.frame for part in page.stack for line in part.lines if line.is_innermost), None)
         return [*rows, *(_frame_rows("ends at", end) if end is not None else [])]
-    rows = [Row("", f"none found: no traceback, no fatal signal in {_count(page.num_lines, 'line')}")]
+    rows = [Row("", f"none found: no traceback, no fatal signal in {count_of(page.num_lines, 'line')}")]
     for text, line in page.error_lines[:3]:
         rows.append(Row("error line", f"{_line(line)}: {text}"))
     if page.last_line is not None:
@@ -128,7 +129,7 @@ def _who_rows(page: Page) -> list[Row]:
     if groups:
         distinct = len(groups)
         same = f": {groups[0].count} of {groups[0].count} identical" if distinct == 1 and groups[0].count > 1 else ""
-        rows.append(Row("", f"{_count(who.num_tracebacks, 'traceback')}, {distinct} distinct{same}", "strong"))
+        rows.append(Row("", f"{count_of(who.num_tracebacks, 'traceback')}, {distinct} distinct{same}", "strong"))
     for group in groups[:MAX_GROUPS] if len(groups) > 1 or (groups and groups[0].processes) else ():
         rows.append(_group_row(group, is_alone=len(groups) == 1))
     if len(groups) > MAX_GROUPS:
@@ -314,10 +315,6 @@ def _at(frame: Frame) -> str:
 def _phase_name(page: Page) -> str:
     size = next((row.size for row in page.phase.rows if row.state == "failed" and row.size), "")
     return f"{page.phase.failed}{f' of {size}' if size else ''}"
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def _line(line: int | None) -> str:

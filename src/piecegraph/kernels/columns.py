@@ -8,7 +8,7 @@ from typing import Literal
 GAP = 2
 """Spaces between columns."""
 
-Cut = Literal["never", "start", "middle"]
+Cut = Literal["never", "start", "middle", "end"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Column:
     cells: tuple[str, ...]
     is_number: bool = False
     cut: Cut = "never"
-    """Where its cells may be shortened. A path keeps its end; a kernel's name keeps both ends."""
+    """Where its cells may be shortened. A path keeps its end, a size its beginning, a kernel's name both."""
     least: int = 0
     """How many characters must be left of a cell that is shortened."""
     leave: int = 0
@@ -61,11 +61,15 @@ def shorten(text: str, width: int, cut: Cut) -> str:
     '..*.self_attn.q_proj'
     >>> shorten("nvjet_sm90_tst_64x16_64x16_2x1_v_bz_splitK_TNT", 26, "middle")
     'nvjet_sm90_t..z_splitK_TNT'
+    >>> shorten("mixed 4096 tokens of 1 sequence", 16, "end")
+    'mixed 4096 tok..'
     """
     if len(text) <= width or cut == "never":
         return text
     if cut == "start":
         return ".." + text[len(text) - width + 2 :]
+    if cut == "end":
+        return text[: width - 2] + ".."
     head = (width - 2) // 2
     return text[:head] + ".." + text[len(text) - (width - 2 - head) :]
 

@@ -57,7 +57,7 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
         Column(f"Avg ({average_unit})", averages, is_number=True, leave=3),
         Column("Kernel", tuple(row.kernel for row in rows), cut="middle", least=20),
         *_place_columns(rows),
-        Column("Phase", tuple(row.phase for row in rows), cut="start", least=10, leave=2),
+        Column("Phase", tuple(row.phase for row in rows), cut="end", least=10, leave=2),
         Column("How", tuple(row.how for row in rows), leave=1),
         Column("Group", tuple(",".join(row.groups) for row in rows), cut="start", least=6, leave=4),
     ]
@@ -78,13 +78,13 @@ def diff_columns(changes: Sequence[Change]) -> list[Column]:
         Column("State", tuple(change.state for change in changes), leave=2),
         Column("Kernel", tuple(change.kernel for change in changes), cut="middle", least=20),
         *_place_columns(rows),
-        Column("Phase", tuple(row.phase for row in rows), cut="start", least=10, leave=1),
+        Column("Phase", tuple(row.phase for row in rows), cut="end", least=10, leave=1),
     ]
 
 
 def _place_columns(rows: Sequence[Row]) -> list[Column]:
     return [
-        Column("Call", tuple(row.shown_call for row in rows), cut="middle", least=12, leave=5),
+        Column("Call", tuple(row.shown_call for row in rows), cut="start", least=12, leave=5),
         Column("Module", tuple(row.module for row in rows), cut="start", least=14),
         Column("Python line", tuple(str(row.line or "") for row in rows), cut="start", least=14, leave=7),
     ]

@@ -32,6 +32,7 @@ from piecegraph.llm.scheduler import Scheduler
 from piecegraph.llm.sizing import StepSizes
 from piecegraph.llm.step import StepPlan, Work
 from piecegraph.llm.stop import IncrementalText
+from piecegraph.words import count_of
 
 _ROWS_AT_ONCE = 512
 """Rows of logits made at once for prompt log-probabilities: a vocabulary is wide."""
@@ -264,7 +265,8 @@ class Engine:
         if self.scheduler.num_unfinished:
             why = "generate() is running, and there is one cache"
         elif plan.num_seqs > limits.max_num_seqs or plan.num_tokens > limits.max_batch_tokens:
-            why = f"it has {plan.num_tokens} tokens of {plan.num_seqs} sequences, the model was loaded for "
+            size = f"{count_of(plan.num_tokens, 'token')} of {count_of(plan.num_seqs, 'sequence')}"
+            why = f"it has {size}, the model was loaded for "
             why += f"max_batch_tokens={limits.max_batch_tokens} and max_num_seqs={limits.max_num_seqs}"
         else:
             why = next(filter(None, (self._why_unfit(work.request) for work in plan.works)), "")

@@ -32,6 +32,7 @@ from piecegraph.program import RunStep, run_plainly
 from piecegraph.progress import Progress
 from piecegraph.record import Recorder
 from piecegraph.tape import Rerun, Tape
+from piecegraph.words import size_of
 
 _TRIED_TOKENS = 8
 """In a step that compares two ways to run it."""
@@ -51,9 +52,9 @@ class StepKey:
     """Whether hidden states of all tokens are wanted. A step of decoding has no others than those it needs."""
 
     def __str__(self) -> str:
-        size = f"{self.bucket.num_tokens} tokens"
+        size = size_of(self.bucket.num_tokens, "token")
         if self.bucket.kind == "mixed":
-            size += f" of {self.bucket.num_seqs} sequences"
+            size += f" of {size_of(self.bucket.num_seqs, 'sequence')}"
         size += ", embeddings" if self.takes_embeds else ""
         size += ", every row" if self.every_row else ""
         return f"{self.bucket.kind} {size}" + (f", {self.sampling}" if self.sampling != "greedy" else "")
