@@ -34,8 +34,8 @@ from piecegraph.record import Recorder
 from piecegraph.tape import Rerun, Tape
 from piecegraph.words import size_of
 
-_TRIED_TOKENS = 8
-"""In a step that compares two ways to run it."""
+_TRIED_TOKENS = 16
+"""In a step that compares two ways to run it: the smallest that is recorded by default, so that its kernels are there."""
 _ROUNDING = 0.03
 """How much of their norm logits may differ there in half precision."""
 
