@@ -44,7 +44,7 @@ def run(llm: piecegraph.LLM, requests: list[Request], scheduler: Scheduler | Non
     while plan := scheduler.schedule():
         result = llm.forward(plan)
         assert len(result.tokens) == len(result.logits) == plan.num_seqs
-        assert len(result.hidden) == plan.num_tokens
+        assert len(result.hidden) == plan.num_seqs
         scheduler.commit(plan, result.tokens.tolist())
         scheduler.check()
     return [request.generated for request in requests]
@@ -170,8 +170,8 @@ class WithoutTokens:
     def run(self, inputs: Any, num_tokens: int, run_step: Any) -> list[torch.Tensor]:
         return [torch.ones(num_tokens, 64)]
 
-    def finish(self, values: Any, num_tokens: int, rows: torch.Tensor) -> torch.Tensor:
-        return values[0][rows]
+    def finish(self, values: Any, num_tokens: int) -> torch.Tensor:
+        return values[0]
 
 
 # ------------------------------------------------------------------ positions in three dimensions

@@ -148,7 +148,7 @@ class Runner:
         if self.model.position_rows > 1:
             inputs.append(inputs[1].expand(3, -1))
         with ops.current_sites(self.sites):
-            hidden = self.model.decoder.finish(self.model.decoder.run(inputs, bucket), bucket, None)
+            hidden = self.model.decoder.finish(self.model.decoder.run(inputs, bucket), bucket)
         logits = self.model.head(hidden[:row])
         return {i: logits[span.start : span.end] for i, span in zip(parts, spans, strict=True)}
 

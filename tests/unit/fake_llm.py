@@ -79,6 +79,7 @@ class FakeLLM:
                 max_model_len=max_model_len,
                 block_size=block_size,
                 num_groups=len(self.groups),
+                vocab_size=VOCAB_SIZE,
             ),
             "cpu",
         )

@@ -17,7 +17,8 @@ BLOCK_SIZE = 4
 
 
 def make(**options: object) -> BatchBuffers:
-    defaults = {"max_tokens": 16, "max_seqs": 6, "max_model_len": 32, "block_size": BLOCK_SIZE, "num_groups": 2}
+    sizes = {"max_tokens": 16, "max_seqs": 6, "max_model_len": 32, "block_size": BLOCK_SIZE}
+    defaults = {**sizes, "num_groups": 2, "vocab_size": 8}
     return BatchBuffers(BatchLimits(**{**defaults, **options}), "cpu")  # type: ignore[arg-type]
 
 

@@ -31,7 +31,7 @@ def early(kernel: AttentionKernel, *layers: AttentionLayer) -> EarlyKernels:
         (LinearShape(16, 8, False),),
         LinearShape(32, 8, False),
         buckets=BUCKETS,
-        limits=BatchLimits(max_tokens=8, max_seqs=4, max_model_len=64, block_size=16, num_groups=1),
+        limits=BatchLimits(max_tokens=8, max_seqs=4, max_model_len=64, block_size=16, num_groups=1, vocab_size=8),
         dtype=torch.float32,
         device=CPU,
     )

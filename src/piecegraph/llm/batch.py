@@ -36,7 +36,7 @@ class BatchLimits:
     max_model_len: int
     block_size: int
     num_groups: int
-    vocab_size: int = 1
+    vocab_size: int
     has_mrope: bool = False
     """Whether the model also takes positions in three dimensions."""
     embed_width: int = 0

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import sympy
 import torch
@@ -20,7 +19,7 @@ import torch.fx
 
 from piecegraph import torch_compat
 from piecegraph.body import TracedBody
-from piecegraph.program import Program, RunStep, Slot, run_plainly
+from piecegraph.program import Program, RunStep, run_plainly
 from piecegraph.sources import FromCall, Weight
 from piecegraph.split import Segment
 from piecegraph.tape import WatchedWeight
@@ -45,15 +44,16 @@ class Decoder:
         """All that brings tokens together; what comes out is for :meth:`finish`."""
         return self.body.run(inputs, (num_tokens,), run_step)
 
-    def finish(self, values: Sequence[torch.Tensor], num_tokens: int, rows: torch.Tensor | None) -> torch.Tensor:
-        """The hidden states of some rows, or of all."""
-        if rows is not None:
-            num_tokens = rows.shape[0]
-            values = [
-                value if dim is None else value.index_select(dim, rows)
-                for value, dim in zip(values, self.token_dims, strict=True)
-            ]
-        hidden: torch.Tensor = values[0] if self.tail is None else self.tail.run(values, (num_tokens,))[0]
+    def select(self, values: Sequence[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:
+        """What comes out of :meth:`run`, for some of its tokens."""
+        return [
+            value if dim is None else value.index_select(dim, rows)
+            for value, dim in zip(values, self.token_dims, strict=True)
+        ]
+
+    def finish(self, values: Sequence[torch.Tensor], num_tokens: int, run_step: RunStep = run_plainly) -> torch.Tensor:
+        """The hidden states of all tokens that the values are of."""
+        hidden: torch.Tensor = values[0] if self.tail is None else self.tail.run(values, (num_tokens,), run_step)[0]
         return hidden
 
     def weights(self) -> list[WatchedWeight]:
@@ -72,43 +72,37 @@ def make_decoder(traced: Traced, segments: Sequence[Segment], program: Program) 
         return TracedBody(traced, part, lambda name, recorded: recorded)
 
     segment = segments[-1]
-    tokens = torch_compat.size_expr(torch_compat.meta_value(_first_input(traced)).shape[0])
-    passed = [node for node in segment.inputs if isinstance(node, torch.fx.Node) and not _is_weight(traced, node)]
     if segment.verdict is not None or not set(traced.output_nodes) <= set(segment.outputs):
-        why = "the hidden states do not come out of a piece"
-    elif not all(_varies_by(tokens, node) for node in (*passed, *segment.outputs)):
-        why = "not all that goes into it is one row behind the other for each token"
-    else:
-        body, tail = _part(program, [slot for slot in program.steps[-1].args if _is_passed(program, slot)])
-        return Decoder(body_of(body), body_of(tail), tuple(map(_dim_of_tokens, passed)))
-    return Decoder(body_of(program), why_whole=why)
+        return Decoder(body_of(program), why_whole="the hidden states do not come out of a piece")
+    tokens = torch_compat.size_expr(torch_compat.meta_value(_first_input(traced)).shape[0])
+    passed = {
+        slot.index: node
+        for node, slot in zip(segment.inputs, program.steps[-1].args, strict=True)
+        if isinstance(node, torch.fx.Node) and not isinstance(traced.inputs.get(node), Weight)
+    }
+    if not all(_has_rows_of(tokens, node) for node in (*passed.values(), *segment.outputs)):
+        why = "not all that goes into it, or comes out, is one row behind the other for each token"
+        return Decoder(body_of(program), why_whole=why)
+    body, tail = _part(program, list(passed))
+    return Decoder(body_of(body), body_of(tail), tuple(map(_dim_of_tokens, passed.values())))
 
 
-def _part(program: Program, passed: Sequence[Slot]) -> tuple[Program, Program]:
+def _part(program: Program, slots: Sequence[int]) -> tuple[Program, Program]:
     """All steps but the last, and the last, which is called with what it reads of the others."""
-    slots = [slot.index for slot in passed]
     weights = {slot: source for slot, source in program.inputs.items() if isinstance(source, Weight)}
     calls = {slot: FromCall(index) for index, slot in enumerate(slots)}
     body = replace(program, steps=program.steps[:-1], outputs=tuple(slots), _at={})
     return body, replace(program, inputs={**weights, **calls}, steps=program.steps[-1:], _at={})
 
 
-def _is_passed(program: Program, argument: Any) -> bool:
-    return type(argument) is Slot and not isinstance(program.inputs.get(argument.index), Weight)
-
-
-def _is_weight(traced: Traced, node: torch.fx.Node) -> bool:
-    return isinstance(traced.inputs.get(node), Weight)
-
-
 def _first_input(traced: Traced) -> torch.fx.Node:
     return next(node for node, source in traced.inputs.items() if source == FromCall(0))
 
 
-def _varies_by(tokens: sympy.Expr, node: torch.fx.Node) -> bool:
-    """Whether a value is a tensor with one row for each token, or the same for all numbers of tokens.
+def _has_rows_of(tokens: sympy.Expr, node: torch.fx.Node) -> bool:
+    """Whether a value is a tensor with one row for each token, or of a size that has nothing to do with them.
 
-    It must be laid out as its rows will be: compiled code relies on strides.
+    It must be laid out as the rows will be: compiled code relies on strides.
     """
     value = torch_compat.meta_value(node)
     if not isinstance(value, torch.Tensor):

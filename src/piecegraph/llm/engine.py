@@ -25,6 +25,7 @@ from piecegraph.errors import RequestError
 from piecegraph.events import Event, EventLog
 from piecegraph.llm.batch import BatchBuffers
 from piecegraph.llm.forward import Forward, StepKey
+from piecegraph.llm.groups import PagedCache
 from piecegraph.llm.request import Request, SamplingParams
 from piecegraph.llm.results import Completion, RequestMetrics, StepResult, TokenLogprob
 from piecegraph.llm.sampling import logprobs
@@ -147,6 +148,8 @@ class _Launched:
 
     plan: StepPlan
     result: StepResult
+    has_every_row: bool
+    """Whether the hidden states are those of all tokens, and not of the last of each sequence."""
     is_replayed: bool
     read: Callable[[], list[int]]
     """Waits for the chosen tokens."""
@@ -240,7 +243,7 @@ class Engine:
         ahead = self._launch_ahead(current) if self._looks_ahead and not self._num_detailed else None
         chosen = current.read()
         if self._num_detailed:
-            self._tell_details(current.plan, chosen, current.result)
+            self._tell_details(current, chosen)
         self.scheduler.commit(current.plan, chosen)
         self._tell_tokens(current, chosen)
         self._ahead = ahead  # not before: after an error the step would be run upon one that was never finished
@@ -259,6 +262,22 @@ class Engine:
         tokens, logits, hidden = self._launch(plan, every_row=every_row).result
         num_rows = plan.num_tokens if every_row else plan.num_seqs
         return StepResult(tokens[: plan.num_seqs], logits[: plan.num_seqs], hidden[:num_rows])
+
+    def make_scheduler(self, *, prefix_cache: bool) -> Scheduler:
+        """Another scheduler over the same cache, for :meth:`run`."""
+        ours = self.scheduler
+        cache = PagedCache(
+            ours.cache.groups,
+            block_size=ours.cache.block_size,
+            prefix_cache=prefix_cache and not ours.needs_state,
+        )
+        return Scheduler(
+            ours.limits,
+            cache,
+            eos_token_ids=ours.eos_token_ids,
+            needs_state=ours.needs_state,
+            release_state=ours.release_state,
+        )
 
     def _check_foreign(self, plan: StepPlan) -> None:
         limits, why = self.scheduler.limits, ""
@@ -285,7 +304,7 @@ class Engine:
     def _launch(self, plan: StepPlan, fed: torch.Tensor | None = None, *, every_row: bool = False) -> _Launched:
         bucket = self._sizes.bucket_for(plan)
         self._buffers.fill(plan, bucket, fed=fed)
-        every_row = bucket.kind == "mixed" and (every_row or self._wants_every_row(plan))
+        every_row = bucket.kind == "mixed" and (every_row or self._needs_every_row(plan))
         key = StepKey(bucket, self._buffers.sampling_mode, self._buffers.has_embeds, every_row)
         if fed is None and self._must_record(key):
             self._record(key)
@@ -295,7 +314,7 @@ class Engine:
             reason = f"{key} runs the compiled pieces without graphs"
             self.events.emit(Event("PG503", f"a {bucket.kind} step", reason, "add a larger capture size"))
         result = StepResult(*self.forward.run(key))
-        return _Launched(plan, result, is_replayed, self._landing.take(result.tokens, plan.num_seqs))
+        return _Launched(plan, result, every_row, is_replayed, self._landing.take(result.tokens, plan.num_seqs))
 
     def _launch_ahead(self, current: _Launched) -> _Launched | None:
         """Launch the step behind one that is running, if it can be known."""
@@ -306,8 +325,11 @@ class Engine:
         plan = self.scheduler.schedule_ahead(current.plan)
         return self._launch(plan, fed=current.result.tokens) if plan is not None else None
 
-    def _wants_every_row(self, plan: StepPlan) -> bool:
-        return bool(self._num_detailed) and any(work.request.params.wants_every_row for work in plan.works)
+    def _needs_every_row(self, plan: StepPlan) -> bool:
+        """Whether a request reads more of the step than the row of its last token."""
+        return bool(self._num_detailed) and any(
+            work.num_tokens > 1 and work.request.params.wants_every_row for work in plan.works
+        )
 
     def _must_record(self, key: StepKey) -> bool:
         """Whether a step has been left to be recorded at its first use."""
@@ -349,13 +371,15 @@ class Engine:
         if generation.on_new is not None:
             generation.on_new(generation, new, tokens)
 
-    def _tell_details(self, plan: StepPlan, chosen: Sequence[int], result: StepResult) -> None:
+    def _tell_details(self, launched: _Launched, chosen: Sequence[int]) -> None:
+        plan, result = launched.plan, launched.result
         described: dict[int, Generation] = {}
         first = 0
         for row, work in enumerate(plan.works):
             generation, params = self._generations.get(work.request.id), work.request.params
             if generation is not None and params.wants_every_row:
-                self._tell_rows(generation, work, result.hidden[first : first + work.num_tokens])
+                start = first if launched.has_every_row else row
+                self._tell_rows(generation, work, result.hidden[start : start + work.num_tokens])
             if generation is not None and params.logprobs is not None and work.samples and chosen[row] >= 0:
                 described[row] = generation
             first += work.num_tokens

@@ -35,9 +35,9 @@ from piecegraph.tape import Rerun, Tape
 from piecegraph.words import size_of
 
 _TRIED_TOKENS = 16
-"""In a step that compares two ways to run it: the smallest that is recorded by default, so that its kernels are there."""
-_ROUNDING = 0.03
-"""How much of their norm logits may differ there in half precision."""
+"""In steps that compare two ways to run a model: the smallest size that is recorded, so that its kernels are there."""
+_ROUNDING, _HALF_ROUNDING = 2e-3, 0.03
+"""How much of their norm two right results may differ, in float32 and in half precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,9 @@ class Forward:
             return
         with torch_compat.outside_inference():
             self._embeds_decoder = self._trace_embeds()
-        if not self._gives_the_same({"takes_embeds": False}, {"takes_embeds": True}):
+        _, _, of_ids = self._try(takes_embeds=False, every_row=True)
+        _, _, of_embeds = self._try(takes_embeds=True, every_row=True)
+        if not _are_alike(of_ids, of_embeds):
             self._embeds_decoder = None
             raise ModelError(
                 "PG662",
@@ -152,17 +154,17 @@ class Forward:
             )
 
     def choose_rows(self) -> Decision:
-        """Decide which rows the last piece is run on. A row must be the same with all others and without them."""
+        """Decide which rows the last piece is run on. A row must be the same with the others and alone."""
         why = self._model.decoder.why_whole
-        if not why and not self._gives_the_same({"every_row": True}, {"every_row": False}):
+        if not why and not _are_alike(self._try(every_row=True)[1], self._try(every_row=False)[1]):
             why = "it makes something else of a row without the others"
         self._needs_all_rows = bool(why)
         if why:
             return Decision("last piece", "on all tokens", why)
         return Decision("last piece", "on rows with logits", "nobody reads what it makes of other tokens")
 
-    def _gives_the_same(self, *ways: Mapping[str, bool]) -> bool:
-        """Whether two ways to run the same tokens give the same logits, but for rounding."""
+    def _try(self, **how: bool) -> tuple[torch.Tensor, ...]:
+        """Run a few tokens, always the same, without graphs."""
         limits = self._buffers.limits
         # One sequence in one block: dummies share block 0, and would overwrite each other's keys.
         bucket = Bucket(min(_TRIED_TOKENS, limits.max_tokens, limits.block_size), 1)
@@ -172,8 +174,7 @@ class Forward:
             views.has_embeds.zero_()
         with ops.current_sites(self._memory):
             self._memory.use_batch(self._buffers, bucket)
-            one, other = (self._compute(StepKey(bucket, "greedy", **way))[1].float() for way in ways)
-        return bool((one - other).norm() <= _ROUNDING * one.norm())
+            return self._compute(StepKey(bucket, "greedy", **how))
 
     @contextlib.contextmanager
     def rerun(self, tape: Tape) -> Iterator[Rerun]:
@@ -281,8 +282,12 @@ class Forward:
         return self._tape(recorder, key, outputs)
 
     def _record_pieces(self, recorder: Recorder, key: StepKey) -> Tape:
+        decoder, rows = self._decoder(key), self._rows_of_last_piece(key)
         values = self._decode(key, recorder.run_step)
-        outputs = recorder.capture("last piece, head and sampler", self._choose, (key, values))
+        if rows is not None:
+            values = recorder.capture("rows with logits", decoder.select, (values, rows))
+        hidden = decoder.finish(values, key.bucket.num_tokens if rows is None else len(rows), recorder.run_step)
+        outputs = recorder.capture("head and sampler", self._choose, (key, hidden))
         return self._tape(recorder, key, outputs)
 
     def _tape(self, recorder: Recorder, key: StepKey, outputs: Sequence[torch.Tensor]) -> Tape:
@@ -297,7 +302,16 @@ class Forward:
     # -- the step itself
 
     def _compute(self, key: StepKey) -> tuple[torch.Tensor, ...]:
-        return self._choose(key, self._decode(key, run_plainly))
+        decoder, rows = self._decoder(key), self._rows_of_last_piece(key)
+        values = self._decode(key, run_plainly)
+        if rows is not None:
+            values = decoder.select(values, rows)
+        return self._choose(key, decoder.finish(values, key.bucket.num_tokens if rows is None else len(rows)))
+
+    def _rows_of_last_piece(self, key: StepKey) -> torch.Tensor | None:
+        """None for all: of a step of decoding every row has logits."""
+        is_whole = key.bucket.kind == "decode" or key.every_row or self._needs_all_rows
+        return None if is_whole else self._buffers.views(key.bucket).logit_rows
 
     def _decoder(self, key: StepKey) -> Decoder:
         if not key.takes_embeds:
@@ -316,12 +330,16 @@ class Forward:
             inputs += [views.input_embeds, views.has_embeds]
         return self._decoder(key).run(inputs, key.bucket.num_tokens, run_step)
 
-    def _choose(self, key: StepKey, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _choose(self, key: StepKey, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         views = self._buffers.views(key.bucket)
-        rows = None if key.bucket.kind == "decode" else views.logit_rows
-        computed = None if key.every_row or self._needs_all_rows else rows
-        hidden = self._decoder(key).finish(values, key.bucket.num_tokens, computed)
-        chosen = hidden if rows is computed else hidden.index_select(0, rows)  # type: ignore[arg-type]
+        has_all = key.bucket.kind == "mixed" and self._rows_of_last_piece(key) is None
+        chosen = hidden.index_select(0, views.logit_rows) if has_all else hidden
         logits = self._model.head(chosen)
         tokens = sample(logits, views.temperature, views.top_k, views.top_p, views.uniform, mode=key.sampling)
         return tokens, logits, hidden if key.every_row else chosen
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two results differ by rounding alone."""
+    allowed = _ROUNDING if one.dtype == torch.float32 else _HALF_ROUNDING
+    return bool((one.float() - other.float()).norm() <= allowed * one.float().norm())

@@ -20,7 +20,6 @@ from piecegraph.kernels.live import LiveKernels
 from piecegraph.llm.chat import chat_tokens
 from piecegraph.llm.config import make_llm_config
 from piecegraph.llm.engine import Generation
-from piecegraph.llm.groups import PagedCache
 from piecegraph.llm.loader import LoadFormat
 from piecegraph.llm.recorded_steps import RecordedSteps
 from piecegraph.llm.report import explain_llm, stats_of_llm
@@ -232,21 +231,9 @@ class LLM:
         Args:
             prefix_cache: whether beginnings that prompts have in common are computed once.
         """
-        ours = self.started.engine.scheduler
-        cache = PagedCache(
-            ours.cache.groups,
-            block_size=ours.cache.block_size,
-            prefix_cache=prefix_cache and not ours.needs_state,
-        )
-        return Scheduler(
-            ours.limits,
-            cache,
-            eos_token_ids=ours.eos_token_ids,
-            needs_state=ours.needs_state,
-            release_state=ours.release_state,
-        )
+        return self.started.engine.make_scheduler(prefix_cache=prefix_cache)
 
-    def forward(self, plan: StepPlan, *, hidden_states: bool = True) -> StepResult:
+    def forward(self, plan: StepPlan, *, hidden_states: bool = False) -> StepResult:
         """Run one step of a scheduler of your own.
 
         The model has one cache: what ``generate`` remembered of prompts is forgotten, and while requests of your
@@ -254,8 +241,8 @@ class LLM:
 
         Args:
             plan: which tokens of which requests run, as a scheduler of :meth:`make_scheduler` plans it.
-            hidden_states: give those of all tokens. Without them a step takes less; those of the last token of each
-                sequence are there all the same.
+            hidden_states: give those of all tokens, and not only of the last token of each sequence. Such steps take
+                longer, and are recorded when they are first used.
 
         Returns:
             Tokens, logits and hidden states of the plan's works in their order, valid until the next step.

@@ -199,11 +199,11 @@ def _fix_ropes(model: torch.nn.Module) -> Iterator[Decision]:
 def _read_tokenizer(path: str) -> tuple[Any | None, str]:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        # transformers makes one up where there are no files for it; some of these have a piece besides the marks.
+        is_empty = len(tokenizer) <= len(tokenizer.all_special_ids) + 1
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
         return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made up by transformers where there are no files for one
-        return None, "its folder has no vocabulary"
-    return tokenizer, ""
+    return (None, "its folder has no vocabulary") if is_empty else (tokenizer, "")
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ to them. A model that is wrong is off by about the norm of its logits.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,13 +25,11 @@ from numpy.typing import NDArray
 from piecegraph.errors import ModelError
 from piecegraph.llm.engine import Engine, Generation
 from piecegraph.llm.loader import without_plugs
-from piecegraph.llm.request import SamplingParams
+from piecegraph.llm.request import Request, SamplingParams
 from piecegraph.plan import Decision
 
 _LENGTHS = (7, 12)
 _NEW_TOKENS = 3
-_TOP = 20
-"""Log-probabilities of each row that plain steps are compared by."""
 _TOLERANCE = 2e-3
 """In float32, of the norm of a row of logits."""
 _HALF_TOLERANCE, _MOST_TOLERANCE = 0.15, 0.6
@@ -53,16 +52,16 @@ def self_check(model: Any, engine: Engine) -> Decision:
     lengths = [min(length, max(1, limits.max_model_len - _NEW_TOKENS)) for length in _LENGTHS]
     prompts = [torch.randint(limits.vocab_size, (length,), generator=numbers).tolist() for length in lengths]
     with torch.inference_mode():
-        every = _generate(engine, prompts, return_hidden_states=True)
-        plain = _generate(engine, prompts, logprobs=min(_TOP, limits.vocab_size))
-        difference, allowed = max(_compare(model, engine, *both) for both in zip(every, plain, strict=True))
+        found = _generate(engine, prompts)
+        plain = _plain_logits(engine, [generation.request for generation in found])
+        difference, allowed = max(_compare(model, engine, *both) for both in zip(found, plain, strict=True))
     reason = f"logits differ by {difference:.2g} of their norm, {allowed:.2g} is allowed"
     return Decision("self check", "passed", reason)
 
 
-def _generate(engine: Engine, prompts: Sequence[list[int]], **wanted: Any) -> list[Generation]:
-    """Run a batch of the prompts to its end."""
-    params = SamplingParams(max_new_tokens=_NEW_TOKENS, ignore_eos=True, **wanted)
+def _generate(engine: Engine, prompts: Sequence[list[int]]) -> list[Generation]:
+    """Run a batch of the prompts to its end, with hidden states of all tokens."""
+    params = SamplingParams(max_new_tokens=_NEW_TOKENS, ignore_eos=True, return_hidden_states=True)
     generations = [engine.add(prompt, params, seed=0) for prompt in prompts]
     if engine.has_mrope:  # text alone would not show whether each row is used where transformers uses it
         positions = _positions_of_an_image(len(prompts[-1]))
@@ -72,9 +71,33 @@ def _generate(engine: Engine, prompts: Sequence[list[int]], **wanted: Any) -> li
     return generations
 
 
-def _compare(model: Any, engine: Engine, generation: Generation, plain: Generation) -> tuple[float, float]:
+def _plain_logits(engine: Engine, requests: Sequence[Request]) -> list[torch.Tensor]:
+    """The logits from which the same requests go on if nothing more is asked for, while their tokens are the same."""
+    scheduler = engine.make_scheduler(prefix_cache=False)
+    params = SamplingParams(max_new_tokens=_NEW_TOKENS, ignore_eos=True)
+    again = [
+        Request(r.id, r.tokens[: r.num_prompt].tolist(), params, mrope_positions=r.mrope_positions) for r in requests
+    ]
+    rows: dict[str, list[torch.Tensor]] = {request.id: [] for request in again}
+    for request in again:
+        scheduler.add(request)
+    while plan := scheduler.schedule():
+        result = engine.run(plan, every_row=False)
+        for row, work in enumerate(plan.works):
+            if work.samples:
+                rows[work.request.id].append(result.logits[row].float().clone())
+        scheduler.commit(plan, result.tokens.tolist())
+    found = []
+    for request, before in zip(again, requests, strict=True):
+        pairs = zip(request.generated, before.generated, strict=False)
+        num_same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        found.append(torch.stack(rows[request.id][: num_same + 1]))
+    return found
+
+
+def _compare(model: Any, engine: Engine, generation: Generation, plain: torch.Tensor) -> tuple[float, float]:
     """By how much of their norm the logits of a request differ from those of transformers, and what is allowed."""
-    failure = generation.request.error or plain.request.error
+    failure = generation.request.error
     if failure is not None:
         raise ModelError("PG664", f"{type(model).__name__} gives no answer", why=failure.why, hint=failure.hint)
     tokens = torch.tensor([generation.request.tokens[:-1].tolist()], device=model.device)
@@ -90,7 +113,7 @@ def _compare(model: Any, engine: Engine, generation: Generation, plain: Generati
                     jittered = model(input_ids=tokens, use_cache=False, **own).logits[0].float()
                 sensitivity = _difference(jittered, expected, model.dtype)
                 allowed = min(_MOST_TOLERANCE, max(allowed, _ROUNDINGS * sensitivity))
-    of_plain = _difference_of_plain(found[generation.request.num_prompt - 1 :], generation, plain)
+    of_plain = _difference(plain, found[generation.request.num_prompt - 1 :][: len(plain)], model.dtype)
     if not of_plain <= allowed:
         difference = of_plain
     if not difference <= allowed:
@@ -125,18 +148,6 @@ def _difference(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype)
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)
     # One row of many may be on the other side of a router's fence.
     return float(errors.max() if dtype == torch.float32 else errors.quantile(0.8))
-
-
-def _difference_of_plain(logits: torch.Tensor, generation: Generation, plain: Generation) -> float:
-    """By how much of their norm the log-probabilities of plain steps differ from those of steps with every row."""
-    errors = []
-    for row, token, told in zip(logits.log_softmax(-1), generation.request.generated, plain.logprobs, strict=True):
-        ids, values = zip((told.token_id, told.logprob), *told.top, strict=True)
-        expected = row[list(ids)].cpu()
-        errors.append((torch.tensor(values) - expected).norm() / expected.norm().clamp(min=1e-6))
-        if told.token_id != token:
-            break  # both chose among equals, and go on from different tokens
-    return float(torch.stack(errors).max())
 
 
 @contextlib.contextmanager
