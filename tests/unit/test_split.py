@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import piecegraph
+from piecegraph import cut_rules
 from piecegraph.cut_rules import CutRules
 from piecegraph.errors import LowerError
 from piecegraph.events import EventLog
@@ -84,18 +85,14 @@ def test_unsafe_tag_cuts_by_itself() -> None:
     assert "cudagraph_unsafe" in segments[1].verdict.reason
 
 
-def test_registered_ops_cut_under_auto_only() -> None:
+def test_registered_ops_cut_under_auto_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut_rules, "_registered", dict(cut_rules._registered))
     piecegraph.register_cut_op("pgtest::two_results", "it is registered in this test")
-    try:
-        _, segments = cut(lambda x: two_results(x * 2)[0] + 1, torch.ones(4, 3))
-        assert segments[1].verdict is not None
-        assert segments[1].verdict.reason == "it is registered in this test"
-        _, listed = cut(lambda x: two_results(x * 2)[0] + 1, torch.ones(4, 3), ops=[])
-        assert [segment.verdict for segment in listed] == [None]
-    finally:
-        from piecegraph import cut_rules
-
-        cut_rules._registered.clear()
+    _, segments = cut(lambda x: two_results(x * 2)[0] + 1, torch.ones(4, 3))
+    assert segments[1].verdict is not None
+    assert segments[1].verdict.reason == "it is registered in this test"
+    _, listed = cut(lambda x: two_results(x * 2)[0] + 1, torch.ones(4, 3), ops=[])
+    assert [segment.verdict for segment in listed] == [None]
 
 
 def test_host_reads_and_data_dependent_shapes_cut_and_what_follows_from_them_stays_eager() -> None:

@@ -72,8 +72,9 @@ def make_decoder(traced: Traced, segments: Sequence[Segment], program: Program) 
         return TracedBody(traced, part, lambda name, recorded: recorded)
 
     segment = segments[-1]
-    if segment.verdict is not None or not set(traced.output_nodes) <= set(segment.outputs):
-        return Decoder(body_of(program), why_whole="the hidden states do not come out of a piece")
+    is_behind_cut = len(segments) > 1 and segment.verdict is None
+    if not is_behind_cut or not set(traced.output_nodes) <= set(segment.outputs):
+        return Decoder(body_of(program), why_whole="the hidden states do not come out of a piece behind a cut")
     tokens = torch_compat.size_expr(torch_compat.meta_value(_first_input(traced)).shape[0])
     passed = {
         slot.index: node
