@@ -170,7 +170,7 @@ class WithoutTokens:
     def run(self, inputs: Any, num_tokens: int, run_step: Any) -> list[torch.Tensor]:
         return [torch.ones(num_tokens, 64)]
 
-    def finish(self, values: Any, num_tokens: int) -> torch.Tensor:
+    def finish(self, values: Any, num_tokens: int, run_step: Any) -> torch.Tensor:
         return values[0]
 
 

@@ -284,11 +284,7 @@ class Forward:
         return self._tape(recorder, key, outputs)
 
     def _record_pieces(self, recorder: Recorder, key: StepKey) -> Tape:
-        decoder, rows = self._decoder(key), self._rows_of_last_piece(key)
-        values = self._decode(key, recorder.run_step)
-        if rows is not None:
-            values = recorder.capture("rows with logits", decoder.select, (values, rows))
-        hidden = decoder.finish(values, key.bucket.num_tokens if rows is None else len(rows), recorder.run_step)
+        hidden = self._decode(key, recorder.run_step, recorder.capture)
         outputs = recorder.capture("head and sampler", self._choose, (key, hidden))
         return self._tape(recorder, key, outputs)
 
@@ -304,11 +300,7 @@ class Forward:
     # -- the step itself
 
     def _compute(self, key: StepKey) -> tuple[torch.Tensor, ...]:
-        decoder, rows = self._decoder(key), self._rows_of_last_piece(key)
-        values = self._decode(key, run_plainly)
-        if rows is not None:
-            values = decoder.select(values, rows)
-        return self._choose(key, decoder.finish(values, key.bucket.num_tokens if rows is None else len(rows)))
+        return self._choose(key, self._decode(key, run_plainly, _call))
 
     def _rows_of_last_piece(self, key: StepKey) -> torch.Tensor | None:
         """None for all: of a step of decoding every row has logits."""
@@ -321,7 +313,7 @@ class Forward:
         assert self._embeds_decoder is not None
         return self._embeds_decoder
 
-    def _decode(self, key: StepKey, run_step: RunStep) -> list[torch.Tensor]:
+    def _decode(self, key: StepKey, run_step: RunStep, call: Callable[..., Any]) -> torch.Tensor:
         views = self._buffers.views(key.bucket)
         inputs = [views.input_ids, views.positions]
         if views.mrope_positions is not None:
@@ -330,7 +322,11 @@ class Forward:
             assert views.input_embeds is not None
             assert views.has_embeds is not None
             inputs += [views.input_embeds, views.has_embeds]
-        return self._decoder(key).run(inputs, key.bucket.num_tokens, run_step)
+        decoder, num_rows = self._decoder(key), key.bucket.num_tokens
+        values, rows = decoder.run(inputs, num_rows, run_step), self._rows_of_last_piece(key)
+        if rows is not None:
+            values, num_rows = call("rows with logits", decoder.select, (values, rows)), len(rows)
+        return decoder.finish(values, num_rows, run_step)
 
     def _choose(self, key: StepKey, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         views = self._buffers.views(key.bucket)
@@ -339,6 +335,11 @@ class Forward:
         logits = self._model.head(chosen)
         tokens = sample(logits, views.temperature, views.top_k, views.top_p, views.uniform, mode=key.sampling)
         return tokens, logits, hidden if key.every_row else chosen
+
+
+def _call(label: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What :meth:`Recorder.capture` is without a recorder."""
+    return function(*args)
 
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
