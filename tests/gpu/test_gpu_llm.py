@@ -61,6 +61,7 @@ def test_steps_with_every_row_and_without_give_the_same(backend: str, tmp_path: 
     tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     prompt = PROMPTS[3][:32]
     with running(tmp_path, backend=backend, options={"provenance": True}) as llm:
+        assert "last piece: on rows with logits" in llm.explain()
         (few,) = llm.generate([prompt], max_new_tokens=4, ignore_eos=True)
         (every,) = llm.generate([prompt], max_new_tokens=4, ignore_eos=True, return_hidden_states=True)
         assert few.token_ids == every.token_ids

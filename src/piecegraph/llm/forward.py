@@ -156,8 +156,6 @@ class Forward:
     def choose_rows(self) -> Decision:
         """Decide which rows the last piece is run on. A row must be the same with the others and alone."""
         why = self._model.decoder.why_whole
-        if not why and self._buffers.device.type == "cuda":
-            why = "some rows alone have not been run on a GPU yet"  # when they have, this goes
         if not why and not _are_alike(self._try(every_row=True)[1], self._try(every_row=False)[1]):
             why = "it makes something else of a row without the others"
         self._needs_all_rows = bool(why)
