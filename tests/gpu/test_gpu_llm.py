@@ -36,7 +36,8 @@ def tokens(llm: Any, **arguments: Any) -> list[list[int]]:
         ("gemma3", "full", "full"),
         ("qwen3_moe", "full", "full"),
         ("deepseek_v3", "full", "full"),
-        ("qwen3_next", "full", "piecewise"),
+        ("qwen3_next", "full", "full"),
+        ("lfm2", "full", "full"),
         ("bamba", "piecewise", "piecewise"),
     ],
 )

@@ -15,8 +15,10 @@ from piecegraph.events import EventLog
 from piecegraph.llm import ops, plug
 from piecegraph.llm.layers import ConvLayer, DeltaLayer, LatentLayer, Span, StateBatch, StatefulLayer
 from piecegraph.llm.state import StateMemory
+from piecegraph.llm.state_plain import PlainStates
 from piecegraph.llm.trace_cache import TraceCache, cache_for
 from piecegraph.llm.traced_model import TracedModel, trace_model
+from piecegraph.llm.verdict import Accepted
 from tests.cases.llms import VOCABULARY, tiny_model
 
 NUM_SLOTS = 8
@@ -51,7 +53,8 @@ class DenseSites:
         self.layers, self.memory, self.experts = model.layers, states, experts
         self.states = self  # with checks around the memory that is tested
         self.seen: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self.batch = StateBatch(seq_lens=torch.zeros(0), state_slots=torch.zeros(0), spans=(), max_query_len=1)
+        nothing = torch.zeros(0)
+        self.batch = StateBatch(query_starts=nothing, seq_lens=nothing, state_slots=nothing, spans=(), max_query_len=1)
 
     def use_batch(self, batch: StateBatch) -> None:
         self.batch = batch
@@ -121,7 +124,7 @@ class Runner:
         self.cache = cache_for(model.base_model, **choices)
         with torch.no_grad():
             self.model = trace_model(model, self.cache, backend="eager", options=Options(), events=EventLog("raise"))
-        self.memory = StateMemory(self.model.states, model.base_model, NUM_SLOTS, CPU)
+        self.memory = StateMemory(self.model.states, model.base_model, PlainStates(), NUM_SLOTS, CPU)
         self.sites = DenseSites(self.model, self.memory, experts)
         self.lengths: dict[int, int] = {}
 
@@ -138,6 +141,7 @@ class Runner:
         is_decode = all(len(tokens) == 1 for tokens in parts.values())
         self.sites.use_batch(
             StateBatch(
+                query_starts=torch.tensor([span.start for span in spans] + [row] * (bucket + 1 - len(spans))).int(),
                 seq_lens=_padded([self.lengths[i] for i in parts], bucket).int(),
                 state_slots=_padded([i + 1 for i in parts], bucket),
                 spans=tuple(spans),
@@ -245,10 +249,10 @@ def test_latents_are_cached_unexpanded() -> None:
 
 def test_only_modules_in_opaque_form_forbid_capture() -> None:
     fine, opaque = (_runner(*FAMILIES[family][:2]).memory for family in ("qwen3_5", "mamba2"))
-    assert (fine.can_capture, fine.opaque_bytes) == (True, 0)
+    assert (fine.capture_safe("decode"), fine.opaque_bytes) == (Accepted(), 0)
     # One slot, one layer: 96 channels of 3 inputs, and 4 heads of 16 by 8.
     assert fine.num_bytes == 2 * NUM_SLOTS * 4 * (96 * 3 + 4 * 16 * 8)
-    assert (opaque.can_capture, opaque.num_bytes) == (False, 0)
+    assert (opaque.capture_safe("decode") == Accepted(), opaque.num_bytes) == (False, 0)
     # One sequence, one layer: 160 channels of 4 inputs, and 8 heads of 16 by 16.
     assert opaque.opaque_bytes == 2 * 4 * (160 * 4 + 8 * 16 * 16)
 
@@ -281,4 +285,4 @@ def test_a_state_that_does_not_carry_on_is_refused() -> None:
     decoder.config, decoder.mixer = tiny_model("mamba2").config, _Forgetful()
     layer = StatefulLayer(index=0, path="mixer", width=4, dtype=torch.float32)
     with pytest.raises(ModelError, match=r"PG662 .*_Forgetful.*mixer.*in parts"):
-        StateMemory([layer], decoder, NUM_SLOTS, CPU)
+        StateMemory([layer], decoder, PlainStates(), NUM_SLOTS, CPU)

@@ -93,6 +93,8 @@ class ConvLayer:
     channels: int
     width: int
     """Of the kernel; one input less than that is kept."""
+    activation: str
+    """What is applied to the result; empty for nothing."""
     dtype: torch.dtype
 
 
@@ -139,6 +141,8 @@ class StateBatch:
     The tensors live on the device at fixed addresses, like those of :class:`AttentionBatch`.
     """
 
+    query_starts: torch.Tensor
+    """int32 [num_seqs + 1]: as :attr:`AttentionBatch.query_starts`."""
     seq_lens: torch.Tensor
     """int32 [num_seqs]: tokens of the sequence up to the last of this batch; 0 for padding."""
     state_slots: torch.Tensor

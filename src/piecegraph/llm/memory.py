@@ -82,7 +82,13 @@ class Memory:
             row += work.num_tokens
         most = 1 if bucket.kind == "decode" else bucket.num_tokens
         self._states.use_batch(
-            StateBatch(seq_lens=views.seq_lens, state_slots=views.state_slots, spans=tuple(spans), max_query_len=most)
+            StateBatch(
+                query_starts=views.query_starts,
+                seq_lens=views.seq_lens,
+                state_slots=views.state_slots,
+                spans=tuple(spans),
+                max_query_len=most,
+            )
         )
 
     # -- the sites

@@ -30,7 +30,7 @@ from piecegraph.llm.refusals import refuse_attention, refuse_embeddings
 from piecegraph.llm.scheduler import Scheduler, SchedulerLimits
 from piecegraph.llm.self_check import self_check
 from piecegraph.llm.sizing import CacheNeeds, StepSizes, choose_step_sizes, largest_buckets, size_cache
-from piecegraph.llm.state import StateMemory
+from piecegraph.llm.state import StateMemory, choose_states
 from piecegraph.llm.step import StepKind
 from piecegraph.llm.trace_cache import TraceCache, cache_for
 from piecegraph.llm.traced_model import TracedModel, decoder_of, trace_model
@@ -96,7 +96,7 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         eos_token_ids=_eos_token_ids(loaded),
         looks_ahead=look_ahead.choice == "on",
     )
-    decisions = [*loaded.decisions, *model.decisions, rows, length, parts.attention, *early, prefix_cache, look_ahead]
+    decisions = [*loaded.decisions, *model.decisions, rows, length, *parts.kernels, *early, prefix_cache, look_ahead]
     if options.self_check:
         with progress.bar("self check", 1):
             decisions.append(_check(loaded, engine))
@@ -150,7 +150,7 @@ class _Parts:
     device: GraphDevice | None
     forward: Forward
     events: EventLog
-    attention: Decision
+    kernels: tuple[Decision, ...]
 
     @staticmethod
     def make(
@@ -163,8 +163,10 @@ class _Parts:
     ) -> _Parts:
         dtype, options = loaded.model.dtype, config.options
         kernel, why = choose_kernel(config.attention, model.layers, dtype, config.device)
+        state_kernels, of_states = choose_states(model.states, dtype, config.device)
+        num_slots = limits.max_num_seqs + 1
         states = (
-            StateMemory(model.states, decoder_of(loaded.model), limits.max_num_seqs + 1, config.device)
+            StateMemory(model.states, decoder_of(loaded.model), state_kernels, num_slots, config.device)
             if model.states
             else None
         )
@@ -187,8 +189,8 @@ class _Parts:
         modes = {kind: _mode(kind, config, device, safety[kind]) for kind in kinds}
         provenance = config.options.provenance
         forward = Forward(model, memory, buffers, device, modes, trace_embeds, events, provenance=provenance)
-        attention = Decision("attention", kernel.name, why)
-        return _Parts(config, model, limits, sizes, memory, states, buffers, device, forward, events, attention)
+        kernels = (Decision("attention", kernel.name, why), *of_states)
+        return _Parts(config, model, limits, sizes, memory, states, buffers, device, forward, events, kernels)
 
     def give_memory(self, progress: Progress) -> tuple[CacheGroup, ...]:
         """Size the cache by what is left once the largest steps are recorded, and allocate it."""
@@ -381,8 +383,9 @@ def _capture_safe(
     dtype: torch.dtype,
 ) -> Verdict:
     """Whether everything between the pieces may be captured with them."""
-    if states is not None and not (kind == "decode" and states.can_capture):
-        return Rejected("layers with a state are run sequence by sequence")
+    of_states = states.capture_safe(kind) if states is not None else Accepted()
+    if isinstance(of_states, Rejected):
+        return of_states
     if experts and dtype != torch.bfloat16:
         return Rejected(f"experts in {str(dtype).removeprefix('torch.')} read on the host how many tokens each has")
     verdict = kernel.capture_safe(kind)

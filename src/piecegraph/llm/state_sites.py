@@ -35,7 +35,13 @@ def number_states(graph: torch.fx.Graph, paths: Sequence[str]) -> tuple[StateLay
 
 def _conv_layer(node: torch.fx.Node, index: int) -> ConvLayer:
     hidden, weight = (torch_compat.meta_value(arg) for arg in node.args[:2])  # type: ignore[arg-type]
-    return ConvLayer(index=index, channels=int(weight.shape[0]), width=int(weight.shape[1]), dtype=hidden.dtype)
+    return ConvLayer(
+        index=index,
+        channels=int(weight.shape[0]),
+        width=int(weight.shape[1]),
+        activation=str(node.args[4]),
+        dtype=hidden.dtype,
+    )
 
 
 def _delta_layer(node: torch.fx.Node, index: int) -> DeltaLayer:

@@ -342,7 +342,8 @@ def _decode() -> Any:
     return triton_decode
 
 
-def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Verdict:
+def can_run(dtype: torch.dtype, device: torch.device) -> Verdict:
+    """Whether our Triton kernels run here at all."""
     if importlib.util.find_spec("triton") is None:
         return Rejected("Triton is not installed")
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -351,6 +352,13 @@ def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: t
         return Rejected("compute capability 8.0 is needed")
     if dtype not in DTYPES:
         return Rejected(f"{dtype} is none of float32, float16, bfloat16")
+    return Accepted()
+
+
+def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Verdict:
+    verdict = can_run(dtype, device)
+    if isinstance(verdict, Rejected):
+        return verdict
     if isinstance(layer, LatentLayer):
         fits = layer.latent_width <= MAX_LATENT and layer.rope_width <= MAX_WIDTH
         return Accepted() if fits else Rejected(f"a latent of more than {MAX_LATENT} does not fit on the chip")

@@ -15,25 +15,10 @@ from piecegraph.llm.attention.triton_steps import (
     add_score,
     attend_keys,
     columns_inside,
+    find_sequence,
     first_visible,
     load_tile,
 )
-
-
-@triton.jit
-def _find_sequence(query_starts, num_seqs, block, BLOCK_Q: tl.constexpr):
-    """The sequence of a block of queries: sequence i has the blocks from ``query_starts[i] // BLOCK_Q + i`` on.
-
-    That leaves room for a partly filled last block of each; blocks in the gaps have no queries.
-    """
-    low = num_seqs * 0
-    high = num_seqs - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = tl.load(query_starts + middle) // BLOCK_Q + middle <= block
-        low = tl.where(fits, middle, low)
-        high = tl.where(fits, high, middle - 1)
-    return low
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
@@ -103,7 +88,7 @@ def prefill_kernel(
         zeros = tl.zeros([BLOCK_M, VALUE_PADDED], dtype=out.dtype.element_ty)
         tl.store(pointers, zeros, mask=columns_inside(columns, VALUE, VALUE_PADDED, padded))
 
-    seq = _find_sequence(query_starts, num_seqs, block, BLOCK_Q)
+    seq = find_sequence(query_starts, num_seqs, block, BLOCK_Q)
     query_start = tl.load(query_starts + seq)
     num_queries = tl.load(query_starts + seq + 1) - query_start
     first_query = (block - (query_start // BLOCK_Q + seq)) * BLOCK_Q

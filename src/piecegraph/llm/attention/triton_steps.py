@@ -28,6 +28,22 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def find_sequence(query_starts, num_seqs, block, BLOCK_Q: tl.constexpr):
+    """The sequence of a block of tokens: sequence i has the blocks from ``query_starts[i] // BLOCK_Q + i`` on.
+
+    That leaves room for a partly filled last block of each; blocks in the gaps have none.
+    """
+    low = num_seqs * 0
+    high = num_seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = tl.load(query_starts + middle) // BLOCK_Q + middle <= block
+        low = tl.where(fits, middle, low)
+        high = tl.where(fits, high, middle - 1)
+    return low
+
+
+@triton.jit
 def columns_inside(columns, WIDTH: tl.constexpr, PADDED: tl.constexpr, rows_inside):
     """The mask of a tile whose rows are limited by ``rows_inside`` and whose columns by WIDTH."""
     mask = rows_inside[:, None]

@@ -1,0 +1,168 @@
+"""Layers that keep a state, in Triton: the host's side, which computes nothing from the data of a batch.
+
+As for attention (Note [Grid fixed by the bucket] in ``attention/triton_paged.py``), grids follow from the size of the
+bucket, and which program does what is found on the device. So steps with any mixture of prompts are captured, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from piecegraph.llm.attention.triton_paged import can_run
+from piecegraph.llm.attention.triton_tiles import padded, power_of_two
+from piecegraph.llm.layers import ConvLayer, DeltaLayer, StateBatch
+from piecegraph.llm.step import StepKind
+from piecegraph.llm.verdict import Accepted, Rejected, Verdict
+
+_CHUNK = 64
+"""Tokens that the delta rule takes at once: see Note [The delta rule in chunks] in ``state_kernels.py``."""
+_CHUNK_KEY_WIDTH = 128
+"""Wider keys take half as many tokens at once: more do not fit on the chip."""
+_BLOCK_VALUES = 32
+"""Columns of a state that one program keeps: few enough that one sequence gives work to a whole GPU."""
+_BLOCK_TOKENS = 32
+_BLOCK_CHANNELS = 128
+_MAX_KEY_WIDTH = 256
+_ACTIVATIONS = ("", "silu", "swish")
+
+
+def supports(layers: Sequence[ConvLayer | DeltaLayer], dtype: torch.dtype, device: torch.device) -> Verdict:
+    """Whether there is a kernel for every layer."""
+    for layer in layers:
+        if isinstance(layer, ConvLayer) and layer.activation not in _ACTIVATIONS:
+            return Rejected(f"there is no kernel for a convolution with the activation {layer.activation}")
+        if isinstance(layer, DeltaLayer) and layer.key_width > _MAX_KEY_WIDTH:
+            return Rejected(f"keys wider than {_MAX_KEY_WIDTH} do not fit on the chip")
+    return can_run(dtype, device)
+
+
+class TritonStates:
+    """See :class:`~piecegraph.llm.state.StateKernels`."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        self._batch: StateBatch | None = None
+
+    def capture_safe(self, kind: StepKind) -> Verdict:
+        return Accepted()
+
+    def use_batch(self, batch: StateBatch) -> None:
+        self._batch = batch
+
+    def convolve(
+        self,
+        states: torch.Tensor,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        activation: str,
+    ) -> None:
+        batch = self._current()
+        (num_tokens, channels), num_seqs = hidden.shape, len(batch.seq_lens)
+        width, blocks = weight.shape[1], -(-channels // _BLOCK_CHANNELS)
+        block_tokens = 1 if batch.max_query_len == 1 else _BLOCK_TOKENS
+        _kernels().convolve_kernel[-(-num_tokens // block_tokens) + num_seqs, blocks](
+            hidden,
+            weight,
+            bias,
+            out,
+            states,
+            batch.query_starts,
+            batch.seq_lens,
+            batch.state_slots,
+            num_tokens,
+            num_seqs,
+            channels,
+            WIDTH=width,
+            HAS_BIAS=bias is not None,
+            SILU=bool(activation),
+            BLOCK_T=block_tokens,
+            BLOCK_C=_BLOCK_CHANNELS,
+        )
+        _kernels().remember_kernel[num_seqs, blocks](
+            hidden,
+            states,
+            batch.query_starts,
+            batch.seq_lens,
+            batch.state_slots,
+            channels,
+            WIDTH=width,
+            BLOCK_C=_BLOCK_CHANNELS,
+        )
+
+    def delta_rule(
+        self,
+        states: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        out: torch.Tensor,
+        normalises: bool,
+    ) -> None:
+        batch = self._current()
+        heads, width = value.shape[1:]
+        block_values = min(_BLOCK_VALUES, padded(width))
+        grid = (-(-width // block_values), heads, len(batch.seq_lens))
+        where = (out, states, batch.query_starts, batch.seq_lens, batch.state_slots, key.shape[2] ** -0.5)
+        shape = {"HEADS": heads, "KEY": key.shape[2], "KEY_PADDED": padded(key.shape[2]), "NORMALISES": normalises}
+        values = {"VALUE": width, "BLOCK_V": block_values}
+        if batch.max_query_len == 1:
+            _kernels().step_kernel[grid](query, key, value, decay, beta, *where, **shape, **values)
+            return
+        chunk = _CHUNK if shape["KEY_PADDED"] <= _CHUNK_KEY_WIDTH else _CHUNK // 2
+        constants = {**shape, "CHUNK": chunk, "PRECISION": "tf32x3" if value.dtype == torch.float32 else "tf32"}
+        prepared = self._prepare(query, key, decay, beta, out, constants)
+        _kernels().chunks_kernel[grid](
+            query, key, value, decay, beta, *prepared, *where, **constants, **values, num_stages=1
+        )
+
+    def _prepare(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        out: torch.Tensor,
+        constants: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each chunk needs besides the state, and zeros in the padded rows of the result."""
+        batch = self._current()
+        (num_tokens, heads, width), num_seqs, chunk = out.shape, len(batch.seq_lens), constants["CHUNK"]
+        inverses, scores = torch.empty(2, num_tokens, heads, chunk, dtype=torch.float32, device=out.device)
+        _kernels().prepare_kernel[-(-num_tokens // chunk) + num_seqs, heads](
+            query,
+            key,
+            decay,
+            beta,
+            out,
+            inverses,
+            scores,
+            batch.query_starts,
+            num_tokens,
+            num_seqs,
+            key.shape[2] ** -0.5,
+            VALUE=width,
+            VALUE_PADDED=power_of_two(width),
+            **constants,
+        )
+        return inverses, scores
+
+    def _current(self) -> StateBatch:
+        assert self._batch is not None, "a layer ran before the memory was given a batch"
+        return self._batch
+
+
+@functools.cache
+def _kernels() -> Any:
+    """Triton is imported when it is needed: where there is no GPU, it may not be installed."""
+    from piecegraph.llm import state_kernels
+
+    return state_kernels

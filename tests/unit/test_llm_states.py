@@ -1,0 +1,97 @@
+"""The kernels of layers that keep a state: plain torch, and Triton in its interpreter, against the definition.
+
+The interpreter is chosen when Triton is imported, for the whole process, so the cases run in one of their own, which
+prints a line for each.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from piecegraph.llm.layers import ConvLayer, DeltaLayer, StatefulLayer
+from piecegraph.llm.state import StateKernels, choose_states
+from piecegraph.llm.state_plain import PlainStates
+from piecegraph.llm.state_triton import TritonStates
+from tests.cases.states import PROMPTS_AND_DECODE, ConvCase, DeltaCase
+from tests.unit.test_attention_triton import why_not
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+LAYERS: dict[str, ConvCase | DeltaCase] = {
+    "convolution": ConvCase(40, 4, "silu", False, torch.float32, CPU),
+    "convolution with a bias": ConvCase(130, 3, "", True, torch.float32, CPU),
+    "a wide convolution": ConvCase(8, 9, "swish", True, torch.float32, CPU),
+    "delta rule": DeltaCase(2, 16, 16, True, torch.float32, CPU),
+    "narrow keys, wide values": DeltaCase(2, 8, 40, False, torch.float32, CPU),
+    "wide keys": DeltaCase(1, 72, 24, True, torch.float32, CPU),
+    "equal keys": DeltaCase(1, 16, 16, True, torch.float32, CPU, keys_are_equal=True),
+}
+
+
+def _check(make_kernels: Callable[[], StateKernels], name: str) -> None:
+    LAYERS[name].check(make_kernels(), PROMPTS_AND_DECODE, tolerance=2e-4)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_plain_torch(name: str) -> None:
+    with torch.no_grad():
+        _check(PlainStates, name)
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_triton_in_its_interpreter() -> None:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.test_llm_states"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    verdicts = dict(line.split(" = ", 1) for line in done.stdout.splitlines())
+    assert verdicts == dict.fromkeys(LAYERS, "right")
+
+
+def test_which_kernels_are_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    conv = ConvLayer(index=0, channels=8, width=4, activation="silu", dtype=torch.float32)
+    delta = DeltaLayer(index=1, num_heads=2, key_width=16, value_width=16)
+    opaque = StatefulLayer(index=2, path="mixer", width=4, dtype=torch.float32)
+    assert choose_states([opaque], torch.float32, CPU)[1] == ()
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    kernels, (decision,) = choose_states([conv, delta], torch.float32, CPU)
+    assert (kernels.name, decision.choice) == ("plain torch", "plain torch")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    kernels, (decision,) = choose_states([conv, delta], torch.float32, CPU)
+    assert (kernels.name, decision.choice) == ("triton", "triton")
+    wide = DeltaLayer(index=1, num_heads=2, key_width=512, value_width=16)
+    gelu = ConvLayer(index=0, channels=8, width=4, activation="gelu", dtype=torch.float32)
+    for layer, reason in ((wide, "wider than 256"), (gelu, "activation gelu")):
+        kernels, (decision,) = choose_states([layer], torch.float32, CPU)
+        assert kernels.name == "plain torch"
+        assert reason in decision.reason
+
+
+def _main() -> None:
+    """Run every case and print its verdict."""
+    for name in LAYERS:
+        try:
+            _check(TritonStates, name)
+        except Exception as error:
+            print(name, "=", f"{type(error).__name__}: {error}".replace("\n", " "))
+        else:
+            print(name, "=", "right")
+
+
+if __name__ == "__main__":
+    _main()
