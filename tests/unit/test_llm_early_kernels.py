@@ -15,19 +15,33 @@ from piecegraph.llm.attention.kernel import AttentionKernel
 from piecegraph.llm.attention.registry import choose_kernel
 from piecegraph.llm.batch import BatchLimits
 from piecegraph.llm.early_kernels import EarlyKernels, LinearShape, linear_shapes
-from piecegraph.llm.layers import AttentionLayer
+from piecegraph.llm.layers import AttentionLayer, ConvLayer, DeltaLayer
+from piecegraph.llm.state import StateKernels
+from piecegraph.llm.state_plain import PlainStates
 from piecegraph.llm.step import Bucket
 from tests.unit.test_trace import trace_it
 
 CPU = torch.device("cpu")
 LAYER = AttentionLayer(index=0, group=0, num_heads=4, num_kv_heads=2, key_width=8, value_width=8, scale=1.0)
+CONV = ConvLayer(index=0, channels=8, width=4, activation="silu", has_bias=True, dtype=torch.float32)
+DELTA = DeltaLayer(
+    index=2,
+    num_heads=2,
+    key_width=8,
+    value_width=4,
+    normalises=True,
+    dtype=torch.float32,
+    decay_dtype=torch.float32,
+    beta_dtype=torch.bfloat16,
+)
 BUCKETS = (Bucket(4, 4, "decode"), Bucket(8, 2))
 
 
-def early(kernel: AttentionKernel, *layers: AttentionLayer) -> EarlyKernels:
+def early(kernel: AttentionKernel, *layers: AttentionLayer, states: StateKernels | None = None) -> EarlyKernels:
     return EarlyKernels(
         kernel,
         layers,
+        ((CONV, replace(CONV, index=1), DELTA), states or PlainStates()),
         (LinearShape(16, 8, False),),
         LinearShape(32, 8, False),
         buckets=BUCKETS,
@@ -51,7 +65,23 @@ def test_the_distinct_linears_of_a_decoder() -> None:
     assert linear_shapes(traced.graph) == (LinearShape(8, 4, True), LinearShape(2, 8, False))
 
 
-def test_every_kind_of_layer_attends_once_in_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+class CountedStates(PlainStates):
+    """Writes down what it is launched with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: list[tuple[str, int, torch.dtype]] = []
+
+    def convolve(self, states: Tensor, hidden: Tensor, *others: Any) -> None:
+        self.launched.append(("convolution", hidden.shape[0], hidden.dtype))
+        super().convolve(states, hidden, *others)
+
+    def delta_rule(self, states: Tensor, *others: Any) -> None:
+        self.launched.append(("delta rule", others[0].shape[0], others[4].dtype))
+        super().delta_rule(states, *others)
+
+
+def test_every_kind_of_layer_runs_once_in_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
@@ -64,11 +94,21 @@ def test_every_kind_of_layer_attends_once_in_every_size(monkeypatch: pytest.Monk
         reference.attend(query, *args)
 
     kernels = early(
-        replace(reference, attend=attend), LAYER, replace(LAYER, index=1), replace(LAYER, index=2, window=4)
+        replace(reference, attend=attend),
+        LAYER,
+        replace(LAYER, index=1),
+        replace(LAYER, index=2, window=4),
+        states=(states := CountedStates()),
     )
     kernels.start()
-    assert kernels.wait().choice == "compiled early"
+    decision = kernels.wait()
+    assert decision.choice == "compiled early", decision.reason
     assert attended == [(4, 0, 4), (4, 4, 4), (8, 0, 2), (8, 4, 2)]
+    assert states.launched == [
+        (kind, size, dtype)
+        for size in (4, 8)
+        for kind, dtype in (("convolution", torch.float32), ("delta rule", torch.bfloat16))
+    ]
 
 
 def test_what_goes_wrong_early_is_told_and_harms_nobody() -> None:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ LAYERS: dict[str, ConvCase | DeltaCase] = {
     "delta rule": DeltaCase(2, 16, 16, True, torch.float32, CPU),
     "narrow keys, wide values": DeltaCase(2, 8, 40, False, torch.float32, CPU),
     "wide keys": DeltaCase(1, 72, 24, True, torch.float32, CPU),
+    "keys too wide for long chunks": DeltaCase(1, 136, 16, True, torch.float32, CPU),
     "equal keys": DeltaCase(1, 16, 16, True, torch.float32, CPU, keys_are_equal=True),
 }
 
@@ -63,8 +65,18 @@ def test_triton_in_its_interpreter() -> None:
 
 
 def test_which_kernels_are_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    conv = ConvLayer(index=0, channels=8, width=4, activation="silu", dtype=torch.float32)
-    delta = DeltaLayer(index=1, num_heads=2, key_width=16, value_width=16)
+    conv = ConvLayer(index=0, channels=8, width=4, activation="silu", has_bias=False, dtype=torch.float32)
+    half = torch.bfloat16
+    delta = DeltaLayer(
+        index=1,
+        num_heads=2,
+        key_width=16,
+        value_width=16,
+        normalises=True,
+        dtype=half,
+        decay_dtype=torch.float32,
+        beta_dtype=half,
+    )
     opaque = StatefulLayer(index=2, path="mixer", width=4, dtype=torch.float32)
     assert choose_states([opaque], torch.float32, CPU)[1] == ()
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -74,8 +86,8 @@ def test_which_kernels_are_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     kernels, (decision,) = choose_states([conv, delta], torch.float32, CPU)
     assert (kernels.name, decision.choice) == ("triton", "triton")
-    wide = DeltaLayer(index=1, num_heads=2, key_width=512, value_width=16)
-    gelu = ConvLayer(index=0, channels=8, width=4, activation="gelu", dtype=torch.float32)
+    wide = replace(delta, key_width=512)
+    gelu = ConvLayer(index=0, channels=8, width=4, activation="gelu", has_bias=False, dtype=torch.float32)
     for layer, reason in ((wide, "wider than 256"), (gelu, "activation gelu")):
         kernels, (decision,) = choose_states([layer], torch.float32, CPU)
         assert kernels.name == "plain torch"

@@ -8,9 +8,11 @@ Python up.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.fx
@@ -19,11 +21,14 @@ import torch.nn.functional as F
 from piecegraph import torch_compat
 from piecegraph.llm.attention.kernel import AttentionKernel
 from piecegraph.llm.batch import BatchBuffers, BatchLimits
-from piecegraph.llm.layers import AttentionLayer, LatentLayer
+from piecegraph.llm.layers import AttentionLayer, ConvLayer, DeltaLayer, LatentLayer, StatefulLayer, StateLayer
 from piecegraph.llm.linear import launch_linear
 from piecegraph.llm.memory import Memory
+from piecegraph.llm.state import StateKernels, StateMemory
 from piecegraph.llm.step import Bucket
 from piecegraph.plan import Decision
+
+_Layer = TypeVar("_Layer", AttentionLayer, ConvLayer | DeltaLayer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ class EarlyKernels:
     Args:
         kernel: what attends.
         layers: the call sites of attention.
+        states: the call sites of layers with a state, and what computes those in fine form.
         linears: of the decoder.
         head: of the model.
         buckets: what will be recorded.
@@ -65,6 +71,7 @@ class EarlyKernels:
         self,
         kernel: AttentionKernel,
         layers: Sequence[AttentionLayer | LatentLayer],
+        states: tuple[Sequence[StateLayer], StateKernels],
         linears: Sequence[LinearShape],
         head: LinearShape | None,
         *,
@@ -74,7 +81,9 @@ class EarlyKernels:
         device: torch.device,
     ) -> None:
         self._kernel = kernel
-        self._layers = _distinct(layers)
+        self._layers = _distinct(layer for layer in layers if isinstance(layer, AttentionLayer))
+        self._states = _distinct(layer for layer in states[0] if not isinstance(layer, StatefulLayer))
+        self._state_kernels = states[1]
         self._linears = linears
         self._head = head
         self._buckets = tuple(buckets)
@@ -105,11 +114,12 @@ class EarlyKernels:
 
     def _launch_all(self) -> None:
         limits = self._limits
+        states = StateMemory(self._states, torch.nn.Module(), self._state_kernels, 1, self._device)
         memory = Memory(
             self._layers,
             self._kernel,
             (),
-            None,
+            states,
             dtype=self._dtype,
             device=self._device,
             block_size=limits.block_size,
@@ -121,25 +131,41 @@ class EarlyKernels:
             memory.use_batch(buffers, bucket)
             for site, layer in enumerate(self._layers):
                 self._attend(memory, site, layer, bucket.num_tokens)
+            for state in self._states:
+                self._mix(states, state, bucket.num_tokens)
             for shape in self._linears:
                 self._multiply(shape, bucket.num_tokens)
             if self._head is not None:
                 self._multiply(self._head, bucket.num_seqs)
 
     def _attend(self, memory: Memory, site: int, layer: AttentionLayer, num_tokens: int) -> None:
-        def zeros(heads: int, width: int) -> torch.Tensor:
-            return torch.zeros(num_tokens, heads, width, dtype=self._dtype, device=self._device)
+        query = self._zeros(num_tokens, layer.num_heads, layer.key_width)
+        key = self._zeros(num_tokens, layer.num_kv_heads, layer.key_width)
+        value = self._zeros(num_tokens, layer.num_kv_heads, layer.value_width)
+        sinks = self._zeros(layer.num_heads) if layer.has_sinks else None
+        memory.attend(site, query, key, value, self._zeros(num_tokens, layer.num_heads, layer.value_width), sinks)
 
-        query = zeros(layer.num_heads, layer.key_width)
-        key, value = zeros(layer.num_kv_heads, layer.key_width), zeros(layer.num_kv_heads, layer.value_width)
-        sinks = torch.zeros(layer.num_heads, dtype=self._dtype, device=self._device) if layer.has_sinks else None
-        memory.attend(site, query, key, value, zeros(layer.num_heads, layer.value_width), sinks)
+    def _mix(self, states: StateMemory, layer: ConvLayer | DeltaLayer, num_tokens: int) -> None:
+        zeros = functools.partial(self._zeros, dtype=layer.dtype)
+        if isinstance(layer, ConvLayer):
+            hidden, weight = zeros(num_tokens, layer.channels), zeros(layer.channels, layer.width)
+            bias = zeros(layer.channels) if layer.has_bias else None
+            states.convolve(layer.index, hidden, weight, bias, torch.empty_like(hidden), layer.activation)
+            return
+        query, value = (zeros(num_tokens, layer.num_heads, width) for width in (layer.key_width, layer.value_width))
+        decay = zeros(num_tokens, layer.num_heads, dtype=layer.decay_dtype)
+        beta = zeros(num_tokens, layer.num_heads, dtype=layer.beta_dtype)
+        out = torch.empty_like(value)
+        states.delta_rule(layer.index, query, query, value, decay, beta, out, layer.normalises)
+
+    def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype or self._dtype, device=self._device)
 
     def _multiply(self, shape: LinearShape, rows: int) -> None:
         launch_linear(rows, shape.columns, shape.depth, shape.has_bias, self._dtype, self._device)
 
 
-def _distinct(layers: Sequence[AttentionLayer | LatentLayer]) -> list[AttentionLayer]:
+def _distinct(layers: Iterable[_Layer]) -> list[_Layer]:
     """Layers that differ in more than their place, numbered anew."""
-    known = {replace(layer, index=0): None for layer in layers if isinstance(layer, AttentionLayer)}
+    known = dict.fromkeys(replace(layer, index=0) for layer in layers)
     return [replace(layer, index=i) for i, layer in enumerate(known)]

@@ -95,6 +95,7 @@ class ConvLayer:
     """Of the kernel; one input less than that is kept."""
     activation: str
     """What is applied to the result; empty for nothing."""
+    has_bias: bool
     dtype: torch.dtype
 
 
@@ -106,6 +107,12 @@ class DeltaLayer:
     num_heads: int
     key_width: int
     value_width: int
+    normalises: bool
+    """Whether queries and keys are made of length one."""
+    dtype: torch.dtype
+    """Of queries, keys and values."""
+    decay_dtype: torch.dtype
+    beta_dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

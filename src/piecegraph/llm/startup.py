@@ -23,7 +23,6 @@ from piecegraph.llm.early_kernels import EarlyKernels, LinearShape, linear_shape
 from piecegraph.llm.engine import Engine
 from piecegraph.llm.forward import Forward, StepKey
 from piecegraph.llm.groups import CacheGroup, PagedCache
-from piecegraph.llm.layers import AttentionLayer, LatentLayer, Reach
 from piecegraph.llm.loader import LoadedModel, load
 from piecegraph.llm.memory import Memory
 from piecegraph.llm.refusals import refuse_attention, refuse_embeddings
@@ -33,7 +32,7 @@ from piecegraph.llm.sizing import CacheNeeds, StepSizes, choose_step_sizes, larg
 from piecegraph.llm.state import StateMemory, choose_states
 from piecegraph.llm.step import StepKind
 from piecegraph.llm.trace_cache import TraceCache, cache_for
-from piecegraph.llm.traced_model import TracedModel, decoder_of, trace_model
+from piecegraph.llm.traced_model import TracedModel, TracedSites, decoder_of, trace_model
 from piecegraph.llm.verdict import Accepted, Rejected, Verdict
 from piecegraph.plan import Decision
 from piecegraph.progress import Progress
@@ -111,10 +110,8 @@ def _trace_and_compile(
     options = config.options
     early: list[EarlyKernels] = []
 
-    def on_traced(
-        graph: torch.fx.Graph, layers: Sequence[AttentionLayer | LatentLayer], reaches: Sequence[Reach]
-    ) -> None:
-        early.extend(_start_early(graph, layers, reaches, loaded, config, limits))
+    def on_traced(sites: TracedSites) -> None:
+        early.extend(_start_early(sites, loaded, config, limits))
 
     with torch.no_grad():
         cache = cache_for(
@@ -261,12 +258,7 @@ class _Parts:
 
 
 def _start_early(
-    graph: torch.fx.Graph,
-    layers: Sequence[AttentionLayer | LatentLayer],
-    reaches: Sequence[Reach],
-    loaded: LoadedModel,
-    config: LLMConfig,
-    limits: SchedulerLimits,
+    sites: TracedSites, loaded: LoadedModel, config: LLMConfig, limits: SchedulerLimits
 ) -> list[EarlyKernels]:
     """Have the kernels compiled that the recorded steps will launch, where there are such."""
     if config.device.type != "cuda" or config.backend == "eager":  # nothing to do meanwhile
@@ -275,12 +267,13 @@ def _start_early(
     is_linear = isinstance(head, torch.nn.Linear)
     sizes = _step_sizes(config, limits, has_graphs=config.cudagraph_mode != "none")
     early = EarlyKernels(
-        choose_kernel(config.attention, layers, dtype, config.device)[0],
-        layers,
-        linear_shapes(graph),
+        choose_kernel(config.attention, sites.layers, dtype, config.device)[0],
+        sites.layers,
+        (sites.states, choose_states(sites.states, dtype, config.device)[0]),
+        linear_shapes(sites.graph),
         LinearShape(head.out_features, head.in_features, head.bias is not None) if is_linear else None,
         buckets=dict.fromkeys((*largest_buckets(limits), *sizes.at_start())),
-        limits=_batch_limits(loaded, config, limits, len(reaches), has_mrope=False),
+        limits=_batch_limits(loaded, config, limits, len(sites.reaches), has_mrope=False),
         dtype=dtype,
         device=config.device,
     )

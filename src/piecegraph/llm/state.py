@@ -89,8 +89,7 @@ class StateMemory:
             layer.index: _allocate(layer, num_slots, device) for layer in layers if not isinstance(layer, StatefulLayer)
         }
         opaque = [layer for layer in layers if isinstance(layer, StatefulLayer)]
-        self._opaque = OpaqueMixers(opaque, decoder, device)
-        self._has_opaque = bool(opaque)
+        self._opaque = OpaqueMixers(opaque, decoder, device) if opaque else None
         self._batch: StateBatch | None = None
 
     @property
@@ -101,11 +100,11 @@ class StateMemory:
     @property
     def opaque_bytes(self) -> int:
         """What modules in opaque form keep for one sequence."""
-        return self._opaque.num_bytes
+        return self._opaque.num_bytes if self._opaque is not None else 0
 
     def capture_safe(self, kind: StepKind) -> Verdict:
         """Whether a batch of a kind reads nothing on the host."""
-        if self._has_opaque:
+        if self._opaque is not None:
             return Rejected("modules that keep a state are run as they are, sequence by sequence")
         return self._kernels.capture_safe(kind)
 
@@ -116,7 +115,8 @@ class StateMemory:
 
     def release(self, slot: int) -> None:
         """A sequence has ended. Its slot may be given to another one."""
-        self._opaque.release(slot)
+        if self._opaque is not None:
+            self._opaque.release(slot)
 
     def convolve(
         self,
@@ -147,6 +147,7 @@ class StateMemory:
     def mix_state(self, site: int, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """Run a module that keeps a state as it is, sequence by sequence."""
         assert self._batch is not None, "a layer ran before the memory was given a batch"
+        assert self._opaque is not None
         self._opaque.run(site, hidden, out, self._batch.spans)
 
 

@@ -30,6 +30,14 @@ import triton.language as tl
 from piecegraph.llm.attention.triton_steps import find_sequence
 
 
+@triton.jit
+def _is_padding(query_starts, num_seqs, num_real, block, BLOCK: tl.constexpr):
+    """Whether a block is that of a padded sequence (see ``find_sequence``): then nobody need search for it."""
+    seq = block - num_real // BLOCK
+    is_sequence = (seq >= 0) & (seq < num_seqs)
+    return tl.load(query_starts + seq, is_sequence, -1) == num_real
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
 def convolve_kernel(
     hidden,
@@ -63,6 +71,8 @@ def convolve_kernel(
         padded = ((token >= num_real) & (token < num_tokens))[:, None] & is_channel[None, :]
         zeros = tl.zeros([BLOCK_T, BLOCK_C], dtype=out.dtype.element_ty)
         tl.store(out + token.to(tl.int64)[:, None] * channels + channel[None, :], zeros, mask=padded)
+    if _is_padding(query_starts, num_seqs, num_real, block, BLOCK_T):
+        return
 
     seq = find_sequence(query_starts, num_seqs, block, BLOCK_T)
     start = tl.load(query_starts + seq)
@@ -217,12 +227,14 @@ def prepare_kernel(
         padded = ((token >= num_real) & (token < num_tokens))[:, None] & (column < VALUE)[None, :]
         zeros = tl.zeros([CHUNK, VALUE_PADDED], dtype=out.dtype.element_ty)
         tl.store(out + (token.to(tl.int64) * HEADS + head)[:, None] * VALUE + column[None, :], zeros, mask=padded)
+    if _is_padding(query_starts, num_seqs, num_real, block, CHUNK):
+        return
 
     seq = find_sequence(query_starts, num_seqs, block, CHUNK)
     start = tl.load(query_starts + seq)
     count = tl.load(query_starts + seq + 1) - start
     first = (block - (start // CHUNK + seq)) * CHUNK
-    if first >= count:
+    if first >= count or count == 1:  # one token takes a step
         return
 
     inside = first + rows < count
@@ -241,6 +253,40 @@ def prepare_kernel(
     products = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * gate[:, None]
     below = tl.where(rows[:, None] > rows[None, :], products, 0.0)
     tl.store(inverses + pointers, _inverse(below, CHUNK, PRECISION), mask=inside[:, None])
+
+
+@triton.jit
+def _step(
+    state,
+    query,
+    key,
+    value,
+    decay,
+    beta,
+    out,
+    at,
+    column,
+    scale,
+    KEY: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE: tl.constexpr,
+    NORMALISES: tl.constexpr,
+):
+    """The state behind one token, whose answer is written."""
+    depth = tl.arange(0, KEY_PADDED)
+    is_column = column < VALUE
+    q = tl.load(query + at * KEY + depth, depth < KEY, 0.0).to(tl.float32)
+    k = tl.load(key + at * KEY + depth, depth < KEY, 0.0).to(tl.float32)
+    v = tl.load(value + at * VALUE + column, is_column, 0.0).to(tl.float32)
+    if NORMALISES:
+        q *= tl.rsqrt(tl.sum(q * q) + 1e-6)
+        k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
+    state *= tl.exp(tl.load(decay + at).to(tl.float32))
+    delta = (v - tl.sum(state * k[:, None], 0)) * tl.load(beta + at).to(tl.float32)
+    state += k[:, None] * delta[None, :]
+    answer = tl.sum(state * (q * scale)[:, None], 0)
+    tl.store(out + at * VALUE + column, answer.to(out.dtype.element_ty), mask=is_column)
+    return state
 
 
 @triton.jit
@@ -281,6 +327,12 @@ def chunks_kernel(
     is_continued = tl.load(seq_lens + seq) > count
     kept = states + ((tl.load(slots + seq) * HEADS + head) * KEY + depth)[:, None] * VALUE + column[None, :]
     state = tl.load(kept, is_kept & is_continued, 0.0)
+
+    if count == 1:
+        at = start.to(tl.int64) * HEADS + head
+        state = _step(state, query, key, value, decay, beta, out, at, column, scale, KEY, KEY_PADDED, VALUE, NORMALISES)
+        tl.store(kept, state, mask=is_kept)
+        return
 
     rows = tl.arange(0, CHUNK)
     at = rows * HEADS
@@ -342,17 +394,7 @@ def step_kernel(
         return
     depth = tl.arange(0, KEY_PADDED)
     is_kept = (depth < KEY)[:, None] & is_column[None, :]
-    is_continued = tl.load(seq_lens + seq) > 1
     kept = states + ((tl.load(slots + seq) * HEADS + head) * KEY + depth)[:, None] * VALUE + column[None, :]
-    q = tl.load(query + at * KEY + depth, depth < KEY, 0.0).to(tl.float32)
-    k = tl.load(key + at * KEY + depth, depth < KEY, 0.0).to(tl.float32)
-    v = tl.load(value + at * VALUE + column, is_column, 0.0).to(tl.float32)
-    if NORMALISES:
-        q *= tl.rsqrt(tl.sum(q * q) + 1e-6)
-        k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
-    state = tl.load(kept, is_kept & is_continued, 0.0) * tl.exp(tl.load(decay + at).to(tl.float32))
-    delta = (v - tl.sum(state * k[:, None], 0)) * tl.load(beta + at).to(tl.float32)
-    state += k[:, None] * delta[None, :]
-    answer = tl.sum(state * (q * scale)[:, None], 0)
-    tl.store(out + at * VALUE + column, answer.to(out.dtype.element_ty), mask=is_column)
+    state = tl.load(kept, is_kept & (tl.load(seq_lens + seq) > 1), 0.0)
+    state = _step(state, query, key, value, decay, beta, out, at, column, scale, KEY, KEY_PADDED, VALUE, NORMALISES)
     tl.store(kept, state, mask=is_kept)

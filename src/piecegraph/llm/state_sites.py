@@ -40,14 +40,22 @@ def _conv_layer(node: torch.fx.Node, index: int) -> ConvLayer:
         channels=int(weight.shape[0]),
         width=int(weight.shape[1]),
         activation=str(node.args[4]),
+        has_bias=node.args[2] is not None,
         dtype=hidden.dtype,
     )
 
 
 def _delta_layer(node: torch.fx.Node, index: int) -> DeltaLayer:
-    key, value = (torch_compat.meta_value(arg) for arg in node.args[1:3])  # type: ignore[arg-type]
+    key, value, decay, beta = (torch_compat.meta_value(arg) for arg in node.args[1:5])  # type: ignore[arg-type]
     return DeltaLayer(
-        index=index, num_heads=int(value.shape[1]), key_width=int(key.shape[2]), value_width=int(value.shape[2])
+        index=index,
+        num_heads=int(value.shape[1]),
+        key_width=int(key.shape[2]),
+        value_width=int(value.shape[2]),
+        normalises=bool(node.args[6]),
+        dtype=value.dtype,
+        decay_dtype=decay.dtype,
+        beta_dtype=beta.dtype,
     )
 
 

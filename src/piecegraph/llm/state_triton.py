@@ -18,14 +18,11 @@ from piecegraph.llm.layers import ConvLayer, DeltaLayer, StateBatch
 from piecegraph.llm.step import StepKind
 from piecegraph.llm.verdict import Accepted, Rejected, Verdict
 
-_CHUNK = 64
-"""Tokens that the delta rule takes at once: see Note [The delta rule in chunks] in ``state_kernels.py``."""
-_CHUNK_KEY_WIDTH = 128
-"""Wider keys take half as many tokens at once: more do not fit on the chip."""
 _BLOCK_VALUES = 32
 """Columns of a state that one program keeps: few enough that one sequence gives work to a whole GPU."""
 _BLOCK_TOKENS = 32
 _BLOCK_CHANNELS = 128
+_ROOM = 160 * 1024
 _MAX_KEY_WIDTH = 256
 _ACTIVATIONS = ("", "silu", "swish")
 
@@ -117,11 +114,12 @@ class TritonStates:
         if batch.max_query_len == 1:
             _kernels().step_kernel[grid](query, key, value, decay, beta, *where, **shape, **values)
             return
-        chunk = _CHUNK if shape["KEY_PADDED"] <= _CHUNK_KEY_WIDTH else _CHUNK // 2
-        constants = {**shape, "CHUNK": chunk, "PRECISION": "tf32x3" if value.dtype == torch.float32 else "tf32"}
+        is_half = value.dtype != torch.float32
+        chunk, stages = _chunk(shape["KEY_PADDED"], is_half, _has_room(out.device))
+        constants = {**shape, "CHUNK": chunk, "PRECISION": "tf32" if is_half else "tf32x3"}
         prepared = self._prepare(query, key, decay, beta, out, constants)
         _kernels().chunks_kernel[grid](
-            query, key, value, decay, beta, *prepared, *where, **constants, **values, num_stages=1
+            query, key, value, decay, beta, *prepared, *where, **constants, **values, num_stages=stages
         )
 
     def _prepare(
@@ -158,6 +156,25 @@ class TritonStates:
     def _current(self) -> StateBatch:
         assert self._batch is not None, "a layer ran before the memory was given a batch"
         return self._batch
+
+
+def _chunk(key_padded: int, is_half: bool, has_room: bool) -> tuple[int, int]:
+    """Tokens that the delta rule takes at once, and stages of its pipeline: what fits on the chip.
+
+    >>> _chunk(128, True, True), _chunk(128, True, False), _chunk(256, True, True), _chunk(128, False, False)
+    ((64, 2), (64, 1), (32, 2), (32, 1))
+    """
+    chunk = 64 if key_padded <= 128 and (is_half or has_room) else 32
+    return chunk, 2 if is_half and has_room else 1
+
+
+@functools.cache
+def _has_room(device: torch.device) -> bool:
+    """Whether a program has as much shared memory as on the GPUs of data centers."""
+    if device.type != "cuda":
+        return True
+    properties: Any = torch.cuda.get_device_properties(device)
+    return bool(properties.shared_memory_per_block_optin >= _ROOM)
 
 
 @functools.cache

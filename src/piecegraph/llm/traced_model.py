@@ -46,8 +46,19 @@ from piecegraph.tracer import Traced, trace
 
 _TRACED_TOKENS = 16
 
-OnTraced = Callable[[torch.fx.Graph, tuple[AttentionLayer | LatentLayer, ...], tuple[Reach, ...]], None]
-"""Takes the decoder's graph, its call sites of attention and the reach of each group of them."""
+
+@dataclass(frozen=True)
+class TracedSites:
+    """What is known as soon as a model is traced."""
+
+    graph: torch.fx.Graph
+    """Of the decoder."""
+    layers: tuple[AttentionLayer | LatentLayer, ...]
+    """Its call sites of attention."""
+    reaches: tuple[Reach, ...]
+    """Of each group of them."""
+    states: tuple[StateLayer, ...]
+    """Its call sites of layers with a state."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,7 @@ def trace_model(
     events: EventLog,
     takes_embeds: bool = False,
     position_rows: int | None = None,
-    on_traced: OnTraced | None = None,
+    on_traced: Callable[[TracedSites], None] | None = None,
 ) -> TracedModel:
     """Trace and compile a loaded model whose attention goes through our plug.
 
@@ -108,7 +119,7 @@ def trace_model(
         traced, decision = fuse_linears(traced)
         decisions = (*decisions, decision)
     if on_traced is not None:
-        on_traced(traced.graph, layers, reaches)
+        on_traced(TracedSites(traced.graph, layers, reaches, states))
     segments = split(traced, CutRules("auto"), full=False)
     provenance = options.provenance or is_tracing()
     lowering = Lowering(backend, linear_passes(model.device), options.inductor, provenance)
