@@ -6,12 +6,24 @@ While the device runs a step, the host would wait for its tokens, and then the d
 step can be known without them (:meth:`Scheduler.schedule_ahead`), it is launched first, and takes its tokens from where
 the device left them. Results are valid until the next step is launched, so a request that wants logits or hidden states
 keeps its steps from being followed like that.
+
+Note [A step that fails]
+~~~~~~~~~~~~~~~~~~~~~~~~
+Whatever is raised between the launch of a step and its last word (no memory for somebody's log-probabilities, Ctrl-C)
+leaves steps that have run but were never committed. To run them again would be wrong where layers keep a state. So all
+requests start over from the tokens they have, and those that had ended without being told are told.
+
+Note [One cache, several schedulers]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Each scheduler has block numbers of its own for the one memory. So only one of them may have requests running, and when
+another takes over, the one before forgets the prefixes it knew: their blocks are about to be overwritten.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +67,8 @@ class Generation:
     num_replays: int = 0
     num_read: int = 0
     """Tokens of the request that ``text`` has, or that are not part of it."""
+    num_told: int = 0
+    """Tokens of the request that ``on_new`` knows, the prompt included."""
 
     is_watched: bool = False
     """Whether its text must be known at every step. Otherwise it is made once, at the end."""
@@ -63,7 +77,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         params = self.request.params
-        self.num_read = self.request.num_prompt
+        self.num_read = self.num_told = self.request.num_prompt
         self.is_watched = self.on_new is not None or bool(params.stop)
         self.wants_details = params.logprobs is not None or params.wants_every_row
 
@@ -82,6 +96,12 @@ class Generation:
         new = text.add(request.tokens[self.num_read : end])
         self.num_read = end
         return new + text.finish() if request.is_done else new
+
+    def new_tokens(self) -> list[int]:
+        """The tokens since the last call."""
+        tokens = self.request.tokens[self.num_told :].tolist()
+        self.num_told += len(tokens)
+        return tokens
 
     def completion(self) -> Completion:
         """The answer so far."""
@@ -117,19 +137,25 @@ class Generation:
 
 
 class Landing:
-    """Where chosen tokens arrive on the host: two places in turn, as one step may be under way behind another."""
+    """Where chosen tokens arrive: two places in turn, as one step may be under way behind another.
+
+    They are copied on the device first: a step's own results may be overwritten as soon as somebody else runs it again.
+    """
 
     def __init__(self, max_seqs: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
-        self._places = [torch.empty(max_seqs, dtype=torch.long, pin_memory=is_cuda) for _ in range(2)]
+        self._kept = [torch.empty(max_seqs, dtype=torch.long, device=device) for _ in range(2)]
+        self._on_host = [torch.empty(max_seqs, dtype=torch.long, pin_memory=is_cuda) for _ in range(2)]
         self._events = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
         self._next = 0
 
-    def take(self, tokens: torch.Tensor, count: int) -> Callable[[], list[int]]:
-        """Send the first tokens to the host; returns what waits for them."""
-        place, event = self._places[self._next][:count], self._events[self._next]
+    def take(self, tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, Callable[[], list[int]]]:
+        """Send the first tokens to the host; returns a copy of them on the device, and what waits for them."""
+        kept, place = self._kept[self._next][:count], self._on_host[self._next][:count]
+        event = self._events[self._next]
         self._next ^= 1
-        place.copy_(tokens[:count], non_blocking=True)
+        kept.copy_(tokens[:count])
+        place.copy_(kept, non_blocking=True)
         if event is not None:
             event.record()
 
@@ -139,7 +165,7 @@ class Landing:
             found: list[int] = place.tolist()
             return found
 
-        return read
+        return kept, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +177,8 @@ class _Launched:
     has_every_row: bool
     """Whether the hidden states are those of all tokens, and not of the last of each sequence."""
     is_replayed: bool
+    tokens: torch.Tensor
+    """The chosen tokens, to be fed to the next step."""
     read: Callable[[], list[int]]
     """Waits for the chosen tokens."""
 
@@ -183,8 +211,10 @@ class Engine:
         self._ahead: _Launched | None = None
         self._landing = Landing(buffers.limits.max_seqs, buffers.device)
         self._generations: dict[str, Generation] = {}
-        self._is_foreign = False
-        """Whether the last steps were another scheduler's."""
+        self._owner: weakref.ref[PagedCache] | None = scheduler.cache.reference
+        """Whose blocks the memory holds: see Note [One cache, several schedulers]."""
+        self._is_stepping = False
+        self._aborted_late: list[Generation] = []
         self._num_detailed = 0
         """Generations that want more than their tokens."""
         self._ids = itertools.count()
@@ -212,8 +242,8 @@ class Engine:
             on_new: told of new text and tokens while they are generated, and of the end.
         """
         request = Request(str(next(self._ids)), tokens, params, seed=seed, mrope_positions=mrope_positions)
+        self._hand_over(self.scheduler.cache.reference)
         self.scheduler.add(request)
-        self._is_foreign = False
         text = IncrementalText(decode, params.stop, request.tokens[-8:]) if decode is not None else None
         generation = Generation(request, prompt, text, on_new)
         self._generations[request.id] = generation
@@ -222,8 +252,10 @@ class Engine:
 
     def abort(self, generation: Generation) -> None:
         """End a request now and free what it holds."""
-        if self.scheduler.abort(generation.request.id):
-            self._tell_new(generation, [])
+        if self._is_stepping:  # garbage collection closes a forgotten stream wherever the thread happens to be
+            self._aborted_late.append(generation)
+        elif self.scheduler.abort(generation.request.id):
+            self._tell_new(generation)
 
     def abort_all(self) -> None:
         """End every request."""
@@ -233,7 +265,23 @@ class Engine:
 
     @unintercepted
     def step(self) -> bool:
-        """Run one step; False if there is nothing to do. See Note [Looking ahead]."""
+        """Run one step; False if there is nothing to do. See Note [A step that fails]."""
+        self._is_stepping = True
+        try:
+            return self._step()
+        except BaseException:
+            self._ahead = None
+            self.scheduler.start_over()
+            for generation in [each for each in self._generations.values() if each.is_done]:
+                self._tell_new(generation)
+            raise
+        finally:
+            self._is_stepping = False
+            while self._aborted_late:
+                self.abort(self._aborted_late.pop())
+
+    def _step(self) -> bool:
+        """See Note [Looking ahead]."""
         current, self._ahead = self._ahead, None
         if current is None:
             plan = self.scheduler.schedule()
@@ -245,8 +293,8 @@ class Engine:
         if self._num_detailed:
             self._tell_details(current, chosen)
         self.scheduler.commit(current.plan, chosen)
-        self._tell_tokens(current, chosen)
-        self._ahead = ahead  # not before: after an error the step would be run upon one that was never finished
+        self._tell_tokens(current)
+        self._ahead = ahead
         return True
 
     @unintercepted
@@ -255,13 +303,26 @@ class Engine:
         self._check_foreign(plan)
         if any(work.request.input_embeds is not None for work in plan.works):
             self.forward.prepare_embeds()
+        for work in plan.works:
+            assert work.request.blocks is not None
+            self._hand_over(work.request.blocks.cache)
         self._ahead = None
-        if not self._is_foreign:
-            self.scheduler.cache.forget()
-            self._is_foreign = True
         tokens, logits, hidden = self._launch(plan, every_row=every_row).result
         num_rows = plan.num_tokens if every_row else plan.num_seqs
         return StepResult(tokens[: plan.num_seqs], logits[: plan.num_seqs], hidden[:num_rows])
+
+    def _hand_over(self, cache: weakref.ref[PagedCache] | None) -> None:
+        """See Note [One cache, several schedulers]."""
+        if cache == self._owner:
+            return
+        before = self._owner() if self._owner is not None else None
+        if before is not None:
+            if before.num_sequences:
+                running = count_of(before.num_sequences, "request")
+                why = f"another scheduler has {running} running, and there is one cache"
+                raise RequestError("PG657", "the cache is in use", why=why, hint="let them end, or abort them")
+            before.forget()
+        self._owner = cache
 
     def make_scheduler(self, *, prefix_cache: bool) -> Scheduler:
         """Another scheduler over the same cache, for :meth:`run`."""
@@ -314,16 +375,16 @@ class Engine:
             reason = f"{key} runs the compiled pieces without graphs"
             self.events.emit(Event("PG503", f"a {bucket.kind} step", reason, "add a larger capture size"))
         result = StepResult(*self.forward.run(key))
-        return _Launched(plan, result, every_row, is_replayed, self._landing.take(result.tokens, plan.num_seqs))
+        return _Launched(plan, result, every_row, is_replayed, *self._landing.take(result.tokens, plan.num_seqs))
 
     def _launch_ahead(self, current: _Launched) -> _Launched | None:
         """Launch the step behind one that is running, if it can be known."""
         # The same requests run in the same rows, so they sample in the same mode.
         key = StepKey(self._sizes.decode_bucket(current.plan.num_seqs), self._buffers.sampling_mode)
         if self._must_record(key):
-            return None  # recording would overwrite the tokens that the step is to be fed with
+            return None  # not while another step is running
         plan = self.scheduler.schedule_ahead(current.plan)
-        return self._launch(plan, fed=current.result.tokens) if plan is not None else None
+        return self._launch(plan, fed=current.tokens) if plan is not None else None
 
     def _needs_every_row(self, plan: StepPlan) -> bool:
         """Whether a request reads more of the step than the row of its last token."""
@@ -348,8 +409,8 @@ class Engine:
 
     # -- what is told of a step
 
-    def _tell_tokens(self, launched: _Launched, chosen: Sequence[int]) -> None:
-        for work, token in zip(launched.plan.works, chosen, strict=True):
+    def _tell_tokens(self, launched: _Launched) -> None:
+        for work in launched.plan.works:
             request = work.request
             generation = self._generations.get(request.id)
             if generation is None:
@@ -357,9 +418,9 @@ class Engine:
             generation.num_steps += 1
             generation.num_replays += launched.is_replayed
             if request.finish_reason is not None or (work.samples and generation.is_watched):
-                self._tell_new(generation, [token] if work.samples and token >= 0 else [])
+                self._tell_new(generation)
 
-    def _tell_new(self, generation: Generation, tokens: list[int]) -> None:
+    def _tell_new(self, generation: Generation) -> None:
         request = generation.request
         new = generation.new_text() if generation.is_watched else ""
         if generation.text is not None and generation.text.is_stopped:
@@ -369,7 +430,7 @@ class Engine:
             del self._generations[request.id]
             self._num_detailed -= generation.wants_details
         if generation.on_new is not None:
-            generation.on_new(generation, new, tokens)
+            generation.on_new(generation, new, generation.new_tokens())
 
     def _tell_details(self, launched: _Launched, chosen: Sequence[int]) -> None:
         plan, result = launched.plan, launched.result

@@ -103,6 +103,7 @@ class Forward:
         self.modes = dict(modes)
         self._trace_embeds = trace_embeds
         self._embeds_decoder: Decoder | None = None
+        self._embeds_refusal: ModelError | None = None
         self._events = events
         self._uncapturable: dict[int, str] = {}
         self.tapes: dict[StepKey, Tape] = {}
@@ -139,19 +140,23 @@ class Forward:
         """Make the decoder that takes embeddings, and make sure that it is the same model: ids and the embeddings of
         the same ids must give the same.
         """
+        if self._embeds_refusal is not None:
+            raise self._embeds_refusal
         if self._embeds_decoder is not None:
             return
         with torch_compat.outside_inference():
             self._embeds_decoder = self._trace_embeds()
-        _, _, of_ids = self._try(takes_embeds=False, every_row=True)
-        _, _, of_embeds = self._try(takes_embeds=True, every_row=True)
-        if not _are_alike(of_ids, of_embeds):
-            self._embeds_decoder = None
-            raise ModelError(
-                "PG662",
-                "the model cannot take embeddings in the place of tokens",
-                why="it needs the tokens themselves besides their embeddings",
-            )
+        for every_row in (True, False):
+            of_ids = self._try(takes_embeds=False, every_row=every_row)[2]
+            of_embeds = self._try(takes_embeds=True, every_row=every_row)[2]
+            if not _are_alike(of_ids, of_embeds):
+                self._embeds_decoder = None
+                self._embeds_refusal = ModelError(
+                    "PG662",
+                    "the model cannot take embeddings in the place of tokens",
+                    why="it needs the tokens themselves besides their embeddings",
+                )
+                raise self._embeds_refusal
 
     def choose_rows(self) -> Decision:
         """Decide which rows the last piece is run on. A row must be the same with the others and alone."""
@@ -168,13 +173,18 @@ class Forward:
         limits = self._buffers.limits
         # One sequence in one block: dummies share block 0, and would overwrite each other's keys.
         bucket = Bucket(min(_TRIED_TOKENS, limits.max_tokens, limits.block_size), 1)
-        self._buffers.fill_dummy(bucket)
+        self._fill_dummy(bucket)
         views = self._buffers.views(bucket)
         if views.has_embeds is not None:
             views.has_embeds.zero_()
         with ops.current_sites(self._memory):
             self._memory.use_batch(self._buffers, bucket)
             return self._compute(StepKey(bucket, "greedy", **how))
+
+    def _fill_dummy(self, bucket: Bucket) -> None:
+        """Dummies take the place of the last step's batch."""
+        self._last = None
+        self._buffers.fill_dummy(bucket)
 
     @contextlib.contextmanager
     def rerun(self, tape: Tape) -> Iterator[Rerun]:
@@ -190,12 +200,15 @@ class Forward:
         def replay() -> Any:
             nonlocal is_filled
             if not is_filled:
-                is_filled, self._last = True, None
-                buffers.fill_dummy(key.bucket)
+                is_filled = True
+                self._fill_dummy(key.bucket)
                 self._memory.use_batch(buffers, key.bucket)
             return tape.run()
 
         def compute() -> Any:
+            if self._memory.has_states:
+                why = "layers that keep a state have gone on with it, and would go on once more"
+                raise KernelError("PG733", f"the inputs of {key} are gone", why=why)
             if self._last != key:
                 why = f"the last step was {self._last or 'none'}, and the buffers hold its batch"
                 raise KernelError("PG733", f"the inputs of {key} are gone", why=why, hint="generate again, then dump")
@@ -234,7 +247,7 @@ class Forward:
     def warm_up(self, keys: Iterable[StepKey]) -> None:
         """Run steps without recording them: what they need is allocated then, and kernels are tuned."""
         for key in keys:
-            self._buffers.fill_dummy(key.bucket)
+            self._fill_dummy(key.bucket)
             self.run(key)
         self.num_steps = 0
 
@@ -245,7 +258,7 @@ class Forward:
 
     def _record_or_drop(self, device: GraphDevice, key: StepKey) -> None:
         start, bytes_before = time.perf_counter(), device.reserved_bytes()
-        self._buffers.fill_dummy(key.bucket)
+        self._fill_dummy(key.bucket)
         self._memory.use_batch(self._buffers, key.bucket)
         try:
             self._compute(key)  # creates workspaces and tunes kernels, on the capture stream
@@ -257,25 +270,38 @@ class Forward:
             return
         finally:
             device.end_size()
+        if tape is None:
+            return
         self.tapes[key] = tape
         seconds, num_bytes = time.perf_counter() - start, device.reserved_bytes() - bytes_before
         self.recorded.append(RecordedStep(key, seconds, num_bytes))
 
-    def _record_tape(self, device: GraphDevice, key: StepKey) -> Tape:
+    def _record_tape(self, device: GraphDevice, key: StepKey) -> Tape | None:
+        """None if not even its pieces can be captured."""
         kind = key.bucket.kind
-        recorder = self._recorder(device, key)
         if self.modes[kind].choice == "full":
-            try:
-                return self._record_full(recorder, key)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                recorder.abandon()
-                reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                self._events.emit(Event("PG401", f"a {kind} step as one graph", reason))
-                self.modes[kind] = Decision(f"{kind} steps", "piecewise", f"one graph could not be captured: {reason}")
-                recorder = self._recorder(device, key)
-        return self._record_pieces(recorder, key)
+            tape, reason = self._try_to_record(self._record_full, device, key)
+            if tape is not None:
+                return tape
+            self._events.emit(Event("PG401", f"a {kind} step as one graph", reason))
+            self.modes[kind] = Decision(f"{kind} steps", "piecewise", f"one graph could not be captured: {reason}")
+        tape, reason = self._try_to_record(self._record_pieces, device, key)
+        if tape is None:
+            self._events.emit(Event("PG401", str(key), reason, 'run without graphs: cudagraph_mode="none"'))
+        return tape
+
+    def _try_to_record(
+        self, record: Callable[[Recorder, StepKey], Tape], device: GraphDevice, key: StepKey
+    ) -> tuple[Tape | None, str]:
+        """A tape, or why there is none."""
+        recorder = self._recorder(device, key)
+        try:
+            return record(recorder, key), ""
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            recorder.abandon()
+            return None, f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
     def _record_full(self, recorder: Recorder, key: StepKey) -> Tape:
         outputs = recorder.capture("the whole step", self._compute, (key,))

@@ -12,6 +12,7 @@ when the next block is due. That is what makes a step of decoding cheap: nothing
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,9 +70,11 @@ class CacheGroup:
 class SequenceBlocks:
     """What one running sequence holds. A new object for every admission, so that a table is known by its identity."""
 
-    __slots__ = ("capacity", "num_registered", "num_returned", "tables", "version")
+    __slots__ = ("cache", "capacity", "num_registered", "num_returned", "tables", "version")
 
-    def __init__(self, num_groups: int) -> None:
+    def __init__(self, num_groups: int, cache: weakref.ref[PagedCache] | None = None) -> None:
+        self.cache = cache
+        """Where its blocks are from."""
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.num_returned = [0] * num_groups
         """How many entries at the front of each table are 0."""
@@ -98,7 +101,12 @@ class PagedCache:
         self.groups = tuple(groups)
         self.block_size = block_size
         self.prefix_cache = prefix_cache
-        self.pools = tuple(BlockPool(group.num_blocks) for group in self.groups)
+        self.pools: tuple[BlockPool, ...] = ()
+        self.num_sequences = 0
+        """That have begun, and were not released yet."""
+        self.reset()
+        self.reference = weakref.ref(self)
+        """What sequences know of it: they do not keep it alive."""
         self._limited = tuple(g for g, group in enumerate(self.groups) if group.is_limited)
 
     def can_hold(self, num_tokens: int) -> bool:
@@ -133,7 +141,8 @@ class PagedCache:
 
     def begin(self, digests: Sequence[Digest]) -> SequenceBlocks:
         """A sequence that holds the longest known prefix: ``capacity`` says how many tokens of it."""
-        blocks = SequenceBlocks(len(self.groups))
+        blocks = SequenceBlocks(len(self.groups), self.reference)
+        self.num_sequences += 1
         num_blocks = self._longest_hit(digests)
         if not num_blocks:
             return blocks
@@ -215,9 +224,15 @@ class PagedCache:
 
     def release(self, blocks: SequenceBlocks) -> None:
         """The sequence holds nothing any more."""
+        self.num_sequences -= 1
         for g, pool in enumerate(self.pools):
             for block in reversed(blocks.tables[g][blocks.num_returned[g] :]):
                 pool.release(block)
+
+    def reset(self) -> None:
+        """No sequence holds anything, and nothing is known."""
+        self.pools = tuple(BlockPool(group.num_blocks) for group in self.groups)
+        self.num_sequences = 0
 
     def forget(self) -> None:
         """Find no prefix any more that was computed until now: the memory is used by somebody else."""
@@ -226,6 +241,7 @@ class PagedCache:
 
     def check(self, running: Sequence[SequenceBlocks]) -> None:
         """Compare the pools with what the sequences hold; for tests."""
+        assert len(running) == self.num_sequences
         for g, pool in enumerate(self.pools):
             pool.check()
             held = [block for blocks in running for block in blocks.tables[g][blocks.num_returned[g] :]]

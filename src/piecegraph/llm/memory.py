@@ -131,6 +131,11 @@ class Memory:
         out.copy_(run_experts(self._experts[site], hidden, expert, weight))
 
     @property
+    def has_states(self) -> bool:
+        """Whether running a step twice is not the same as running it once."""
+        return self._states is not None
+
+    @property
     def states(self) -> StateMemory:
         assert self._states is not None, "a layer with a state ran in a model that has none"
         return self._states

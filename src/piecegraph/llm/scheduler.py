@@ -88,7 +88,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self.needs_state = needs_state
         self.release_state = release_state
-        self._free_slots = list(range(limits.max_num_seqs, 0, -1)) if needs_state else None
+        self._free_slots = self._all_slots()
         self._rows: list[Request] = []
         """The requests of the last plan in its order; see :func:`_keep_rows`."""
         self._is_steady = False
@@ -110,6 +110,8 @@ class Scheduler:
         """
         if request.id in self._requests:
             raise RequestError("PG656", f"a request {request.id!r} is already there", hint="choose another id")
+        if request.is_done:
+            raise RequestError("PG656", f"request {request.id!r} has ended", hint="make a new one")
         self._check(request)
         request.max_len = min(request.max_len, self.limits.max_model_len)
         self._requests[request.id] = request
@@ -167,6 +169,27 @@ class Scheduler:
         # One that waits stays in the queue until it comes to the front: removing it there would take a search.
         self._is_steady = False
 
+    def start_over(self) -> None:
+        """Compute anew whatever runs: a step has failed, and what it left in caches and states is not known.
+
+        It may have failed anywhere, also between two lines of this class (Ctrl-C). So nothing is read here but the
+        requests themselves, which lie in order of arrival. Their tokens are kept, as in every preemption.
+        """
+        self._requests = {request.id: request for request in self._requests.values() if not request.is_done}
+        for request in self._requests.values():
+            if request.state == "running":
+                request.num_preemptions += 1
+            request.state, request.blocks, request.num_computed, request.state_slot = "waiting", None, 0, 0
+        self.waiting = deque(self._requests.values())
+        self.running = []
+        self._rows = []
+        self._is_steady, self._blocked_at = False, -1
+        self.cache.reset()
+        self._free_slots = self._all_slots()
+        if self.release_state is not None:
+            for slot in self._free_slots or ():
+                self.release_state(slot)
+
     # ------------------------------------------------------------------ one step
 
     def schedule(self) -> StepPlan | None:
@@ -179,11 +202,11 @@ class Scheduler:
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step behind one that has not been committed yet, if it can be known: the same sequences go on decoding.
 
-        Nobody may be waiting or about to reach its length, and there must be blocks. A request that ends with ``plan``
-        all the same, at a token nobody could foresee, is then computed once too often; ``commit`` ignores it.
+        Nobody may be about to be admitted or to reach its length, and there must be blocks. A request that ends with
+        ``plan`` all the same, at a token nobody could foresee, is then computed once too often; ``commit`` ignores it.
         """
         works = plan.works
-        if self.waiting or len(works) != len(self.running) or not self.cache.has_free(len(works)):
+        if self._may_admit() or len(works) != len(self.running) or not self.cache.has_free(len(works)):
             return None
         for request, _, _, samples in works:
             if not samples or request.blocks is None or len(request.tokens) + 1 >= request.max_len:
@@ -322,6 +345,9 @@ class Scheduler:
         self._blocked_at = -1
         return request
 
+    def _all_slots(self) -> list[int] | None:
+        return list(range(self.limits.max_num_seqs, 0, -1)) if self.needs_state else None
+
     def _let_go(self, request: Request) -> None:
         assert request.blocks is not None
         self.cache.release(request.blocks)
@@ -340,9 +366,16 @@ class Scheduler:
 
         Returns:
             The requests that ended with this step.
+
+        Raises:
+            RequestError: there are more or fewer tokens than works. Nothing has changed.
         """
+        if len(tokens) != len(plan.works):
+            why = f"there are {len(tokens)} tokens for {len(plan.works)} sequences"
+            raise RequestError("PG657", "the step cannot be committed", why=why, hint="give one token for each work")
         finished: list[Request] = []
         block_size, prefix_cache = self.cache.block_size, self.cache.prefix_cache
+        vocab_size = self.limits.vocab_size
         for work, token in zip(plan.works, tokens, strict=True):
             request, start, num_tokens, samples = work
             blocks = request.blocks
@@ -356,8 +389,8 @@ class Scheduler:
             if num_tokens > 1 or not samples:  # one that decodes gives back when it needs its next block
                 self.cache.give_back(blocks, computed)
             if samples:
-                if token < 0:
-                    self.finish(request, "error", _bad_logits(request))
+                if not 0 <= token < vocab_size:
+                    self.finish(request, "error", _bad_logits(request) if token < 0 else _bad_token(request, token))
                     finished.append(request)
                     continue
                 request.tokens.append(token)
@@ -408,4 +441,13 @@ def _bad_logits(request: Request) -> RequestError:
         f"the logits of request {request.id!r} are not numbers",
         why="the model gave NaN or infinity",
         hint="check the weights, or use another dtype",
+    )
+
+
+def _bad_token(request: Request, token: int) -> RequestError:
+    return RequestError(
+        "PG653",
+        f"request {request.id!r} was given token {token}",
+        why="the vocabulary has none of that number",
+        hint="choose from the logits of the step",
     )
