@@ -10,7 +10,7 @@ from piecegraph.llm.batch import BatchBuffers, BatchLimits
 from piecegraph.llm.block_tables import BlockTables
 from piecegraph.llm.groups import SequenceBlocks
 from piecegraph.llm.request import Request, SamplingParams
-from piecegraph.llm.sampling import uniform
+from piecegraph.llm.sampling import HOTTEST, uniform
 from piecegraph.llm.step import Bucket, StepPlan, Work
 
 BLOCK_SIZE = 4
@@ -68,6 +68,13 @@ def test_a_mixed_step_padded() -> None:
     assert found["top_k"] == [0, 3, 0, 0]
     assert found["uniform"][1] == uniform(11, 6)
     assert buffers.sampling_mode == "truncated"
+
+
+@pytest.mark.parametrize("temperature", [1e300, 10**30])
+def test_a_temperature_stays_finite_on_the_device(temperature: float) -> None:
+    buffers, bucket = make(), Bucket(1, 1, "decode")
+    buffers.fill(plan(work(5, 1, 1, params=SamplingParams(temperature=temperature)), kind="decode"), bucket)
+    assert fields(buffers, bucket)["temperature"] == pytest.approx([min(temperature, HOTTEST)])
 
 
 def test_a_decode_step_padded() -> None:

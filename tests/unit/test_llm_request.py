@@ -21,6 +21,7 @@ from piecegraph.llm.request import Request, SamplingParams
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
+        pytest.param("temperature", 10**400, id="temperature-no float"),
         ("temperature", "hot"),
         ("top_p", 0),
         ("top_p", 1.01),

@@ -20,7 +20,7 @@ from piecegraph.llm.block_tables import BlockTables
 from piecegraph.llm.groups import SequenceBlocks
 from piecegraph.llm.layers import AttentionBatch
 from piecegraph.llm.request import Request, SamplingParams
-from piecegraph.llm.sampling import SamplingMode, mode_of, uniforms
+from piecegraph.llm.sampling import HOTTEST, SamplingMode, mode_of, uniforms
 from piecegraph.llm.step import Bucket, StepPlan, Work
 
 _ALIGNMENT = 128
@@ -274,7 +274,7 @@ class BatchBuffers:
         """What changes only when other sequences run, or the same in other rows."""
         host, num_seqs = self._host, len(requests)
         all_params = [request.params for request in requests]
-        host["temperature"][:num_seqs] = [params.temperature for params in all_params]
+        host["temperature"][:num_seqs] = [min(params.temperature, HOTTEST) for params in all_params]
         host["top_p"][:num_seqs] = [params.top_p for params in all_params]
         host["top_k"][:num_seqs] = [min(params.top_k, 1 << 31) for params in all_params]
         host["state_slots"][:num_seqs] = [request.state_slot for request in requests]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import time
 from array import array
 from collections.abc import Iterable, Sequence
@@ -228,7 +228,8 @@ def _stop_texts(given: Any) -> tuple[str, ...]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a finite number that a float can hold: not every integer is one."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _check_int(name: str, value: Any, smallest: int, largest: int | None = None) -> None:
