@@ -91,7 +91,7 @@ def test_a_decode_step_padded() -> None:
 
 def test_the_numbers_of_a_bucket_are_upper_bounds() -> None:
     buffers = make()
-    decode, mixed = buffers.attention_batch(1, Bucket(4, 4, "decode")), buffers.attention_batch(1, Bucket(16, 2))
+    decode, mixed = (buffers.views(bucket).attention[1] for bucket in (Bucket(4, 4, "decode"), Bucket(16, 2)))
     assert (decode.max_query_len, decode.max_seq_len, decode.block_size) == (1, 32, BLOCK_SIZE)
     assert (mixed.max_query_len, tuple(mixed.block_table.shape), mixed.slots.shape[0]) == (16, (2, 8), 16)
 

@@ -167,10 +167,6 @@ class BatchBuffers:
             self._views[bucket] = self._make_views(bucket)
         return self._views[bucket]
 
-    def attention_batch(self, group: int, bucket: Bucket) -> AttentionBatch:
-        """What the attention of one group of layers needs."""
-        return self.views(bucket).attention[group]
-
     def _make_views(self, bucket: Bucket) -> BatchViews:
         limits, tensors = self.limits, self._tensors
         num_tokens, num_seqs = bucket.num_tokens, bucket.num_seqs

@@ -74,10 +74,6 @@ class SamplingParams:
         object.__setattr__(self, "stop", _stop_texts(self.stop))
 
     @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
     def wants_every_row(self) -> bool:
         """Whether something is told about every token of the prompt, so that each has to be computed."""
         return self.prompt_logprobs is not None or self.return_hidden_states
