@@ -150,6 +150,14 @@ def test_a_dummy_touches_block_0_alone(bucket: Bucket, context: int) -> None:
         assert sum(num_queries) > 0
 
 
+def test_a_dummy_in_several_blocks_keeps_its_tokens_apart() -> None:
+    buffers, bucket = make(), Bucket(14, 1)
+    buffers.fill_dummy(bucket, num_blocks=4)
+    for batch in buffers.views(bucket).attention:
+        assert batch.slots.tolist() == list(range(14))
+        assert batch.block_table.tolist() == [[0, 1, 2, 3, 0, 0, 0, 0]]
+
+
 def test_only_what_changed_in_a_table_is_sent() -> None:
     buffers, bucket = make(), Bucket(2, 2, "decode")
     works = [work(7, 1, 1), work(3, 1, 5)]

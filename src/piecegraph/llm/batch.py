@@ -229,14 +229,16 @@ class BatchBuffers:
         if self._sent is not None:
             self._sent.record()
 
-    def fill_dummy(self, bucket: Bucket, *, context: int = 0) -> None:
-        """Fill a bucket with sequences that read and write block 0 alone, for warm-up, capture and timing.
+    def fill_dummy(self, bucket: Bucket, *, context: int = 0, num_blocks: int = 1) -> None:
+        """Fill a bucket with sequences that read and write block 0, for warm-up, capture and timing.
 
         Their tokens differ, as those of real ones do: experts are chosen by them, and even a matmul takes less time and
         power on rows that are all the same.
 
         Args:
             context: tokens of each sequence that are in the cache already; for a decode bucket at least one.
+            num_blocks: how many blocks of the cache, from block 0 on, a sequence goes through in turn: while they last,
+                it does not overwrite its own keys. All but block 0 may belong to requests, or hold their prefixes.
         """
         limits = self.limits
         context = min(max(context, 1 if bucket.kind == "decode" else 0), limits.max_model_len - 1)
@@ -248,7 +250,8 @@ class BatchBuffers:
             tokens = [(i + position) % limits.vocab_size for position in range(context + num_tokens)]
             request = Request(f"warm-up {i}", tokens, SamplingParams())
             request.blocks = blocks = SequenceBlocks(limits.num_groups)
-            blocks.tables = [[0] * -(-len(request.tokens) // limits.block_size)] * limits.num_groups
+            table = [j % num_blocks for j in range(-(-len(request.tokens) // limits.block_size))]
+            blocks.tables = [table] * limits.num_groups
             works.append(Work(request, context, num_tokens, True))
         self.fill(StepPlan(tuple(works), sum(work.num_tokens for work in works), bucket.kind), bucket)
 
