@@ -99,6 +99,11 @@ class _Field:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def aligned_bytes(self) -> int:
+        """Where the next field begins, counted from the beginning of this one."""
+        return -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
+
 
 class BatchBuffers:
     """The static buffers of every bucket.
@@ -136,8 +141,9 @@ class BatchBuffers:
         self.has_embeds = False
         """Whether tokens of the last step have embeddings of their own."""
         self._has_own_inputs = False
+        """Whether a request of the last step brought embeddings or positions, if only for other tokens of it."""
         self._fields = _fields(limits)
-        num_bytes = sum(-(-field.num_bytes // _ALIGNMENT) * _ALIGNMENT for field in self._fields)
+        num_bytes = sum(field.aligned_bytes for field in self._fields)
         is_cuda = self.device.type == "cuda"
         self._staging = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
         self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
@@ -151,9 +157,9 @@ class BatchBuffers:
         self._seeds = np.zeros(limits.max_seqs, np.uint64)
         self._mrope_deltas = np.zeros(limits.max_seqs, np.int64)
         self._count = np.arange(max(limits.max_tokens, limits.max_seqs) + 1)
-        # A sequence is known by its blocks: a new object for every admission.
         self.works: tuple[Work, ...] = ()
         """Of the last step."""
+        # A sequence is known by its blocks: a new object for every admission.
         self._rows: list[SequenceBlocks | None] = []
         self._versions: list[int] = []
         self._views: dict[Bucket, BatchViews] = {}
@@ -385,5 +391,5 @@ def _carve(buffer: torch.Tensor, fields: Sequence[_Field]) -> dict[str, torch.Te
     for field in fields:
         flat = buffer[first : first + field.num_bytes].view(field.dtype)
         views[field.name] = flat.view(field.shape[::-1]).t() if field.is_interleaved else flat.view(field.shape)
-        first += -(-field.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        first += field.aligned_bytes
     return views

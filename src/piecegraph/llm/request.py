@@ -1,6 +1,7 @@
 """One request to a language model: what was asked for, and how far it has come.
 
-:class:`SamplingParams` is validated once and never changes. A :class:`Request` is changed by the scheduler alone.
+:class:`SamplingParams` is validated once and never changes. A :class:`Request` is changed by the scheduler; the engine
+only says so where the text, which the scheduler does not know, is why a request ended.
 """
 
 from __future__ import annotations
@@ -163,6 +164,7 @@ class Request:
         self.blocks: SequenceBlocks | None = None
         self.digests: list[Digest] = []
         self.state_slot = 0
+        """Where layers with a state keep the request's; 0 while it does not run."""
         self.arrival_time = time.perf_counter()
         self.first_token_time: float | None = None
         self.finish_time: float | None = None
