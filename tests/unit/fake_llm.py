@@ -131,7 +131,7 @@ class FakeLLM:
             return 0
         visible = []
         for g, (group, memory) in enumerate(zip(self.groups, self.memory, strict=True)):
-            table = self.buffers.attention_batch(g, bucket).block_table[row].numpy()
+            table = self.buffers.views(bucket).attention[g].block_table[row].numpy()
             # What the first query sees must be there as well, though only the last one's result is used.
             positions = np.arange(first_visible(group, length - num_queries), length)
             blocks = table[positions // self.block_size]

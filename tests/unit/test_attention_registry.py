@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from piecegraph.llm.attention.registry import (
     unregister_attention,
 )
 from piecegraph.llm.layers import AttentionLayer, LatentLayer
+from piecegraph.llm.memory import Memory
 from piecegraph.llm.verdict import Accepted, Rejected, Verdict
 from tests.cases.attention import latent_layer, layer
 
@@ -81,6 +82,21 @@ def test_a_kernel_that_is_not_automatic_is_used_by_name_only() -> None:
         assert choose_kernel("mine", [layer(4, 2, 16)], torch.float32, CPU)[0].name == "mine"
     finally:
         unregister_attention("mine")
+
+
+def test_a_kernel_of_a_user_allocates_what_it_keeps_before_a_layer_runs() -> None:
+    prepared: list[tuple[Sequence[AttentionLayer | LatentLayer], torch.device]] = []
+    kernel = register_attention(
+        "mine",
+        supports=reference.KERNEL.supports,
+        capture_safe=lambda kind: Accepted(),
+        attend=reference.attend,
+        prepare=lambda layers, device: prepared.append((layers, device)),
+    )
+    unregister_attention("mine")
+    layers = (layer(4, 2, 16), layer(4, 2, 32, index=1))
+    Memory(layers, kernel, (), None, dtype=torch.float32, device=CPU, block_size=16)
+    assert prepared == [(layers, CPU)]
 
 
 def test_reference_may_not_be_captured() -> None:

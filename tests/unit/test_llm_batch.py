@@ -10,7 +10,7 @@ from piecegraph.llm.batch import BatchBuffers, BatchLimits
 from piecegraph.llm.block_tables import BlockTables
 from piecegraph.llm.groups import SequenceBlocks
 from piecegraph.llm.request import Request, SamplingParams
-from piecegraph.llm.sampling import uniform
+from piecegraph.llm.sampling import HOTTEST, uniform
 from piecegraph.llm.step import Bucket, StepPlan, Work
 
 BLOCK_SIZE = 4
@@ -70,6 +70,13 @@ def test_a_mixed_step_padded() -> None:
     assert buffers.sampling_mode == "truncated"
 
 
+@pytest.mark.parametrize("temperature", [1e300, 10**30])
+def test_a_temperature_stays_finite_on_the_device(temperature: float) -> None:
+    buffers, bucket = make(), Bucket(1, 1, "decode")
+    buffers.fill(plan(work(5, 1, 1, params=SamplingParams(temperature=temperature)), kind="decode"), bucket)
+    assert fields(buffers, bucket)["temperature"] == pytest.approx([min(temperature, HOTTEST)])
+
+
 def test_a_decode_step_padded() -> None:
     buffers, bucket = make(), Bucket(4, 4, "decode")
     buffers.fill(plan(work(5, 1, 1), work(8, 1, 5), kind="decode"), bucket)
@@ -84,7 +91,7 @@ def test_a_decode_step_padded() -> None:
 
 def test_the_numbers_of_a_bucket_are_upper_bounds() -> None:
     buffers = make()
-    decode, mixed = buffers.attention_batch(1, Bucket(4, 4, "decode")), buffers.attention_batch(1, Bucket(16, 2))
+    decode, mixed = (buffers.views(bucket).attention[1] for bucket in (Bucket(4, 4, "decode"), Bucket(16, 2)))
     assert (decode.max_query_len, decode.max_seq_len, decode.block_size) == (1, 32, BLOCK_SIZE)
     assert (mixed.max_query_len, tuple(mixed.block_table.shape), mixed.slots.shape[0]) == (16, (2, 8), 16)
 
@@ -141,6 +148,14 @@ def test_a_dummy_touches_block_0_alone(bucket: Bucket, context: int) -> None:
         assert num_queries == [1] * 4
     else:
         assert sum(num_queries) > 0
+
+
+def test_a_dummy_in_several_blocks_keeps_its_tokens_apart() -> None:
+    buffers, bucket = make(), Bucket(14, 1)
+    buffers.fill_dummy(bucket, num_blocks=4)
+    for batch in buffers.views(bucket).attention:
+        assert batch.slots.tolist() == list(range(14))
+        assert batch.block_table.tolist() == [[0, 1, 2, 3, 0, 0, 0, 0]]
 
 
 def test_only_what_changed_in_a_table_is_sent() -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from piecegraph.llm import early_kernels
 from piecegraph.llm.attention.kernel import AttentionKernel
 from piecegraph.llm.attention.registry import choose_kernel
 from piecegraph.llm.batch import BatchLimits
@@ -43,7 +44,6 @@ def early(kernel: AttentionKernel, *layers: AttentionLayer, states: StateKernels
         layers,
         ((CONV, replace(CONV, index=1), DELTA), states or PlainStates()),
         (LinearShape(16, 8, False),),
-        LinearShape(32, 8, False),
         buckets=BUCKETS,
         limits=BatchLimits(max_tokens=8, max_seqs=4, max_model_len=64, block_size=16, num_groups=1, vocab_size=8),
         dtype=torch.float32,
@@ -93,6 +93,10 @@ def test_every_kind_of_layer_runs_once_in_every_size(monkeypatch: pytest.MonkeyP
         attended.append((query.shape[0], args[-2].window, args[-1].query_starts.shape[0] - 1))
         reference.attend(query, *args)
 
+    multiplied: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        early_kernels, "launch_linear", lambda rows, columns, *others: multiplied.append((rows, columns))
+    )
     kernels = early(
         replace(reference, attend=attend),
         LAYER,
@@ -104,6 +108,7 @@ def test_every_kind_of_layer_runs_once_in_every_size(monkeypatch: pytest.MonkeyP
     decision = kernels.wait()
     assert decision.choice == "compiled early", decision.reason
     assert attended == [(4, 0, 4), (4, 4, 4), (8, 0, 2), (8, 4, 2)]
+    assert multiplied == [(4, 16), (8, 16)]
     assert states.launched == [
         (kind, size, dtype)
         for size in (4, 8)

@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from piecegraph.llm.request import SamplingParams
-from piecegraph.llm.sampling import BAD_LOGITS, SamplingMode, greedy, logprobs, mode_of, sample, uniform, uniforms
+from piecegraph.llm.sampling import (
+    BAD_LOGITS,
+    HOTTEST,
+    SamplingMode,
+    greedy,
+    logprobs,
+    mode_of,
+    sample,
+    uniform,
+    uniforms,
+)
 
 VOCAB = 11
 
@@ -150,10 +160,24 @@ def test_masked_tokens_are_never_drawn() -> None:
         assert draw(logits, 1.0, 0, top_p, numbers).tolist() == [1, 1, 3, 3]
 
 
-def test_a_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
-    logits = torch.tensor([1e4, 1e4 - 1, -1e4])
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-42, 1e-45, 1e-300])
+def test_a_tiny_temperature_is_greedy_and_does_not_overflow(temperature: float) -> None:
+    logits = torch.tensor([1e4, 1e4 - 1, -1e4, -float("inf")])
     for top_k in (0, 2):
-        assert draw(logits, 1e-38, top_k, 1.0, torch.tensor([0.0, 0.9999])).tolist() == [0, 0]
+        assert draw(logits, temperature, top_k, 1.0, torch.tensor([0.0, 0.9999])).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (4, 1.0), (0, 0.999)])
+def test_at_the_highest_temperature_all_tokens_that_are_not_masked_are_equally_likely(top_k: int, top_p: float) -> None:
+    logits = torch.tensor([1e4, -float("inf"), -1e4, 0.0])
+    assert draw(logits, HOTTEST, top_k, top_p, torch.tensor([0.1, 0.5, 0.9])).unique().tolist() == [0, 2, 3]
+
+
+@pytest.mark.parametrize("top_p", [1e-30, 1e-44, 1e-46, 1e-300])
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_however_small_top_p_is_the_most_likely_token_is_kept(top_k: int, top_p: float) -> None:
+    logits = torch.tensor([1.0, -3.0, 5.0, 0.0])
+    assert draw(logits, 1.0, top_k, top_p, torch.tensor([0.0, 0.3, 0.9999])).tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -20,7 +20,7 @@ from piecegraph.llm.block_tables import BlockTables
 from piecegraph.llm.groups import SequenceBlocks
 from piecegraph.llm.layers import AttentionBatch
 from piecegraph.llm.request import Request, SamplingParams
-from piecegraph.llm.sampling import SamplingMode, mode_of, uniforms
+from piecegraph.llm.sampling import HOTTEST, SamplingMode, mode_of, uniforms
 from piecegraph.llm.step import Bucket, StepPlan, Work
 
 _ALIGNMENT = 128
@@ -99,6 +99,11 @@ class _Field:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def aligned_bytes(self) -> int:
+        """Where the next field begins, counted from the beginning of this one."""
+        return -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
+
 
 class BatchBuffers:
     """The static buffers of every bucket.
@@ -136,8 +141,9 @@ class BatchBuffers:
         self.has_embeds = False
         """Whether tokens of the last step have embeddings of their own."""
         self._has_own_inputs = False
+        """Whether a request of the last step brought embeddings or positions, if only for other tokens of it."""
         self._fields = _fields(limits)
-        num_bytes = sum(-(-field.num_bytes // _ALIGNMENT) * _ALIGNMENT for field in self._fields)
+        num_bytes = sum(field.aligned_bytes for field in self._fields)
         is_cuda = self.device.type == "cuda"
         self._staging = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
         self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
@@ -151,9 +157,9 @@ class BatchBuffers:
         self._seeds = np.zeros(limits.max_seqs, np.uint64)
         self._mrope_deltas = np.zeros(limits.max_seqs, np.int64)
         self._count = np.arange(max(limits.max_tokens, limits.max_seqs) + 1)
-        # A sequence is known by its blocks: a new object for every admission.
         self.works: tuple[Work, ...] = ()
         """Of the last step."""
+        # A sequence is known by its blocks: a new object for every admission.
         self._rows: list[SequenceBlocks | None] = []
         self._versions: list[int] = []
         self._views: dict[Bucket, BatchViews] = {}
@@ -166,10 +172,6 @@ class BatchBuffers:
         if bucket not in self._views:
             self._views[bucket] = self._make_views(bucket)
         return self._views[bucket]
-
-    def attention_batch(self, group: int, bucket: Bucket) -> AttentionBatch:
-        """What the attention of one group of layers needs."""
-        return self.views(bucket).attention[group]
 
     def _make_views(self, bucket: Bucket) -> BatchViews:
         limits, tensors = self.limits, self._tensors
@@ -233,14 +235,16 @@ class BatchBuffers:
         if self._sent is not None:
             self._sent.record()
 
-    def fill_dummy(self, bucket: Bucket, *, context: int = 0) -> None:
-        """Fill a bucket with sequences that read and write block 0 alone, for warm-up, capture and timing.
+    def fill_dummy(self, bucket: Bucket, *, context: int = 0, num_blocks: int = 1) -> None:
+        """Fill a bucket with sequences that read and write block 0, for warm-up, capture and timing.
 
         Their tokens differ, as those of real ones do: experts are chosen by them, and even a matmul takes less time and
         power on rows that are all the same.
 
         Args:
             context: tokens of each sequence that are in the cache already; for a decode bucket at least one.
+            num_blocks: how many blocks of the cache, from block 0 on, a sequence goes through in turn: while they last,
+                it does not overwrite its own keys. All but block 0 may belong to requests, or hold their prefixes.
         """
         limits = self.limits
         context = min(max(context, 1 if bucket.kind == "decode" else 0), limits.max_model_len - 1)
@@ -252,7 +256,8 @@ class BatchBuffers:
             tokens = [(i + position) % limits.vocab_size for position in range(context + num_tokens)]
             request = Request(f"warm-up {i}", tokens, SamplingParams())
             request.blocks = blocks = SequenceBlocks(limits.num_groups)
-            blocks.tables = [[0] * -(-len(request.tokens) // limits.block_size)] * limits.num_groups
+            table = [j % num_blocks for j in range(-(-len(request.tokens) // limits.block_size))]
+            blocks.tables = [table] * limits.num_groups
             works.append(Work(request, context, num_tokens, True))
         self.fill(StepPlan(tuple(works), sum(work.num_tokens for work in works), bucket.kind), bucket)
 
@@ -274,7 +279,7 @@ class BatchBuffers:
         """What changes only when other sequences run, or the same in other rows."""
         host, num_seqs = self._host, len(requests)
         all_params = [request.params for request in requests]
-        host["temperature"][:num_seqs] = [params.temperature for params in all_params]
+        host["temperature"][:num_seqs] = [min(params.temperature, HOTTEST) for params in all_params]
         host["top_p"][:num_seqs] = [params.top_p for params in all_params]
         host["top_k"][:num_seqs] = [min(params.top_k, 1 << 31) for params in all_params]
         host["state_slots"][:num_seqs] = [request.state_slot for request in requests]
@@ -386,5 +391,5 @@ def _carve(buffer: torch.Tensor, fields: Sequence[_Field]) -> dict[str, torch.Te
     for field in fields:
         flat = buffer[first : first + field.num_bytes].view(field.dtype)
         views[field.name] = flat.view(field.shape[::-1]).t() if field.is_interleaved else flat.view(field.shape)
-        first += -(-field.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        first += field.aligned_bytes
     return views

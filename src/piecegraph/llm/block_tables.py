@@ -56,10 +56,10 @@ class BlockTables:
 
     def place(self, row: int, blocks: SequenceBlocks | None) -> None:
         """Let a row show a sequence's blocks, or nothing."""
-        if blocks is self._rows[row] and (blocks is None or blocks.version == self._versions[row]):
+        is_same = blocks is self._rows[row]
+        if is_same and (blocks is None or blocks.version == self._versions[row]):
             return
-        old_length, is_same = self._lengths[row], blocks is self._rows[row]
-        new_length = 0
+        old_length, new_length = self._lengths[row], 0
         for g in range(len(self.mirror)):
             table = blocks.tables[g] if blocks is not None else []
             new_length = len(table)

@@ -22,15 +22,15 @@ def chat_tokens(tokenizer: Any, conversation: Sequence[Mapping[str, str]]) -> li
         ModelError: PG667, there is no template, or it refuses the conversation.
     """
     if not has_chat_template(tokenizer):
-        raise _no_template("the tokenizer has none")
+        raise _cannot_apply("the tokenizer has none")
     try:
         tokens = tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, return_dict=False)
     except (jinja2.TemplateError, ValueError, KeyError, TypeError) as error:
-        raise _no_template(f"{type(error).__name__}: {error}") from error
+        raise _cannot_apply(f"{type(error).__name__}: {error}") from error
     return [int(token) for token in tokens]
 
 
-def _no_template(why: str) -> ModelError:
+def _cannot_apply(why: str) -> ModelError:
     return ModelError(
         "PG667", "the chat template cannot be applied", why=why, hint="write the prompt as the model was taught it"
     )

@@ -59,8 +59,7 @@ class EarlyKernels:
         kernel: what attends.
         layers: the call sites of attention.
         states: the call sites of layers with a state, and what computes those in fine form.
-        linears: of the decoder.
-        head: of the model.
+        linears: of the decoder. The head is the model's own and has none of our kernels.
         buckets: what will be recorded.
         limits: of the batches.
         dtype: of everything.
@@ -73,7 +72,6 @@ class EarlyKernels:
         layers: Sequence[AttentionLayer | LatentLayer],
         states: tuple[Sequence[StateLayer], StateKernels],
         linears: Sequence[LinearShape],
-        head: LinearShape | None,
         *,
         buckets: Iterable[Bucket],
         limits: BatchLimits,
@@ -85,7 +83,6 @@ class EarlyKernels:
         self._states = _distinct(layer for layer in states[0] if not isinstance(layer, StatefulLayer))
         self._state_kernels = states[1]
         self._linears = linears
-        self._head = head
         self._buckets = tuple(buckets)
         self._limits = limits
         self._dtype = dtype
@@ -135,8 +132,6 @@ class EarlyKernels:
                 self._mix(states, state, bucket.num_tokens)
             for shape in self._linears:
                 self._multiply(shape, bucket.num_tokens)
-            if self._head is not None:
-                self._multiply(self._head, bucket.num_seqs)
 
     def _attend(self, memory: Memory, site: int, layer: AttentionLayer, num_tokens: int) -> None:
         query = self._zeros(num_tokens, layer.num_heads, layer.key_width)

@@ -158,22 +158,27 @@ class Forward:
                 )
                 raise self._embeds_refusal
 
-    def choose_rows(self) -> Decision:
-        """Decide which rows the last piece is run on. A row must be the same with the others and alone."""
+    def choose_rows(self, num_blocks: int) -> Decision:
+        """Decide which rows the last piece is run on. A row must be the same with the others and alone.
+
+        Args:
+            num_blocks: of the cache, none of which is anybody's yet.
+        """
         why = self._model.decoder.why_whole
-        if not why and not _are_alike(self._try(every_row=True)[1], self._try(every_row=False)[1]):
-            why = "it makes something else of a row without the others"
+        if not why:
+            every, some = (self._try(num_blocks, every_row=every_row)[1] for every_row in (True, False))
+            why = "" if _are_alike(every, some) else "it makes something else of a row without the others"
         self._needs_all_rows = bool(why)
         if why:
             return Decision("last piece", "on all tokens", why)
         return Decision("last piece", "on rows with logits", "nobody reads what it makes of other tokens")
 
-    def _try(self, **how: bool) -> tuple[torch.Tensor, ...]:
+    def _try(self, num_blocks: int = 1, **how: bool) -> tuple[torch.Tensor, ...]:
         """Run a few tokens, always the same, without graphs."""
         limits = self._buffers.limits
-        # One sequence in one block: dummies share block 0, and would overwrite each other's keys.
-        bucket = Bucket(min(_TRIED_TOKENS, limits.max_tokens, limits.block_size), 1)
-        self._fill_dummy(bucket)
+        # One sequence, in as many blocks as it has tokens for: otherwise keys would be overwritten while they are read.
+        bucket = Bucket(min(_TRIED_TOKENS, limits.max_tokens, limits.block_size * num_blocks), 1)
+        self._fill_dummy(bucket, num_blocks=num_blocks)
         views = self._buffers.views(bucket)
         if views.has_embeds is not None:
             views.has_embeds.zero_()
@@ -181,10 +186,10 @@ class Forward:
             self._memory.use_batch(self._buffers, bucket)
             return self._compute(StepKey(bucket, "greedy", **how))
 
-    def _fill_dummy(self, bucket: Bucket) -> None:
+    def _fill_dummy(self, bucket: Bucket, *, num_blocks: int = 1) -> None:
         """Dummies take the place of the last step's batch."""
         self._last = None
-        self._buffers.fill_dummy(bucket)
+        self._buffers.fill_dummy(bucket, num_blocks=num_blocks)
 
     @contextlib.contextmanager
     def rerun(self, tape: Tape) -> Iterator[Rerun]:

@@ -236,8 +236,8 @@ class LLM:
     def forward(self, plan: StepPlan, *, hidden_states: bool = False) -> StepResult:
         """Run one step of a scheduler of your own.
 
-        The model has one cache: what ``generate`` remembered of prompts is forgotten, and while requests of your
-        scheduler run, ``generate`` must not be called.
+        The model has one cache: while requests of your scheduler are running, ``generate`` refuses others, and when
+        one takes over from the other, what was remembered of prompts is forgotten.
 
         Args:
             plan: which tokens of which requests run, as a scheduler of :meth:`make_scheduler` plans it.

@@ -15,7 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from transformers.modeling_utils import AttentionInterface
 
 NAME = "piecegraph"
-"""Under this name the functions are registered, but no mask function, so that transformers makes no masks."""
+"""What the functions are registered as. No mask function has this name, so transformers makes no masks."""
 
 _KNOWN_TENSORS = ("position_ids", "cache_position")
 """Tensors that attention functions are given and need not look at."""
@@ -25,7 +25,6 @@ SITE = "_piecegraph_site"
 
 LATENT = "_piecegraph_latent"
 """The attribute of an attention module that hands on latents in the place of keys and values, while it is traced."""
-
 
 WINDOW = "_piecegraph_window"
 """The attribute of an attention module that tells its window where it does not tell it to the attention function."""
@@ -65,11 +64,11 @@ def attention_forward(
         if window or chunk or softcap or s_aux is not None:
             raise UnsupportedCallError(f"{_name(module)} attends to latents with a window, a softcap or sinks")
         return _latent_attention(module, query, key, value, scaling), None
-    rows = [tensor.transpose(1, 2).squeeze(0).contiguous() for tensor in (query, key, value)]
-    out = rows[0].new_empty(rows[0].shape[0], rows[0].shape[1], rows[2].shape[2])
-    scale = scaling if scaling is not None else getattr(module, "scaling", rows[0].shape[-1] ** -0.5)
+    query, key, value = [tensor.transpose(1, 2).squeeze(0).contiguous() for tensor in (query, key, value)]
+    out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+    scale = scaling if scaling is not None else getattr(module, "scaling", query.shape[-1] ** -0.5)
     torch.ops.piecegraph.attention(
-        *rows, out, s_aux, 0, float(scale), 0 if chunk else window, chunk, float(softcap or 0.0)
+        query, key, value, out, s_aux, 0, float(scale), 0 if chunk else window, chunk, float(softcap or 0.0)
     )
     return out.unsqueeze(0), None
 

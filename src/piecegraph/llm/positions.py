@@ -19,6 +19,9 @@ from piecegraph.plan import Decision
 from piecegraph.sources import FromCall
 from piecegraph.tracer import Traced
 
+_MROPE_ROWS = (3, 4)
+"""Rows of positions in three dimensions, without and with the number of the token in its text."""
+
 
 def count_by_sequence(traced: Traced, position_input: int, model_name: str) -> tuple[Decision, ...]:
     """Replace every count of the tokens of a row, in the graph itself, by the positions it was given.
@@ -28,7 +31,7 @@ def count_by_sequence(traced: Traced, position_input: int, model_name: str) -> t
         position_input: which of its inputs the positions are.
         model_name: for the message.
     """
-    inputs = {source.index: node for node, source in traced.inputs.items() if isinstance(source, FromCall)}
+    inputs = _inputs(traced)
     tokens, positions = inputs[0], inputs.get(position_input)
     decisions = []
     for node in list(_counts(traced.graph, torch_compat.size_expr(torch_compat.meta_value(tokens).shape[0]))):
@@ -59,7 +62,7 @@ def rows_of_positions(traced: Traced, position_input: int) -> int:
     Returns:
         1, 3 or 4.
     """
-    inputs = {source.index: node for node, source in traced.inputs.items() if isinstance(source, FromCall)}
+    inputs = _inputs(traced)
     waiting = [inputs[position_input]] if position_input in inputs else []
     while waiting:
         node = waiting.pop()
@@ -72,7 +75,9 @@ def rows_of_positions(traced: Traced, position_input: int) -> int:
     return 1
 
 
-_MROPE_ROWS = (3, 4)
+def _inputs(traced: Traced) -> dict[int, torch.fx.Node]:
+    """What the decoder is called with, by its place in the call."""
+    return {source.index: node for node, source in traced.inputs.items() if isinstance(source, FromCall)}
 
 
 def _counts(graph: torch.fx.Graph, num_tokens: object) -> Iterator[torch.fx.Node]:

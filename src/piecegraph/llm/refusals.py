@@ -22,7 +22,7 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _PADDED_POSITIONS = "create_position_ids_from_input_ids"
 """A method of embeddings that count positions by the tokens that are no padding."""
 
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_GIVEN_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 _DEEP_FEATURES = "deepstack_visual_embeds"
 """Features of images that a decoder adds to the results of its first layers."""
@@ -41,9 +41,8 @@ def refuse_family(config: Any) -> None:
 def refuse_model(model: torch.nn.Module) -> None:
     """Raise if a module is of a kind that cannot be run."""
     parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
-    if needed := [each.name for each in parameters if each.kind in _BY_NAME and each.default is each.empty]:
-        why = f"its forward cannot do without {', '.join(needed)}"
-        raise ModelError("PG662", f"{type(model).__name__} cannot be run", why=why)
+    if needed := [each.name for each in parameters if each.kind in _GIVEN_BY_NAME and each.default is each.empty]:
+        raise _cannot_run(model, f"its forward cannot do without {', '.join(needed)}")
     for path, module in model.named_modules():
         why = ""
         if hasattr(type(module), _PADDED_POSITIONS):
@@ -52,7 +51,7 @@ def refuse_model(model: torch.nn.Module) -> None:
             # Not left to the self check: over few tokens every token is chosen, and nothing is wrong yet.
             why = f"{type(module).__name__} chooses the tokens to attend to, by keys that the paged cache does not hold"
         if why:
-            raise ModelError("PG662", f"{type(model).__name__} cannot be run", where=path, why=why)
+            raise _cannot_run(model, why, path)
 
 
 def refuse_attention(model: torch.nn.Module) -> None:
@@ -64,12 +63,8 @@ def refuse_attention(model: torch.nn.Module) -> None:
     decoders = [(path, module) for path, module in inner if isinstance(module, PreTrainedModel)]
     if decoders and not any(_takes_positions(module) for _, module in decoders):
         path, module = decoders[-1]
-        raise ModelError(
-            "PG662",
-            f"{type(model).__name__} cannot be run",
-            where=path,
-            why=f"{type(module).__name__} takes no position_ids, and would count through all sequences of a batch",
-        )
+        why = f"{type(module).__name__} takes no position_ids, and would count through all sequences of a batch"
+        raise _cannot_run(model, why, path)
 
 
 def refuse_embeddings(model: torch.nn.Module) -> None:
@@ -94,6 +89,10 @@ def no_interface(kind: str, where: str = "") -> ModelError:
         why="its attention does not go through transformers' AttentionInterface, so it can have no paged cache",
         hint="use a family that does; most that were added since 2023 do",
     )
+
+
+def _cannot_run(model: torch.nn.Module, why: str, where: str = "") -> ModelError:
+    return ModelError("PG662", f"{type(model).__name__} cannot be run", where=where, why=why)
 
 
 def _takes_positions(module: torch.nn.Module) -> bool:

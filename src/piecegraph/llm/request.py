@@ -1,11 +1,12 @@
 """One request to a language model: what was asked for, and how far it has come.
 
-:class:`SamplingParams` is validated once and never changes. A :class:`Request` is changed by the scheduler alone.
+:class:`SamplingParams` is validated once and never changes. A :class:`Request` is changed by the scheduler; the engine
+only says so where the text, which the scheduler does not know, is why a request ended.
 """
 
 from __future__ import annotations
 
-import math
+import sys
 import time
 from array import array
 from collections.abc import Iterable, Sequence
@@ -72,10 +73,6 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "True or False")
         object.__setattr__(self, "stop", _stop_texts(self.stop))
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0
 
     @property
     def wants_every_row(self) -> bool:
@@ -167,6 +164,7 @@ class Request:
         self.blocks: SequenceBlocks | None = None
         self.digests: list[Digest] = []
         self.state_slot = 0
+        """Where layers with a state keep the request's; 0 while it does not run."""
         self.arrival_time = time.perf_counter()
         self.first_token_time: float | None = None
         self.finish_time: float | None = None
@@ -228,7 +226,8 @@ def _stop_texts(given: Any) -> tuple[str, ...]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a finite number that a float can hold: not every integer is one."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _check_int(name: str, value: Any, smallest: int, largest: int | None = None) -> None:

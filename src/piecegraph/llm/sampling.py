@@ -28,6 +28,11 @@ SamplingMode = Literal["greedy", "plain", "truncated"]
 BAD_LOGITS = -1
 """The token of a row whose logits are not numbers."""
 
+HOTTEST = float(np.finfo(np.float32).max)
+"""What a higher temperature is sent to the device as, where it would be infinite. Nothing is lost: at both, all tokens
+are equally likely but those whose logit is minus infinity.
+"""
+
 _STEP, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """The constants of splitmix64."""
 _SCALE = 2.0**-23
@@ -86,7 +91,7 @@ def sample(
 
     Args:
         logits: [rows, vocabulary].
-        temperature: [rows]; 0 takes the most likely token.
+        temperature: [rows], finite; 0 takes the most likely token.
         top_k: [rows]; 0 is off.
         top_p: [rows]; 1 is off.
         uniform: [rows], from 0 up to but not including 1.
@@ -123,6 +128,7 @@ def _draw_truncated(
     sums = weights.cumsum(dim=-1)
     before = (sums - weights) / sums[:, -1:]
     is_kept = (before < top_p.unsqueeze(-1)) | (top_p >= 1).unsqueeze(-1)
+    is_kept[:, 0] = True  # a top_p above 0 may be 0 in float32
     return tokens.gather(-1, _draw(weights.masked_fill(~is_kept, 0.0), uniform).unsqueeze(-1)).squeeze(-1)
 
 

@@ -19,7 +19,7 @@ from piecegraph.llm.attention.registry import choose_kernel
 from piecegraph.llm.batch import BatchBuffers, BatchLimits
 from piecegraph.llm.config import LLMConfig
 from piecegraph.llm.decoder import Decoder
-from piecegraph.llm.early_kernels import EarlyKernels, LinearShape, linear_shapes
+from piecegraph.llm.early_kernels import EarlyKernels, linear_shapes
 from piecegraph.llm.engine import Engine
 from piecegraph.llm.forward import Forward, StepKey
 from piecegraph.llm.groups import CacheGroup, PagedCache
@@ -85,7 +85,7 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
     parts = _Parts.make(loaded, model, config, limits, _embeds_tracer(loaded, model, cache, config, events), events)
     groups = parts.give_memory(progress)
     with torch.inference_mode():
-        rows = parts.forward.choose_rows()
+        rows = parts.forward.choose_rows(min((group.num_blocks for group in groups), default=1))
     stages.done("measure and allocate")
     parts.forward.record([StepKey(bucket, "greedy") for bucket in parts.sizes.at_start()], progress)
     stages.done("record")
@@ -263,15 +263,13 @@ def _start_early(
     """Have the kernels compiled that the recorded steps will launch, where there are such."""
     if config.device.type != "cuda" or config.backend == "eager":  # nothing to do meanwhile
         return []
-    dtype, head = loaded.model.dtype, loaded.model.get_output_embeddings()
-    is_linear = isinstance(head, torch.nn.Linear)
+    dtype = loaded.model.dtype
     sizes = _step_sizes(config, limits, has_graphs=config.cudagraph_mode != "none")
     early = EarlyKernels(
         choose_kernel(config.attention, sites.layers, dtype, config.device)[0],
         sites.layers,
         (sites.states, choose_states(sites.states, dtype, config.device)[0]),
         linear_shapes(sites.graph),
-        LinearShape(head.out_features, head.in_features, head.bias is not None) if is_linear else None,
         buckets=dict.fromkeys((*largest_buckets(limits), *sizes.at_start())),
         limits=_batch_limits(loaded, config, limits, len(sites.reaches), has_mrope=False),
         dtype=dtype,

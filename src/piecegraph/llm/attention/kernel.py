@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -85,6 +85,15 @@ class CaptureSafe(Protocol):
     def __call__(self, kind: BatchKind) -> Verdict: ...
 
 
+class Prepare(Protocol):
+    """Allocates what a kernel keeps between calls, such as a workspace: during a capture it must not be allocated.
+
+    Called before the layers run, more than once for a model: what is there already should be kept.
+    """
+
+    def __call__(self, layers: Sequence[AttentionLayer | LatentLayer], device: torch.device) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKernel:
     """One implementation of attention over the paged cache."""
@@ -95,8 +104,8 @@ class AttentionKernel:
     attend: Attend
     attend_latent: AttendLatent | None = None
     """None if it has no latent form."""
-    prepare: Callable[[Sequence[AttentionLayer | LatentLayer], torch.device], None] | None = None
-    """Allocates what the kernel keeps between calls; called once, before anything is captured."""
+    prepare: Prepare | None = None
+    """None if it keeps nothing between calls."""
 
     def verdict(self, layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Verdict:
         """As ``supports``, and says no to a latent layer if there is no function for it."""

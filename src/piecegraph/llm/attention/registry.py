@@ -12,7 +12,7 @@ import torch
 
 from piecegraph.errors import ConfigError
 from piecegraph.llm.attention import reference, triton_paged, varlen
-from piecegraph.llm.attention.kernel import Attend, AttendLatent, AttentionKernel, CaptureSafe, Supports
+from piecegraph.llm.attention.kernel import Attend, AttendLatent, AttentionKernel, CaptureSafe, Prepare, Supports
 from piecegraph.llm.layers import AttentionLayer, LatentLayer
 from piecegraph.llm.verdict import Accepted, Rejected, Verdict
 
@@ -38,6 +38,7 @@ def register_attention(
     capture_safe: CaptureSafe,
     attend: Attend,
     attend_latent: AttendLatent | None = None,
+    prepare: Prepare | None = None,
     automatic: bool = False,
 ) -> AttentionKernel:
     """Add a kernel of your own, to be asked for by its name.
@@ -48,6 +49,8 @@ def register_attention(
         capture_safe: whether it may run inside a CUDA graph, for a kind of batch.
         attend: the kernel.
         attend_latent: its latent form, if it has one.
+        prepare: allocates its workspaces, if it has some. What ``attend`` allocates while it is captured belongs to
+            that graph alone.
         automatic: ``auto`` tries it too, before all kernels registered so far.
     """
     if name == "auto" or name in _kernels:
@@ -58,7 +61,12 @@ def register_attention(
             hint="use another",
         )
     kernel = AttentionKernel(
-        name=name, supports=supports, capture_safe=capture_safe, attend=attend, attend_latent=attend_latent
+        name=name,
+        supports=supports,
+        capture_safe=capture_safe,
+        attend=attend,
+        attend_latent=attend_latent,
+        prepare=prepare,
     )
     others = dict(_kernels)
     _kernels.clear()
