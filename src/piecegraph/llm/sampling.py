@@ -28,6 +28,9 @@ SamplingMode = Literal["greedy", "plain", "truncated"]
 BAD_LOGITS = -1
 """The token of a row whose logits are not numbers."""
 
+_TABLE_BYTES = 128 * 2**20
+"""Of one table of log-probabilities: a vocabulary is wide."""
+
 _STEP, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """The constants of splitmix64."""
 _SCALE = 2.0**-23
@@ -143,3 +146,12 @@ def logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> Logprobs:
     chosen = table.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     top, top_tokens = table.topk(min(k, table.shape[-1]), dim=-1)
     return Logprobs(chosen, top, top_tokens)
+
+
+def rows_at_once(vocab_size: int) -> int:
+    """How many rows of logits are looked at together where there may be many.
+
+    >>> rows_at_once(151_936), rows_at_once(2**40)
+    (220, 1)
+    """
+    return max(1, _TABLE_BYTES // (4 * vocab_size))
