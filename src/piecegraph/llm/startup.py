@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from piecegraph.llm.groups import CacheGroup, PagedCache
 from piecegraph.llm.loader import LoadedModel, load
 from piecegraph.llm.memory import Memory
 from piecegraph.llm.refusals import refuse_attention, refuse_embeddings
+from piecegraph.llm.rotations import hold_rotations, short_length
 from piecegraph.llm.scheduler import Scheduler, SchedulerLimits
 from piecegraph.llm.self_check import self_check
 from piecegraph.llm.sizing import CacheNeeds, StepSizes, choose_step_sizes, largest_buckets, size_cache
@@ -40,6 +42,10 @@ from piecegraph.simulated import SimulatedGraphs
 
 _SPARE_BYTES = 256 * 2**20
 """Left free on a GPU besides what was measured: libraries allocate workspaces of their own."""
+
+
+_DEFAULT_LEN = 32768
+"""The longest sequence unless it is asked for: every sequence may need as many blocks."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         loaded = load(path, dtype=config.dtype, device=config.device, load_format=config.load_format)
         bar.advance(path)
     limits, length = _limits(loaded, config)
+    rotations = hold_rotations(loaded.model, limits.max_model_len)
     stages.done("load")
     model, cache, early = _trace_and_compile(loaded, config, limits, events)
     stages.done("trace and compile")
@@ -95,10 +102,11 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         eos_token_ids=_eos_token_ids(loaded),
         looks_ahead=look_ahead.choice == "on",
     )
-    decisions = [*loaded.decisions, *model.decisions, rows, length, *parts.kernels, *early, prefix_cache, look_ahead]
+    decisions = [*loaded.decisions, *rotations, *model.decisions, rows, length]
+    decisions += [*parts.kernels, *early, prefix_cache, look_ahead]
     if options.self_check:
-        with progress.bar("self check", 1):
-            decisions.append(_check(loaded, engine))
+        with progress.bar("self check", 1), _uncounted(engine):
+            decisions.append(self_check(loaded.model, engine))
         stages.done("self check")
     return Started(loaded, model, engine, limits, groups, parts.cache_bytes(groups), tuple(decisions), stages.seconds)
 
@@ -310,7 +318,7 @@ def _limits(loaded: LoadedModel, config: LLMConfig) -> tuple[SchedulerLimits, De
     most = loaded.max_positions
     wanted = config.max_model_len
     if wanted is None:
-        length = Decision("max_model_len", str(min(most, 32768)), f"the model was made for {most} tokens")
+        length = _default_length(most, short_length(loaded.model))
     elif wanted > most:
         raise ConfigError(
             "PG101",
@@ -327,6 +335,14 @@ def _limits(loaded: LoadedModel, config: LLMConfig) -> tuple[SchedulerLimits, De
         vocab_size=loaded.model.get_input_embeddings().weight.shape[0],
     )
     return limits, length
+
+
+def _default_length(most: int, short: int | None) -> Decision:
+    """See Note [Two sets of frequencies]."""
+    if short is not None and short < min(most, _DEFAULT_LEN):
+        reason = f"longer sequences are rotated differently, all of their tokens; up to {most} may be asked for"
+        return Decision("max_model_len", str(short), reason)
+    return Decision("max_model_len", str(min(most, _DEFAULT_LEN)), f"the model was made for {most} tokens")
 
 
 def _embeds_tracer(
@@ -415,13 +431,17 @@ def _look_ahead(config: LLMConfig) -> Decision:
     return Decision("look ahead", "off", "the host computes, too")
 
 
-def _check(loaded: LoadedModel, engine: Engine) -> Decision:
-    """See ``self_check.py``. Its steps are nobody's, so they are not counted."""
-    counted, engine.events = engine.events, EventLog("ignore")
-    decision = self_check(loaded.model, engine)
-    engine.events = counted
-    engine.forward.num_steps = engine.forward.num_replays = 0
-    return decision
+@contextlib.contextmanager
+def _uncounted(engine: Engine) -> Iterator[None]:
+    """Steps that are nobody's are neither told nor counted."""
+    forward, events = engine.forward, engine.events
+    counts = forward.num_steps, forward.num_replays
+    engine.events = EventLog("ignore")
+    try:
+        yield
+    finally:
+        engine.events = events
+        forward.num_steps, forward.num_replays = counts
 
 
 def _eos_token_ids(loaded: LoadedModel) -> set[int]:
