@@ -155,3 +155,13 @@ def rows_at_once(vocab_size: int) -> int:
     (220, 1)
     """
     return max(1, _TABLE_BYTES // (4 * vocab_size))
+
+
+def logprobs_bytes(num_rows: int, vocab_size: int) -> int:
+    """What :func:`logprobs` needs at most: logits, the same in float32, and the table made of them.
+
+    Args:
+        num_rows: of a step. Rows of a prompt are looked at in parts of :func:`rows_at_once`.
+        vocab_size: their width.
+    """
+    return 3 * 4 * vocab_size * max(num_rows, rows_at_once(vocab_size))

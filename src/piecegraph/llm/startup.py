@@ -28,6 +28,7 @@ from piecegraph.llm.loader import LoadedModel, load
 from piecegraph.llm.memory import Memory
 from piecegraph.llm.refusals import refuse_attention, refuse_embeddings
 from piecegraph.llm.rotations import hold_rotations, short_length
+from piecegraph.llm.sampling import logprobs_bytes
 from piecegraph.llm.scheduler import Scheduler, SchedulerLimits
 from piecegraph.llm.self_check import self_check
 from piecegraph.llm.sizing import CacheNeeds, StepSizes, choose_step_sizes, largest_buckets, size_cache
@@ -58,6 +59,8 @@ class Started:
     limits: SchedulerLimits
     cache_groups: tuple[CacheGroup, ...]
     cache_bytes: int
+    state_bytes: int
+    """What layers with a state keep if as many sequences run as may."""
     decisions: tuple[Decision, ...]
     stages: Mapping[str, float]
     """Seconds of each stage; their sum is the time it took."""
@@ -108,7 +111,17 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         with progress.bar("self check", 1), _uncounted(engine):
             decisions.append(self_check(loaded.model, engine))
         stages.done("self check")
-    return Started(loaded, model, engine, limits, groups, parts.cache_bytes(groups), tuple(decisions), stages.seconds)
+    return Started(
+        loaded,
+        model,
+        engine,
+        limits,
+        groups,
+        cache_bytes=parts.cache_bytes(groups),
+        state_bytes=parts.state_bytes,
+        decisions=tuple(decisions),
+        stages=stages.seconds,
+    )
 
 
 def _trace_and_compile(
@@ -242,16 +255,22 @@ class _Parts:
     def cache_bytes(self, groups: tuple[CacheGroup, ...]) -> int:
         return sum(group.num_blocks * self.memory.bytes_per_block(i) for i, group in enumerate(groups))
 
+    @property
+    def state_bytes(self) -> int:
+        states = self.states
+        return 0 if states is None else states.num_bytes + states.unallocated_bytes(self.limits.max_num_seqs)
+
     def _measure_budget(self, progress: Progress) -> int:
         """Bytes for the cache.
 
         On a GPU the largest steps are recorded with a cache of two blocks: what they take is measured, not estimated.
         Their graphs are dropped, as they read the small cache, and recorded again; their memory stays with the pool.
         """
+        of_states = self.states.unallocated_bytes(self.limits.max_num_seqs) if self.states is not None else 0
         if self.config.device.type != "cuda":
-            return int(_free_host_bytes() * self.config.memory_fraction)
+            return int(_free_host_bytes() * self.config.memory_fraction) - of_states
         self.memory.allocate([2] * len(self.model.reaches))
-        largest = [StepKey(bucket, "greedy") for bucket in largest_buckets(self.limits)]
+        largest = _dearest_steps(self.limits)
         free_before = torch.cuda.mem_get_info(self.config.device)[0]
         if self.device is not None:
             self.forward.record(largest, progress, tidies=True)  # what tracing left behind is not to be measured
@@ -262,7 +281,14 @@ class _Parts:
         # The smaller steps share the memory of the largest, but every graph also takes some of the driver's. How much
         # all of them will take is not known yet: an eighth of what the largest took is kept for it.
         graphs = (free_before - free) // 8
-        return free - int(total * (1 - self.config.memory_fraction)) - graphs - _SPARE_BYTES
+        kept = graphs + of_states + logprobs_bytes(self.limits.max_num_seqs, self.limits.vocab_size) + _SPARE_BYTES
+        return free - int(total * (1 - self.config.memory_fraction)) - kept
+
+
+def _dearest_steps(limits: SchedulerLimits) -> list[StepKey]:
+    """The steps that need most memory. Sorting a vocabulary for each sequence takes several times its logits."""
+    decode, mixed = largest_buckets(limits)
+    return [StepKey(decode, "truncated"), StepKey(mixed, "greedy")]
 
 
 def _start_early(
