@@ -37,7 +37,7 @@ from piecegraph.plan import Decision
 
 _NEW_TOKENS = 8
 _FIRST_LEN, _SECOND_LEN, _LONG_LEN = 6, 18, 250
-"""Of prompts. The second is longer than a block; a long one in its place is longer than windows of up to 240 tokens. A
+"""Of prompts. The second is longer than a block; a long one in its place is longer than windows of up to 242 tokens. A
 step of both is of a size that is recorded for others, too: 32 tokens, also with the first once more, or 256."""
 
 _TOLERANCE = 2e-3
