@@ -35,6 +35,22 @@ _IN_THREE_DIMENSIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_sectio
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: hf.LlamaConfig(**_COMMON, num_hidden_layers=3),
+    "llama_dynamic": lambda: hf.LlamaConfig(
+        **_COMMON | {"max_position_embeddings": 64},
+        num_hidden_layers=2,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    ),
+    "phi3": lambda: hf.Phi3Config(
+        **_COMMON | {"max_position_embeddings": 128},
+        num_hidden_layers=2,
+        original_max_position_embeddings=32,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+            "long_factor": [2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0],
+        },
+    ),
     "qwen3": lambda: hf.Qwen3Config(**_COMMON, num_hidden_layers=3, head_dim=16),
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(**_COMMON, **_EXPERTS, num_hidden_layers=3, head_dim=16),
     "mixtral": lambda: hf.MixtralConfig(

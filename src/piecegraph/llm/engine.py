@@ -40,15 +40,12 @@ from piecegraph.llm.forward import Forward, StepKey
 from piecegraph.llm.groups import PagedCache
 from piecegraph.llm.request import Request, SamplingParams
 from piecegraph.llm.results import Completion, RequestMetrics, StepResult, TokenLogprob
-from piecegraph.llm.sampling import logprobs
+from piecegraph.llm.sampling import logprobs, rows_at_once
 from piecegraph.llm.scheduler import Scheduler
 from piecegraph.llm.sizing import StepSizes
 from piecegraph.llm.step import StepPlan, Work
 from piecegraph.llm.stop import IncrementalText
 from piecegraph.words import count_of
-
-_ROWS_AT_ONCE = 512
-"""Rows of logits made at once for prompt log-probabilities: a vocabulary is wide."""
 
 
 @dataclass
@@ -462,8 +459,9 @@ class Engine:
         if wanted is None:
             return
         following = request.tokens[work.start + rows.start + 1 : min(work.start + rows.stop + 1, request.num_prompt)]
-        for start in range(0, len(following), _ROWS_AT_ONCE):
-            tokens = following[start : start + _ROWS_AT_ONCE].tolist()
+        size = rows_at_once(self.scheduler.limits.vocab_size)
+        for start in range(0, len(following), size):
+            tokens = following[start : start + size].tolist()
             table = self.forward.head(new[start : start + len(tokens)])
             generation.prompt_logprobs += _describe(table, tokens, [wanted] * len(tokens))
 

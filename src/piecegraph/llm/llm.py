@@ -44,7 +44,8 @@ class LLM:
         backend: what compiles the pieces: ``"inductor"``, ``"eager"`` (nothing) or a callable.
         attention: the name of an attention kernel; ``"auto"`` takes the fastest that supports the model.
         load_format: ``"dummy"`` fills the weights with random numbers.
-        max_model_len: tokens of a request at most, prompt and answer; by default what the model was made for.
+        max_model_len: tokens of a request at most, prompt and answer; by default what the model was made for, up to
+            32768, and with a ``longrope`` rotation its original length.
         max_num_seqs: requests that run together at most (256 on a GPU, else 16).
         max_batch_tokens: tokens of a step at most (4096 on a GPU, else 512); longer prompts are split.
         memory_fraction: of the GPU's memory, weights and cache together (0.9); of the free host memory on a CPU (0.25).

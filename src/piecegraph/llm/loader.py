@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import os
-import types
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +20,6 @@ from piecegraph.llm.refusals import no_interface, refuse_family, refuse_model
 from piecegraph.plan import Decision
 
 LoadFormat = Literal["auto", "dummy"]
-
-_MOVING_ROPES = ("dynamic", "longrope")
-"""Rotations that depend on the longest sequence of a batch, so that neighbours would change each other's answers."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ def load(
         made, unused = _make(path, config, dtype, load_format, device)
     model = made.to(device).eval().requires_grad_(False)
     refuse_model(model)
-    decisions = (*precision, *unused, *_fix_ropes(model))
+    decisions = (*precision, *unused)
     tokenizer, tokenizer_error = _read_tokenizer(path)
     plug.note_windows(model)
     experts = plug.number_experts(model)
@@ -182,18 +177,6 @@ def _make_dummy(config: Any, dtype: torch.dtype | str, device: torch.device, plu
     model.to_empty(device=device)
     model.init_weights()
     return model
-
-
-def _fix_ropes(model: torch.nn.Module) -> Iterator[Decision]:
-    """Make rotations that follow the longest sequence of a batch stay as they were initialised."""
-    for name, module in model.named_modules():
-        kinds = getattr(module, "rope_type", None)
-        kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
-        if moving := sorted(kinds & set(_MOVING_ROPES)):
-            # Inside the decorators is the plain rotation by the frequencies that the module holds.
-            module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)
-            reason = f"{', '.join(moving)} would choose frequencies by the longest sequence of a batch"
-            yield Decision(f"rotation {name}", "the frequencies of short sequences", reason)
 
 
 def _read_tokenizer(path: str) -> tuple[Any | None, str]:

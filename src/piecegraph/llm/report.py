@@ -7,6 +7,7 @@ from typing import Any
 from piecegraph.events import EventLog
 from piecegraph.llm.startup import Started
 from piecegraph.plan import Cut, Piece
+from piecegraph.words import count_of
 
 
 def explain_llm(started: Started, events: EventLog) -> str:
@@ -41,6 +42,7 @@ def stats_of_llm(started: Started, events: EventLog) -> dict[str, Any]:
         "num_pieces": sum(isinstance(step, Piece) for step in started.model.steps),
         "num_compiles": started.model.num_compiles,
         "cache_bytes": started.cache_bytes,
+        "state_bytes": started.state_bytes,
         "num_steps": steps,
         "num_replays": forward.num_replays,
         "coverage": forward.num_replays / steps if steps else 0.0,
@@ -64,6 +66,9 @@ def _cache_lines(started: Started) -> list[str]:
         window, chunk = f"a window of {group.window}", f"chunks of {group.chunk}"
         reach = window if group.window else chunk if group.chunk else "all tokens"
         lines.append(f"{(group.num_blocks - 1) * size:,} tokens for layers that see {reach}")
+    if started.state_bytes:
+        num_seqs = count_of(started.limits.max_num_seqs, "sequence")
+        lines.append(f"{started.state_bytes / 2**20:,.1f} MiB for the states of {num_seqs}")
     return lines
 
 

@@ -32,6 +32,8 @@ HOTTEST = float(np.finfo(np.float32).max)
 """What a higher temperature is sent to the device as, where it would be infinite. Nothing is lost: at both, all tokens
 are equally likely but those whose logit is minus infinity.
 """
+_TABLE_BYTES = 128 * 2**20
+"""Of one table of log-probabilities: a vocabulary is wide."""
 
 _STEP, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """The constants of splitmix64."""
@@ -149,3 +151,22 @@ def logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> Logprobs:
     chosen = table.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     top, top_tokens = table.topk(min(k, table.shape[-1]), dim=-1)
     return Logprobs(chosen, top, top_tokens)
+
+
+def rows_at_once(vocab_size: int) -> int:
+    """How many rows of logits are looked at together where there may be many.
+
+    >>> rows_at_once(151_936), rows_at_once(2**40)
+    (220, 1)
+    """
+    return max(1, _TABLE_BYTES // (4 * vocab_size))
+
+
+def logprobs_bytes(num_rows: int, vocab_size: int) -> int:
+    """What :func:`logprobs` needs at most: logits, the same in float32, and the table made of them.
+
+    Args:
+        num_rows: of a step. Rows of a prompt are looked at in parts of :func:`rows_at_once`.
+        vocab_size: their width.
+    """
+    return 3 * 4 * vocab_size * max(num_rows, rows_at_once(vocab_size))

@@ -62,7 +62,7 @@ def size_cache(needs: CacheNeeds, budget_bytes: int) -> tuple[int, ...]:
     if min(blocks) < 2:
         raise ModelError(
             "PG665",
-            f"there is no room for the cache in {budget_bytes / 2**20:.0f} MiB",
+            f"there is no room for the cache in {max(0, budget_bytes) / 2**20:.0f} MiB",
             why=f"a block of {needs.block_size} tokens takes {sum(needs.bytes_per_block) / 2**20:.2f} MiB",
             hint="free memory, raise memory_fraction, or lower max_num_seqs and max_model_len",
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,8 @@ from piecegraph.llm.groups import CacheGroup, PagedCache
 from piecegraph.llm.loader import LoadedModel, load
 from piecegraph.llm.memory import Memory
 from piecegraph.llm.refusals import refuse_attention, refuse_embeddings
+from piecegraph.llm.rotations import hold_rotations, short_length
+from piecegraph.llm.sampling import logprobs_bytes
 from piecegraph.llm.scheduler import Scheduler, SchedulerLimits
 from piecegraph.llm.self_check import self_check
 from piecegraph.llm.sizing import CacheNeeds, StepSizes, choose_step_sizes, largest_buckets, size_cache
@@ -42,6 +45,10 @@ _SPARE_BYTES = 256 * 2**20
 """Left free on a GPU besides what was measured: libraries allocate workspaces of their own."""
 
 
+_DEFAULT_LEN = 32768
+"""The longest sequence unless it is asked for: every sequence may need as many blocks."""
+
+
 @dataclass(frozen=True)
 class Started:
     """A model that is ready to serve."""
@@ -52,6 +59,8 @@ class Started:
     limits: SchedulerLimits
     cache_groups: tuple[CacheGroup, ...]
     cache_bytes: int
+    state_bytes: int
+    """What layers with a state keep if as many sequences run as may."""
     decisions: tuple[Decision, ...]
     stages: Mapping[str, float]
     """Seconds of each stage; their sum is the time it took."""
@@ -79,6 +88,7 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         loaded = load(path, dtype=config.dtype, device=config.device, load_format=config.load_format)
         bar.advance(path)
     limits, length = _limits(loaded, config)
+    rotations = hold_rotations(loaded.model, limits.max_model_len)
     stages.done("load")
     model, cache, early = _trace_and_compile(loaded, config, limits, events)
     stages.done("trace and compile")
@@ -95,12 +105,23 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         eos_token_ids=_eos_token_ids(loaded),
         looks_ahead=look_ahead.choice == "on",
     )
-    decisions = [*loaded.decisions, *model.decisions, rows, length, *parts.kernels, *early, prefix_cache, look_ahead]
+    decisions = [*loaded.decisions, *rotations, *model.decisions, rows, length]
+    decisions += [*parts.kernels, *early, prefix_cache, look_ahead]
     if options.self_check:
-        with progress.bar("self check", 1):
-            decisions.append(_check(loaded, engine))
+        with progress.bar("self check", 1), _uncounted(engine):
+            decisions.append(self_check(loaded.model, engine))
         stages.done("self check")
-    return Started(loaded, model, engine, limits, groups, parts.cache_bytes(groups), tuple(decisions), stages.seconds)
+    return Started(
+        loaded,
+        model,
+        engine,
+        limits,
+        groups,
+        cache_bytes=parts.cache_bytes(groups),
+        state_bytes=parts.state_bytes,
+        decisions=tuple(decisions),
+        stages=stages.seconds,
+    )
 
 
 def _trace_and_compile(
@@ -234,16 +255,22 @@ class _Parts:
     def cache_bytes(self, groups: tuple[CacheGroup, ...]) -> int:
         return sum(group.num_blocks * self.memory.bytes_per_block(i) for i, group in enumerate(groups))
 
+    @property
+    def state_bytes(self) -> int:
+        states = self.states
+        return 0 if states is None else states.num_bytes + states.unallocated_bytes(self.limits.max_num_seqs)
+
     def _measure_budget(self, progress: Progress) -> int:
         """Bytes for the cache.
 
         On a GPU the largest steps are recorded with a cache of two blocks: what they take is measured, not estimated.
         Their graphs are dropped, as they read the small cache, and recorded again; their memory stays with the pool.
         """
+        of_states = self.states.unallocated_bytes(self.limits.max_num_seqs) if self.states is not None else 0
         if self.config.device.type != "cuda":
-            return int(_free_host_bytes() * self.config.memory_fraction)
+            return int(_free_host_bytes() * self.config.memory_fraction) - of_states
         self.memory.allocate([2] * len(self.model.reaches))
-        largest = [StepKey(bucket, "greedy") for bucket in largest_buckets(self.limits)]
+        largest = _dearest_steps(self.limits)
         free_before = torch.cuda.mem_get_info(self.config.device)[0]
         if self.device is not None:
             self.forward.record(largest, progress, tidies=True)  # what tracing left behind is not to be measured
@@ -254,7 +281,14 @@ class _Parts:
         # The smaller steps share the memory of the largest, but every graph also takes some of the driver's. How much
         # all of them will take is not known yet: an eighth of what the largest took is kept for it.
         graphs = (free_before - free) // 8
-        return free - int(total * (1 - self.config.memory_fraction)) - graphs - _SPARE_BYTES
+        kept = graphs + of_states + logprobs_bytes(self.limits.max_num_seqs, self.limits.vocab_size) + _SPARE_BYTES
+        return free - int(total * (1 - self.config.memory_fraction)) - kept
+
+
+def _dearest_steps(limits: SchedulerLimits) -> list[StepKey]:
+    """The steps that need most memory. Sorting a vocabulary for each sequence takes several times its logits."""
+    decode, mixed = largest_buckets(limits)
+    return [StepKey(decode, "truncated"), StepKey(mixed, "greedy")]
 
 
 def _start_early(
@@ -308,7 +342,7 @@ def _limits(loaded: LoadedModel, config: LLMConfig) -> tuple[SchedulerLimits, De
     most = loaded.max_positions
     wanted = config.max_model_len
     if wanted is None:
-        length = Decision("max_model_len", str(min(most, 32768)), f"the model was made for {most} tokens")
+        length = _default_length(most, short_length(loaded.model))
     elif wanted > most:
         raise ConfigError(
             "PG101",
@@ -325,6 +359,14 @@ def _limits(loaded: LoadedModel, config: LLMConfig) -> tuple[SchedulerLimits, De
         vocab_size=loaded.model.get_input_embeddings().weight.shape[0],
     )
     return limits, length
+
+
+def _default_length(most: int, short: int | None) -> Decision:
+    """See Note [Two sets of frequencies]."""
+    if short is not None and short < min(most, _DEFAULT_LEN):
+        reason = f"longer sequences are rotated differently, all of their tokens; up to {most} may be asked for"
+        return Decision("max_model_len", str(short), reason)
+    return Decision("max_model_len", str(min(most, _DEFAULT_LEN)), f"the model was made for {most} tokens")
 
 
 def _embeds_tracer(
@@ -413,13 +455,17 @@ def _look_ahead(config: LLMConfig) -> Decision:
     return Decision("look ahead", "off", "the host computes, too")
 
 
-def _check(loaded: LoadedModel, engine: Engine) -> Decision:
-    """See ``self_check.py``. Its steps are nobody's, so they are not counted."""
-    counted, engine.events = engine.events, EventLog("ignore")
-    decision = self_check(loaded.model, engine)
-    engine.events = counted
-    engine.forward.num_steps = engine.forward.num_replays = 0
-    return decision
+@contextlib.contextmanager
+def _uncounted(engine: Engine) -> Iterator[None]:
+    """Steps that are nobody's are neither told nor counted."""
+    forward, events = engine.forward, engine.events
+    counts = forward.num_steps, forward.num_replays
+    engine.events = EventLog("ignore")
+    try:
+        yield
+    finally:
+        engine.events = events
+        forward.num_steps, forward.num_replays = counts
 
 
 def _eos_token_ids(loaded: LoadedModel) -> set[int]:

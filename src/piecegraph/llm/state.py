@@ -94,13 +94,12 @@ class StateMemory:
 
     @property
     def num_bytes(self) -> int:
-        """What is allocated. States of modules in opaque form come on top: ``opaque_bytes`` for each sequence."""
+        """What is allocated. States of modules in opaque form come on top: see :meth:`unallocated_bytes`."""
         return sum(state.nbytes for state in self._states.values())
 
-    @property
-    def opaque_bytes(self) -> int:
-        """What modules in opaque form keep for one sequence."""
-        return self._opaque.num_bytes if self._opaque is not None else 0
+    def unallocated_bytes(self, num_seqs: int) -> int:
+        """What modules in opaque form will allocate for so many sequences."""
+        return self._opaque.num_bytes * num_seqs if self._opaque is not None else 0
 
     def capture_safe(self, kind: StepKind) -> Verdict:
         """Whether a batch of a kind reads nothing on the host."""
