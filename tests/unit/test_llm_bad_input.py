@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -144,6 +145,7 @@ GOOD = [5, 6, 7]
         (None, "PG653"),
         (b"12345678", "PG653"),
         ({"input_ids": [5]}, "PG653"),
+        ("\udc80bad", "PG653"),
         ([9] * 41, "PG654"),
     ],
 )
@@ -158,6 +160,8 @@ def test_a_bad_prompt_is_refused_and_the_others_are_answered(
     first, bad, last = answers
     assert (bad.finish_reason, bad.error.code, bad.token_ids) == ("error", code, [])
     assert bad.error.why
+    assert "at prompts[1]" in str(bad.error)
+    assert "request '" not in str(bad.error), "nobody gave it a number"
     assert first.token_ids == last.token_ids == models.greedy("llama", GOOD, 4)
 
 
@@ -168,6 +172,7 @@ def test_a_bad_prompt_is_refused_and_the_others_are_answered(
         ("temperature", float("nan")),
         ("temperature", float("inf")),
         ("temperature", "hot"),
+        ("temperature", 10**400),
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_p", float("nan")),
@@ -186,7 +191,7 @@ def test_a_bad_number_is_one_request_s_or_the_whole_call_s(
     answers = llm.generate([GOOD, GOOD, GOOD], ignore_eos=True, **{name: [fine, value, fine]})
     assert [answer.finish_reason for answer in answers] == ["length", "error", "length"]
     assert answers[1].error.code == "PG108"
-    assert name in str(answers[1].error)
+    assert str(answers[1].error).startswith(f"PG108 {name} is {value!r} at prompts[1]: ")
     assert answers[0].token_ids == answers[2].token_ids == models.greedy("llama", GOOD, 16)
     with pytest.raises(ConfigError, match=f"PG108 {name} is"):
         llm.generate([GOOD, GOOD], **{name: value})
@@ -198,7 +203,49 @@ def test_what_is_wrong_for_all_is_raised(name: str, value: Any, llm: piecegraph.
         llm.generate([GOOD, GOOD], **{name: value})
 
 
-@pytest.mark.parametrize("prompts", [None, 5, b"bytes", {"a": 1}])
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, tuple, iter])
+def test_numbers_and_lists_of_other_libraries_are_taken(kind: Any, llm: piecegraph.LLM) -> None:
+    plain = llm.generate([GOOD, GOOD], ignore_eos=True, max_new_tokens=[3, 4], temperature=[0.5, 0.0], seed=7)
+    other = llm.generate(
+        [GOOD, GOOD],
+        ignore_eos=True,
+        max_new_tokens=kind([3, 4]),
+        temperature=kind([0.5, 0.0]),
+        seed=np.uint64(7),
+        top_p=np.float32(1),
+        top_k=np.int32(0),
+    )
+    assert [answer.token_ids for answer in other] == [answer.token_ids for answer in plain]
+    with pytest.raises(ConfigError, match="PG108 max_new_tokens has 3 values: there are 2 prompts"):
+        llm.generate([GOOD, GOOD], max_new_tokens=kind([3, 4, 5]))
+
+
+def test_stop_texts_of_any_iterable(llm: piecegraph.LLM) -> None:
+    whole, unstopped = llm.generate(["to be", GOOD], ignore_eos=True, stop=None)
+    stop = whole.text[-3:]
+    for given in (stop, [stop], {stop}, iter([stop])):
+        assert llm.generate(["or", "to be"], ignore_eos=True, stop=given)[1].text == whole.text.partition(stop)[0]
+    assert unstopped.finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_gradients_may_flow_through_hidden_states(stream: bool, llm: piecegraph.LLM) -> None:
+    answer = list(llm.generate(GOOD, max_new_tokens=2, return_hidden_states=True, stream=stream))[-1]
+    if stream:
+        answer = answer.finished
+    assert not answer.hidden_states.is_inference()
+    probe = torch.nn.Linear(64, 1)
+    probe(answer.hidden_states).sum().backward()
+    assert probe.weight.grad is not None
+
+
+@pytest.mark.parametrize("conversation", [5, None, b"hello", ["hello"], {"role": "user"}])
+def test_a_conversation_of_no_kind(conversation: Any, llm: piecegraph.LLM) -> None:
+    with pytest.raises(ConfigError, match="PG101 conversation is .*: it must be a text, or a list of messages"):
+        llm.chat_prompt(conversation)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"bytes", {"a": 1}, np.array(5), torch.tensor(5)])
 def test_prompts_of_no_kind(prompts: Any, llm: piecegraph.LLM) -> None:
     with pytest.raises(ConfigError, match="PG101 prompts is"):
         llm.generate(prompts)
@@ -227,12 +274,14 @@ def test_prompts_of_no_kind(prompts: Any, llm: piecegraph.LLM) -> None:
         {"max_model_len": "long"},
         {"max_num_seqs": 0},
         {"max_num_seqs": 2.0},
+        {"max_num_seqs": "4"},
         {"max_batch_tokens": -4},
         {"max_batch_tokens": 8, "max_num_seqs": 9},
         {"memory_fraction": 0.0},
         {"memory_fraction": 1.5},
         {"memory_fraction": float("nan")},
         {"memory_fraction": "half"},
+        {"memory_fraction": True},
         {"prefix_cache": "yes"},
         {"cudagraph_mode": "sometimes"},
         {"seed": "lucky"},
@@ -241,6 +290,7 @@ def test_prompts_of_no_kind(prompts: Any, llm: piecegraph.LLM) -> None:
         {"options": {"look_ahead": 2}},
         {"options": {"graph_device": "real"}},
         {"options": {"blocksize": 4}},
+        {"options": {"inductor": 5}},
     ],
     ids=str,
 )
@@ -255,6 +305,32 @@ def test_bad_settings_are_told_before_anything_is_compiled(arguments: dict[str, 
 def test_bad_capture_sizes(sizes: Any, models: Shelf) -> None:
     with pytest.raises(ConfigError, match="PG102 capture_sizes is"):
         piecegraph.LLM(models.path("llama"), capture_sizes=sizes)
+
+
+@pytest.mark.parametrize("sizes", [np.array([1, 4]), torch.tensor([1, 4]), (1, 4), range(1, 5, 3), iter([1, 4])])
+def test_capture_sizes_of_any_kind(sizes: Any, models: Shelf) -> None:
+    llm = models.load("llama", capture_sizes=sizes, max_num_seqs=np.int64(4), memory_fraction=np.float32(0.125))
+    assert llm.config.capture_sizes == (1, 4)
+    assert type(llm.config.max_num_seqs) is int
+
+
+def test_the_default_of_one_limit_follows_the_other(models: Shelf) -> None:
+    config = models.load("llama", max_batch_tokens=8).config
+    assert (config.max_num_seqs, config.max_batch_tokens) == (8, 8)
+    config = models.load("llama", max_num_seqs=600).config
+    assert (config.max_num_seqs, config.max_batch_tokens) == (600, 600)
+
+
+@pytest.mark.parametrize("path", [None, 5, "", b"/tmp"])
+def test_a_path_that_is_none(path: Any) -> None:
+    with pytest.raises(ConfigError, match="PG101 path is .*: it must be a folder with a model, a name"):
+        piecegraph.LLM(path)
+
+
+@pytest.mark.parametrize("options", [5, [1], "abc"])
+def test_options_that_are_no_dictionary(options: Any, models: Shelf) -> None:
+    with pytest.raises(ConfigError, match="PG101 options is .*: it must be a dictionary"):
+        piecegraph.LLM(models.path("llama"), options=options)
 
 
 def test_a_typo_in_an_option_is_recognised(models: Shelf) -> None:
