@@ -55,14 +55,80 @@ def test_a_path_that_is_no_model(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "file"):
         with pytest.raises(ModelError, match=r"PG661 .* is no model: it holds no config.json. hint: give the folder"):
             piecegraph.LLM(path)
-    with pytest.raises(ModelError, match="PG661 .*missing is no model"):
-        piecegraph.LLM(tmp_path / "missing")
+    for path in (tmp_path / "missing", "./missing", "a/b/missing", "x" * 5000):
+        with pytest.raises(ModelError, match='PG661 .* is no model: there is no such folder. hint: .*"org/model"'):
+            piecegraph.LLM(path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model_type": "no such family"}'])
+def test_a_name_that_transformers_does_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(path: str, **_: Any) -> None:
+        raise OSError(f"{path} is not cached")
+
+    monkeypatch.setattr(hf.AutoConfig, "from_pretrained", find)
+    with pytest.raises(ModelError, match="PG661 org/model is no model: no such folder, and no name that"):
+        piecegraph.LLM("org/model")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"model_type": "no such family"}', "null", "3", pytest.param("[" * 100_000, id="deep")],
+)
 def test_a_damaged_configuration(text: str, folder: Path) -> None:
     (folder / "config.json").write_text(text)
-    with pytest.raises(ModelError, match="PG661 .* is no model"):
+    with pytest.raises(ModelError, match="PG661 .* is no model: its config.json cannot be (read|used): "):
+        piecegraph.LLM(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("hidden_size", "abc", "config.json cannot be used: .*'hidden_size' expected int, got str"),
+        ("num_attention_heads", 0, "config.json cannot be used: ZeroDivisionError"),
+        ("num_attention_heads", 3, "config.json cannot be used: .*not a multiple of the number of attention heads"),
+        ("dtype", "floatx", "config.json cannot be used: .*floatx"),
+        ("num_hidden_layers", 0, "config.json says num_hidden_layers is 0"),
+        ("vocab_size", 0, "config.json says vocab_size is 0"),
+        (
+            "vocab_size",
+            64,
+            r"lm_head.weight is of shape \(128, 64\) in its files, and of \(64, 64\) by its conf",
+        ),
+        ("hidden_act", "foo", "KeyError: 'foo'. hint: check its files \\(config.json, model.safetensors\\)"),
+    ],
+)
+@pytest.mark.usefixtures("no_trace")
+def test_values_that_a_configuration_cannot_have(name: str, value: Any, why: str, folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {name: value}))
+    with pytest.raises(ModelError, match=f"PG661 .*{why}"):
+        piecegraph.LLM(folder)
+
+
+@pytest.mark.parametrize("text", ["[]", "{"])
+def test_a_damaged_generation_config(text: str, folder: Path) -> None:
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match="PG661 .* is no model: its generation_config.json cannot be read: "):
+        piecegraph.LLM(folder)
+
+
+@pytest.mark.usefixtures("no_trace")
+@pytest.mark.parametrize("content", [b"", b"garbage" * 100])
+def test_damaged_weights_of_pytorch(content: bytes, folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(ModelError, match=r"PG661 .* no checkpoint of PyTorch. hint: check .*pytorch_model.bin\)"):
+        piecegraph.LLM(folder)
+
+
+def test_code_of_a_model_is_not_run_and_nobody_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(_: str) -> str:
+        raise AssertionError("nobody is there to answer")
+
+    monkeypatch.setattr("builtins.input", ask)
+    own = {"auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}, "model_type": "own"}
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | own))
+    (folder / "own.py").write_text("raise AssertionError('run')")
+    with pytest.raises(ModelError, match="PG661 .*code that comes with the model, and such code is not run"):
         piecegraph.LLM(folder)
 
 
