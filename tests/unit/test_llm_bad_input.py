@@ -409,6 +409,22 @@ def test_no_room_for_the_cache(models: Shelf) -> None:
         models.load("llama", memory_fraction=1e-12)
 
 
+@pytest.mark.usefixtures("no_trace")
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_batch_tokens"])
+@pytest.mark.parametrize("value", [10**9, 10**20])
+def test_limits_beyond_any_memory_are_refused_before_anything_is_allocated(
+    name: str, value: int, models: Shelf
+) -> None:
+    with pytest.raises(ModelError, match=f"PG665 .*{name}={value}.*: their buffers take .* MiB, and .* MiB are free"):
+        models.load("llama", **{name: value})
+
+
+def test_no_room_for_states(models: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "state_bytes", lambda layers, num_slots: num_slots * 2**50)
+    with pytest.raises(ModelError, match="PG665 .*states of max_num_seqs=2: they take 3221225472 MiB, and"):
+        models.load("llama", max_num_seqs=2)
+
+
 def test_the_smallest_limits_are_enough(models: Shelf) -> None:
     llm = models.load("llama", max_model_len=2, max_num_seqs=1, max_batch_tokens=1)
     assert llm.generate([[5], [6]])[1].token_ids == models.greedy("llama", [6], 1)
