@@ -86,7 +86,7 @@ def check_batch(limits: BatchLimits, free_bytes: int) -> None:
         raise ModelError(
             "PG665",
             f"there is no room for steps of max_num_seqs={limits.max_seqs} and max_batch_tokens={limits.max_tokens}",
-            why=f"their buffers take {num_bytes // 2**20} MiB, and {free_bytes // 2**20} MiB are free",
+            why=f"their buffers take {num_bytes // 2**20} MiB, and there is room for {free_bytes // 2**20} MiB",
             hint="lower max_num_seqs and max_batch_tokens",
         )
 
@@ -97,7 +97,7 @@ def check_states(num_bytes: int, max_num_seqs: int, free_bytes: int) -> None:
         raise ModelError(
             "PG665",
             f"there is no room for the states of max_num_seqs={max_num_seqs}",
-            why=f"they take {num_bytes // 2**20} MiB, and {free_bytes // 2**20} MiB are free",
+            why=f"they take {num_bytes // 2**20} MiB, and there is room for {free_bytes // 2**20} MiB",
             hint="lower max_num_seqs",
         )
 
