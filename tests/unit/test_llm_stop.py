@@ -39,12 +39,6 @@ def test_broken_bytes_are_shown_as_they_are_told_at_once(tokens: list[int]) -> N
     assert shown + text.finish() == decode_bytes(tokens)
 
 
-def test_many_broken_bytes_do_not_break_the_character_behind_them() -> None:
-    tokens = [0x80] * 5 + list("😀".encode())
-    text = IncrementalText(decode_bytes)
-    assert "".join(text.add([token]) for token in tokens) == "\ufffd" * 5 + "😀"
-
-
 def test_a_first_word_keeps_its_space() -> None:
     """Sentencepiece drops the space before the first word it decodes; behind a prompt it is no first word."""
 
