@@ -372,6 +372,7 @@ def test_bad_logits_end_one_request_also_when_looking_ahead(models: Shelf, monke
     bad, good = llm.generate([prompts()[1], prompts()[3]], max_new_tokens=6, ignore_eos=True)
     assert calls[:4] == [2, 2, 2, 2], "a step was launched with the bad token"
     assert (bad.finish_reason, bad.error.code) == ("error", "PG655")
+    assert str(bad.error).startswith("PG655 the logits are not numbers at prompts[0]: ")
     assert bad.token_ids == models.greedy("llama", prompts()[1], 2)
     assert good.token_ids == models.greedy("llama", prompts()[3], 6)
     assert_nothing_is_held(llm)

@@ -14,7 +14,7 @@ from piecegraph.errors import ModelError
 from piecegraph.events import EventLog
 from piecegraph.llm import ops, plug
 from piecegraph.llm.layers import ConvLayer, DeltaLayer, LatentLayer, Span, StateBatch, StatefulLayer
-from piecegraph.llm.state import StateMemory
+from piecegraph.llm.state import StateMemory, state_bytes
 from piecegraph.llm.state_plain import PlainStates
 from piecegraph.llm.trace_cache import TraceCache, cache_for
 from piecegraph.llm.traced_model import TracedModel, trace_model
@@ -248,7 +248,9 @@ def test_latents_are_cached_unexpanded() -> None:
 
 
 def test_only_modules_in_opaque_form_forbid_capture() -> None:
-    fine, opaque = (_runner(*FAMILIES[family][:2]).memory for family in ("qwen3_5", "mamba2"))
+    runners = [_runner(*FAMILIES[family][:2]) for family in ("qwen3_5", "mamba2")]
+    fine, opaque = (runner.memory for runner in runners)
+    assert [state_bytes(runner.model.states, NUM_SLOTS) for runner in runners] == [fine.num_bytes, 0]
     assert (fine.capture_safe("decode"), fine.unallocated_bytes(3)) == (Accepted(), 0)
     # One slot, one layer: 96 channels of 3 inputs, and 4 heads of 16 by 8.
     assert fine.num_bytes == 2 * NUM_SLOTS * 4 * (96 * 3 + 4 * 16 * 8)

@@ -111,6 +111,14 @@ def test_a_prompt_that_is_refused_does_not_stop_the_others(model: str, run: Run)
     assert json.loads(document.out)["answers"][0]["error"]["code"] == "PG652"
 
 
+@pytest.mark.parametrize("how", [(), ("--raw",)])
+def test_an_empty_prompt_does_not_stop_the_others(how: tuple[str, ...], model: str, run: Run) -> None:
+    done = run(model, "", "by", *how, *FEW)
+    assert done.code == 1
+    assert "error: prompt 1: PG651 the prompt is empty at prompts[0]: " in done.err
+    assert len(done.out.rpartition("[2] by\n")[2].split()) == 5
+
+
 def test_no_model(run: Run, tmp_path: Path) -> None:
     done = run(str(tmp_path), "ax")
     assert (done.code, done.out) == (1, "")
@@ -137,17 +145,24 @@ def test_a_chat_template_that_refuses(model: str, run: Run, tmp_path: Path) -> N
 
 
 def test_a_number_that_is_none_is_told_before_the_model_is_loaded(run: Run) -> None:
-    done = run("no/such/model", "ax", "--temperature", "nan")
-    assert done.code == 1
-    assert done.err.startswith("error: PG108 temperature is nan")
+    for option, value, said in (
+        ("--temperature", "nan", "PG108 temperature is nan"),
+        ("--seed", "1" + "0" * 23, "PG108 seed is 1000"),
+        ("--device", "foo", "PG101 device is 'foo'"),
+        ("--dtype", "foo", "PG101 dtype is 'foo'"),
+    ):
+        done = run("no/such/model", "ax", option, value)
+        assert done.code == 2, "called wrongly"
+        assert done.err.startswith(f"error: {said}")
 
 
 @pytest.mark.parametrize(
     ("arguments", "stdin", "said"),
     [
         ((), b"", "Missing argument 'MODEL'"),
-        (("m",), b"", "Prompt 1 is empty"),
-        (("m", "a", ""), b"", "Prompt 2 is empty"),
+        (("m",), b"", "The prompt is empty"),
+        (("m", ""), b"", "The prompt is empty"),
+        (("m", "", ""), b"", "The prompt is empty"),
         (("m", "-", "-"), b"a", "Only one prompt"),
         (("m",), b"\xff\xfe", "not UTF-8"),
         (("m", "a\udcff"), b"", "Prompt 1 is not UTF-8"),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -54,14 +55,80 @@ def test_a_path_that_is_no_model(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "file"):
         with pytest.raises(ModelError, match=r"PG661 .* is no model: it holds no config.json. hint: give the folder"):
             piecegraph.LLM(path)
-    with pytest.raises(ModelError, match="PG661 .*missing is no model"):
-        piecegraph.LLM(tmp_path / "missing")
+    for path in (tmp_path / "missing", "./missing", "a/b/missing", "x" * 5000):
+        with pytest.raises(ModelError, match='PG661 .* is no model: there is no such folder. hint: .*"org/model"'):
+            piecegraph.LLM(path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model_type": "no such family"}'])
+def test_a_name_that_transformers_does_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(path: str, **_: Any) -> None:
+        raise OSError(f"{path} is not cached")
+
+    monkeypatch.setattr(hf.AutoConfig, "from_pretrained", find)
+    with pytest.raises(ModelError, match="PG661 org/model is no model: no such folder, and no name that"):
+        piecegraph.LLM("org/model")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"model_type": "no such family"}', "null", "3", pytest.param("[" * 100_000, id="deep")],
+)
 def test_a_damaged_configuration(text: str, folder: Path) -> None:
     (folder / "config.json").write_text(text)
-    with pytest.raises(ModelError, match="PG661 .* is no model"):
+    with pytest.raises(ModelError, match="PG661 .* is no model: its config.json cannot be (read|used): "):
+        piecegraph.LLM(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("hidden_size", "abc", "config.json cannot be used: .*'hidden_size' expected int, got str"),
+        ("num_attention_heads", 0, "config.json cannot be used: ZeroDivisionError"),
+        ("num_attention_heads", 3, "config.json cannot be used: .*not a multiple of the number of attention heads"),
+        ("dtype", "floatx", "config.json cannot be used: .*floatx"),
+        ("num_hidden_layers", 0, "config.json says num_hidden_layers is 0"),
+        ("vocab_size", 0, "config.json says vocab_size is 0"),
+        (
+            "vocab_size",
+            64,
+            r"lm_head.weight is of shape \(128, 64\) in its files, and of \(64, 64\) by its conf",
+        ),
+        ("hidden_act", "foo", "KeyError: 'foo'. hint: check its files \\(config.json, model.safetensors\\)"),
+    ],
+)
+@pytest.mark.usefixtures("no_trace")
+def test_values_that_a_configuration_cannot_have(name: str, value: Any, why: str, folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {name: value}))
+    with pytest.raises(ModelError, match=f"PG661 .*{why}"):
+        piecegraph.LLM(folder)
+
+
+@pytest.mark.parametrize("text", ["[]", "{"])
+def test_a_damaged_generation_config(text: str, folder: Path) -> None:
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match="PG661 .* is no model: its generation_config.json cannot be read: "):
+        piecegraph.LLM(folder)
+
+
+@pytest.mark.usefixtures("no_trace")
+@pytest.mark.parametrize("content", [b"", b"garbage" * 100])
+def test_damaged_weights_of_pytorch(content: bytes, folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(ModelError, match=r"PG661 .* no checkpoint of PyTorch. hint: check .*pytorch_model.bin\)"):
+        piecegraph.LLM(folder)
+
+
+def test_code_of_a_model_is_not_run_and_nobody_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(_: str) -> str:
+        raise AssertionError("nobody is there to answer")
+
+    monkeypatch.setattr("builtins.input", ask)
+    own = {"auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}, "model_type": "own"}
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | own))
+    (folder / "own.py").write_text("raise AssertionError('run')")
+    with pytest.raises(ModelError, match="PG661 .*code that comes with the model, and such code is not run"):
         piecegraph.LLM(folder)
 
 
@@ -144,6 +211,7 @@ GOOD = [5, 6, 7]
         (None, "PG653"),
         (b"12345678", "PG653"),
         ({"input_ids": [5]}, "PG653"),
+        ("\udc80bad", "PG653"),
         ([9] * 41, "PG654"),
     ],
 )
@@ -158,6 +226,8 @@ def test_a_bad_prompt_is_refused_and_the_others_are_answered(
     first, bad, last = answers
     assert (bad.finish_reason, bad.error.code, bad.token_ids) == ("error", code, [])
     assert bad.error.why
+    assert "at prompts[1]" in str(bad.error)
+    assert "request '" not in str(bad.error), "nobody gave it a number"
     assert first.token_ids == last.token_ids == models.greedy("llama", GOOD, 4)
 
 
@@ -168,6 +238,7 @@ def test_a_bad_prompt_is_refused_and_the_others_are_answered(
         ("temperature", float("nan")),
         ("temperature", float("inf")),
         ("temperature", "hot"),
+        ("temperature", 10**400),
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_p", float("nan")),
@@ -186,7 +257,7 @@ def test_a_bad_number_is_one_request_s_or_the_whole_call_s(
     answers = llm.generate([GOOD, GOOD, GOOD], ignore_eos=True, **{name: [fine, value, fine]})
     assert [answer.finish_reason for answer in answers] == ["length", "error", "length"]
     assert answers[1].error.code == "PG108"
-    assert name in str(answers[1].error)
+    assert str(answers[1].error).startswith(f"PG108 {name} is {value!r} at prompts[1]: ")
     assert answers[0].token_ids == answers[2].token_ids == models.greedy("llama", GOOD, 16)
     with pytest.raises(ConfigError, match=f"PG108 {name} is"):
         llm.generate([GOOD, GOOD], **{name: value})
@@ -198,7 +269,49 @@ def test_what_is_wrong_for_all_is_raised(name: str, value: Any, llm: piecegraph.
         llm.generate([GOOD, GOOD], **{name: value})
 
 
-@pytest.mark.parametrize("prompts", [None, 5, b"bytes", {"a": 1}])
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, tuple, iter])
+def test_numbers_and_lists_of_other_libraries_are_taken(kind: Any, llm: piecegraph.LLM) -> None:
+    plain = llm.generate([GOOD, GOOD], ignore_eos=True, max_new_tokens=[3, 4], temperature=[0.5, 0.0], seed=7)
+    other = llm.generate(
+        [GOOD, GOOD],
+        ignore_eos=True,
+        max_new_tokens=kind([3, 4]),
+        temperature=kind([0.5, 0.0]),
+        seed=np.uint64(7),
+        top_p=np.float32(1),
+        top_k=np.int32(0),
+    )
+    assert [answer.token_ids for answer in other] == [answer.token_ids for answer in plain]
+    with pytest.raises(ConfigError, match="PG108 max_new_tokens has 3 values: there are 2 prompts"):
+        llm.generate([GOOD, GOOD], max_new_tokens=kind([3, 4, 5]))
+
+
+def test_stop_texts_of_any_iterable(llm: piecegraph.LLM) -> None:
+    whole, unstopped = llm.generate(["to be", GOOD], ignore_eos=True, stop=None)
+    stop = whole.text[-3:]
+    for given in (stop, [stop], {stop}, iter([stop])):
+        assert llm.generate(["or", "to be"], ignore_eos=True, stop=given)[1].text == whole.text.partition(stop)[0]
+    assert unstopped.finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_gradients_may_flow_through_hidden_states(stream: bool, llm: piecegraph.LLM) -> None:
+    answer = list(llm.generate(GOOD, max_new_tokens=2, return_hidden_states=True, stream=stream))[-1]
+    if stream:
+        answer = answer.finished
+    assert not answer.hidden_states.is_inference()
+    probe = torch.nn.Linear(64, 1)
+    probe(answer.hidden_states).sum().backward()
+    assert probe.weight.grad is not None
+
+
+@pytest.mark.parametrize("conversation", [5, None, b"hello", ["hello"], {"role": "user"}])
+def test_a_conversation_of_no_kind(conversation: Any, llm: piecegraph.LLM) -> None:
+    with pytest.raises(ConfigError, match="PG101 conversation is .*: it must be a text, or a list of messages"):
+        llm.chat_prompt(conversation)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"bytes", {"a": 1}, np.array(5), torch.tensor(5)])
 def test_prompts_of_no_kind(prompts: Any, llm: piecegraph.LLM) -> None:
     with pytest.raises(ConfigError, match="PG101 prompts is"):
         llm.generate(prompts)
@@ -227,12 +340,14 @@ def test_prompts_of_no_kind(prompts: Any, llm: piecegraph.LLM) -> None:
         {"max_model_len": "long"},
         {"max_num_seqs": 0},
         {"max_num_seqs": 2.0},
+        {"max_num_seqs": "4"},
         {"max_batch_tokens": -4},
         {"max_batch_tokens": 8, "max_num_seqs": 9},
         {"memory_fraction": 0.0},
         {"memory_fraction": 1.5},
         {"memory_fraction": float("nan")},
         {"memory_fraction": "half"},
+        {"memory_fraction": True},
         {"prefix_cache": "yes"},
         {"cudagraph_mode": "sometimes"},
         {"seed": "lucky"},
@@ -241,6 +356,7 @@ def test_prompts_of_no_kind(prompts: Any, llm: piecegraph.LLM) -> None:
         {"options": {"look_ahead": 2}},
         {"options": {"graph_device": "real"}},
         {"options": {"blocksize": 4}},
+        {"options": {"inductor": 5}},
     ],
     ids=str,
 )
@@ -257,6 +373,32 @@ def test_bad_capture_sizes(sizes: Any, models: Shelf) -> None:
         piecegraph.LLM(models.path("llama"), capture_sizes=sizes)
 
 
+@pytest.mark.parametrize("sizes", [np.array([1, 4]), torch.tensor([1, 4]), (1, 4), range(1, 5, 3), iter([1, 4])])
+def test_capture_sizes_of_any_kind(sizes: Any, models: Shelf) -> None:
+    llm = models.load("llama", capture_sizes=sizes, max_num_seqs=np.int64(4), memory_fraction=np.float32(0.125))
+    assert llm.config.capture_sizes == (1, 4)
+    assert type(llm.config.max_num_seqs) is int
+
+
+def test_the_default_of_one_limit_follows_the_other(models: Shelf) -> None:
+    config = models.load("llama", max_batch_tokens=8).config
+    assert (config.max_num_seqs, config.max_batch_tokens) == (8, 8)
+    config = models.load("llama", max_num_seqs=600).config
+    assert (config.max_num_seqs, config.max_batch_tokens) == (600, 600)
+
+
+@pytest.mark.parametrize("path", [None, 5, "", b"/tmp"])
+def test_a_path_that_is_none(path: Any) -> None:
+    with pytest.raises(ConfigError, match="PG101 path is .*: it must be a folder with a model, a name"):
+        piecegraph.LLM(path)
+
+
+@pytest.mark.parametrize("options", [5, [1], "abc"])
+def test_options_that_are_no_dictionary(options: Any, models: Shelf) -> None:
+    with pytest.raises(ConfigError, match="PG101 options is .*: it must be a dictionary"):
+        piecegraph.LLM(models.path("llama"), options=options)
+
+
 def test_a_typo_in_an_option_is_recognised(models: Shelf) -> None:
     with pytest.raises(ConfigError, match="did you mean 'block_size'"):
         piecegraph.LLM(models.path("llama"), options={"blocksize": 4})
@@ -265,6 +407,22 @@ def test_a_typo_in_an_option_is_recognised(models: Shelf) -> None:
 def test_no_room_for_the_cache(models: Shelf) -> None:
     with pytest.raises(ModelError, match="PG665 there is no room for the cache"):
         models.load("llama", memory_fraction=1e-12)
+
+
+@pytest.mark.usefixtures("no_trace")
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_batch_tokens"])
+@pytest.mark.parametrize("value", [10**9, 10**20])
+def test_limits_beyond_any_memory_are_refused_before_anything_is_allocated(
+    name: str, value: int, models: Shelf
+) -> None:
+    with pytest.raises(ModelError, match=f"PG665 .*{name}={value}.*: their buffers take .* MiB, and there is room for"):
+        models.load("llama", **{name: value})
+
+
+def test_no_room_for_states(models: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "state_bytes", lambda layers, num_slots: num_slots * 2**50)
+    with pytest.raises(ModelError, match="PG665 .*states of max_num_seqs=2: they take 3221225472 MiB, and"):
+        models.load("llama", max_num_seqs=2)
 
 
 def test_the_smallest_limits_are_enough(models: Shelf) -> None:

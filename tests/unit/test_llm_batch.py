@@ -48,6 +48,12 @@ def fields(buffers: BatchBuffers, bucket: Bucket) -> dict[str, list[object]]:
     return found
 
 
+def test_the_size_of_the_buffers_is_known_before_they_are_made() -> None:
+    limits = make(embed_width=8, has_mrope=True).limits
+    per_token, per_seq = 8 + 8 + 2 * 8 + 3 * 8 + 1 + 8 * 2, 4 + 8 + 8 + 4 + 4 + 8 + 4 + 4
+    assert limits.num_bytes == 16 * per_token + 6 * per_seq + 4 + 2 * 6 * 8 * 4
+
+
 def test_a_mixed_step_padded() -> None:
     buffers, bucket = make(), Bucket(8, 4)
     params = SamplingParams(temperature=0.5, top_p=0.9, top_k=3, seed=11)

@@ -32,6 +32,13 @@ def test_bytes_that_are_no_text_do_not_hold_back_for_ever() -> None:
     assert "".join(text.add([0x80]) for _ in range(40)) != ""
 
 
+@given(st.lists(st.sampled_from([0x80, 0xF0, 0x9F, 0x98, 0x61, 0xE2, 0x82, 0xAC]), max_size=24))
+def test_broken_bytes_are_shown_as_they_are_told_at_once(tokens: list[int]) -> None:
+    text = IncrementalText(decode_bytes)
+    shown = "".join(text.add([token]) for token in tokens)
+    assert shown + text.finish() == decode_bytes(tokens)
+
+
 def test_a_first_word_keeps_its_space() -> None:
     """Sentencepiece drops the space before the first word it decodes; behind a prompt it is no first word."""
 

@@ -32,7 +32,7 @@ def explain(logs: tuple[str, ...], as_json: bool, output: Path | None, issues: P
 
         click.echo("\n\n".join(describe(issue) for issue in load_catalogue(issues)))
         return
-    if not logs and sys.stdin.isatty():
+    if not logs and (sys.stdin is None or sys.stdin.isatty()):
         raise click.UsageError("give the path of a log, or pipe one in.")
     from piecegraph.insight.explain import explain_logs
 

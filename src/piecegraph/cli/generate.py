@@ -63,7 +63,7 @@ def generate(
     MODEL is a folder with a transformers model, a name that transformers can find, or "demo": a small model from a
     package. Prompts run together. A prompt that is "-", or no prompt at all, is read from standard input.
 
-    Ends with 0; with 1 if the model or a prompt was refused, with its code.
+    Ends with 0; with 1 if the model or a prompt was refused, and with 2 if it was called wrongly, with a code.
     """
     sampling = _Sampling(max_new_tokens, temperature, top_p, top_k, seed)
     try:
@@ -87,25 +87,29 @@ def generate(
 
 
 def _read_prompts(prompts: tuple[str, ...]) -> list[str]:
-    if not prompts and sys.stdin.isatty():
+    if not prompts and sys.stdin is not None and sys.stdin.isatty():
         raise click.UsageError("Missing argument 'PROMPT': give a prompt, or pipe one in.")
     wanted = prompts or ("-",)
     if wanted.count("-") > 1:
         raise click.UsageError("Only one prompt can be read from standard input.")
     read = [_standard_input() if prompt == "-" else prompt for prompt in wanted]
+    if not any(read):
+        raise click.UsageError("The prompt is empty.")
     for number, prompt in enumerate(read, 1):
-        if not prompt:
-            raise click.UsageError(f"Prompt {number} is empty.")
         if not prompt.isprintable() and any("\ud800" <= character <= "\udfff" for character in prompt):
             raise click.UsageError(f"Prompt {number} is not UTF-8.")
     return read
 
 
 def _standard_input() -> str:
+    if sys.stdin is None:  # so Python says that it was closed by who started us
+        raise click.UsageError("Standard input is closed: give a prompt, or pipe one in.")
     try:
         return sys.stdin.buffer.read().decode().rstrip("\n")
     except UnicodeDecodeError as error:
         raise click.UsageError(f"Standard input is not UTF-8: {error}.") from error
+    except OSError as error:
+        raise click.UsageError(f"Standard input cannot be read: {error.strerror}.") from error
 
 
 def _load(model: str, num_prompts: int, sampling: _Sampling, how: dict[str, Any]) -> LLM:
@@ -120,7 +124,8 @@ def _answer(llm: LLM, prompts: list[str], sampling: _Sampling, *, raw: bool, pri
 
     is_chat = not raw and has_chat_template(llm.tokenizer)
     answers = Answers(prompts, prints=prints)
-    asked = [llm.chat_prompt(prompt) if is_chat else prompt for prompt in prompts]
+    # An empty prompt is refused alone, whatever a template or a tokenizer would make of it.
+    asked = [(llm.chat_prompt(prompt) if is_chat else prompt) if prompt else [] for prompt in prompts]
     for chunk in llm.generate(asked, **sampling.arguments(), stream=True):
         answers.add(chunk)
     return answers

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 
 import click
 
@@ -12,7 +14,7 @@ from piecegraph.cli.explain import explain
 from piecegraph.cli.generate import generate
 from piecegraph.cli.run import run
 from piecegraph.cli.trace import trace
-from piecegraph.errors import PiecegraphError
+from piecegraph.errors import InputError, PiecegraphError
 from piecegraph.ranks import leave_job
 from piecegraph.version import VERSION
 
@@ -33,13 +35,29 @@ group.add_command(trace)
 
 
 def main() -> None:
-    """Run the command. Our own errors are one line on standard error; the exit code is 1, or 2 for unusable input."""
+    """Run the command. Our own errors are one line on standard error; the exit code is 1, or 2 for a wrong call."""
     try:
         group()
     except PiecegraphError as error:
-        if "--debug" in sys.argv:
+        _end(error)
+    except OSError as error:
+        if not _is_of_output(error):
             raise
-        click.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail once more when it ends
+        why, hint = (error.strerror or str(error)).lower(), "write to another place"
+        _end(InputError("PG601", "standard output cannot be written", why=why, hint=hint))
     finally:
         leave_job()
+
+
+def _end(error: PiecegraphError) -> None:
+    if "--debug" in sys.argv:
+        raise error
+    click.echo(f"error: {error}", err=True)
+    sys.exit(error.exit_code)
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Whether it was raised by what prints, and not by a file that somebody else writes."""
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    return str(last.f_globals["__name__"]).partition(".")[0] in ("click", "rich")

@@ -94,7 +94,8 @@ def trace(
     TARGET is a script (script.py), run as Python would run it, with options of its own behind "--"; or a model, as for
     "piecegraph generate", whose answer to a prompt is traced after it is warm. With --from there is no TARGET.
 
-    Ends as the script does; with 1 if it or the model failed, and with 2 if a file or a selection cannot be used.
+    Ends as the script does; with 1 if it or the model failed, and with 2 if an option, a file or a selection cannot be
+    used.
     """
     _check_usage(context, target, arguments, recorded)
     how = {name: rest[name] for name in _MODEL_ONLY}

@@ -77,6 +77,8 @@ class Log:
 
     def _open(self) -> IO[bytes]:
         if self.path == STANDARD_INPUT:
+            if sys.stdin is None:
+                raise InputError("PG601", "standard input cannot be read", why="it is closed", hint="pipe a log in")
             return sys.stdin.buffer
         try:
             return open(self.path, "rb")

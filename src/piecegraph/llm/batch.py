@@ -48,6 +48,13 @@ class BatchLimits:
         """Entries of a row of a block table."""
         return -(-self.max_model_len // self.block_size)
 
+    @property
+    def num_bytes(self) -> int:
+        """What the buffers take on the device. The host mirrors most of it."""
+        tables = self.num_groups * self.max_seqs * self.max_blocks * torch.int32.itemsize
+        embeds = self.max_tokens * self.embed_width * self.embed_dtype.itemsize
+        return sum(field.num_bytes for field in _fields(self)) + tables + embeds
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchViews:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -11,6 +12,7 @@ import torch
 
 from piecegraph.config import CudagraphMode, GraphDeviceName
 from piecegraph.errors import ConfigError
+from piecegraph.llm.given import as_integer, as_list, as_real
 from piecegraph.llm.loader import LoadFormat
 
 
@@ -42,11 +44,13 @@ class LLMOptions:
     """Settings for Inductor."""
 
     def __post_init__(self) -> None:
+        if self.inductor is not None and not isinstance(self.inductor, Mapping):
+            raise _bad("options['inductor']", self.inductor, "a dictionary")
         object.__setattr__(self, "inductor", dict(self.inductor or {}))
-        if not _is_positive(self.block_size):
-            raise _bad("options['block_size']", self.block_size, "a positive integer")
-        if self.cache_tokens != "auto" and not _is_positive(self.cache_tokens):
-            raise _bad("options['cache_tokens']", self.cache_tokens, 'a positive integer or "auto"')
+        object.__setattr__(self, "block_size", _positive("options['block_size']", self.block_size))
+        if not _is_auto(self.cache_tokens):
+            tokens = _positive("options['cache_tokens']", self.cache_tokens, 'a positive integer or "auto"')
+            object.__setattr__(self, "cache_tokens", tokens)
         for name in ("fuse_linears", "self_check", "latent_cache", "provenance"):
             _check_choice(f"options[{name!r}]", getattr(self, name), (True, False))
         for name in ("look_ahead", "progress"):
@@ -82,17 +86,8 @@ class LLMConfig:
             _check_choice("backend", self.backend, ("inductor", "eager"))
         elif not callable(self.backend):
             raise _bad("backend", self.backend, '"inductor", "eager" or a callable')
-        for name in ("max_num_seqs", "max_batch_tokens"):
-            if not _is_positive(getattr(self, name)):
-                raise _bad(name, getattr(self, name), "a positive integer")
-        if self.max_model_len is not None and not (_is_positive(self.max_model_len) and self.max_model_len > 1):
-            raise _bad("max_model_len", self.max_model_len, "an integer above 1")
         if self.max_batch_tokens < self.max_num_seqs:
             raise _bad("max_batch_tokens", self.max_batch_tokens, f"at least max_num_seqs ({self.max_num_seqs})")
-        if not isinstance(self.memory_fraction, (int, float)) or not 0 < self.memory_fraction <= 1:
-            raise _bad("memory_fraction", self.memory_fraction, "a number above 0 and at most 1")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise _bad("seed", self.seed, "an integer")
 
 
 def make_llm_config(
@@ -100,41 +95,83 @@ def make_llm_config(
     dtype: torch.dtype | str,
     device: torch.device | str,
     capture_sizes: Literal["auto"] | Sequence[int],
+    max_model_len: int | None,
     max_num_seqs: int | None,
     max_batch_tokens: int | None,
     memory_fraction: float | None,
+    seed: int,
     options: Mapping[str, Any] | None,
     **rest: Any,
 ) -> LLMConfig:
     """Resolve what was left to us by what the machine has."""
     where = _device(device)
     is_gpu = where.type == "cuda"
-    seqs = max_num_seqs if max_num_seqs is not None else (256 if is_gpu else 16)
-    tokens = max_batch_tokens if max_batch_tokens is not None else max(4096 if is_gpu else 512, seqs)
+    seqs, tokens = _batch(max_num_seqs, max_batch_tokens, *((256, 4096) if is_gpu else (16, 512)))
     return LLMConfig(
         dtype=_dtype(dtype),
         device=where,
+        max_model_len=_length(max_model_len),
         max_num_seqs=seqs,
         max_batch_tokens=tokens,
-        memory_fraction=memory_fraction if memory_fraction is not None else (0.9 if is_gpu else 0.25),
+        memory_fraction=_fraction(memory_fraction if memory_fraction is not None else (0.9 if is_gpu else 0.25)),
         capture_sizes=_sizes(capture_sizes),
-        options=_options(options or {}),
+        seed=_seed(seed),
+        options=_options(options if options is not None else {}),
         **rest,
     )
 
 
+def check_path(path: Any) -> str:
+    """The path of a model as text. Whether something is there is seen when it is read."""
+    found = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(found, str) or not found:
+        raise _bad("path", path, 'a folder with a model, a name that transformers can find, or "demo"')
+    return found
+
+
+def _batch(seqs: Any, tokens: Any, default_seqs: int, default_tokens: int) -> tuple[int, int]:
+    """How many sequences and tokens a step has at most. There are never more sequences than tokens."""
+    num_tokens = None if tokens is None else _positive("max_batch_tokens", tokens)
+    num_seqs = min(default_seqs, num_tokens or default_seqs) if seqs is None else _positive("max_num_seqs", seqs)
+    return num_seqs, max(default_tokens, num_seqs) if num_tokens is None else num_tokens
+
+
+def _length(given: Any) -> int | None:
+    found = as_integer(given)
+    if given is not None and (found is None or found < 2):
+        raise _bad("max_model_len", given, "an integer above 1")
+    return found
+
+
+def _fraction(given: Any) -> float:
+    found = as_real(given)
+    if found is None or not 0 < found <= 1:
+        raise _bad("memory_fraction", given, "a number above 0 and at most 1")
+    return found
+
+
+def _seed(given: Any) -> int:
+    found = as_integer(given)
+    if found is None:
+        raise _bad("seed", given, "an integer")
+    return found
+
+
 def _sizes(given: Any) -> Literal["auto"] | tuple[int, ...]:
-    if given == "auto":
+    if _is_auto(given):
         return "auto"
-    sizes = tuple(given) if isinstance(given, Iterable) else ()
-    if not sizes or not all(map(_is_positive, sizes)):
+    listed = as_list(given) or []
+    sizes = tuple(size for each in listed if (size := as_integer(each)) is not None and size > 0)
+    if not sizes or len(sizes) < len(listed):
         raise ConfigError("PG102", f"capture_sizes is {given!r}", why='it must be "auto" or hold positive integers')
     return sizes
 
 
-def _options(given: Mapping[str, Any]) -> LLMOptions:
+def _options(given: Any) -> LLMOptions:
+    if not isinstance(given, Mapping):
+        raise _bad("options", given, "a dictionary")
     known = {field.name for field in fields(LLMOptions)}
-    unknown = sorted(set(given) - known)
+    unknown = sorted(set(given) - known, key=str)
     if unknown:
         close = difflib.get_close_matches(str(unknown[0]), known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known options: {', '.join(sorted(known))}"
@@ -167,8 +204,15 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype | Literal["auto"]:
     return found
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+def _positive(name: str, value: Any, must_be: str = "a positive integer") -> int:
+    found = as_integer(value)
+    if found is None or found < 1:
+        raise _bad(name, value, must_be)
+    return found
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

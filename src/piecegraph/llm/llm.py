@@ -8,23 +8,26 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from piecegraph.config import CudagraphMode
 from piecegraph.eager_interception import unintercepted
-from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RequestError
+from piecegraph.errors import ConfigError, ModelError, RequestError
 from piecegraph.events import EventLog
 from piecegraph.kernels.live import LiveKernels
 from piecegraph.llm.chat import chat_tokens
-from piecegraph.llm.config import make_llm_config
+from piecegraph.llm.config import check_path, make_llm_config
 from piecegraph.llm.engine import Generation
+from piecegraph.llm.given import as_list
 from piecegraph.llm.loader import LoadFormat
+from piecegraph.llm.prompts import check_lengths, in_words_of_the_call, one_for_each, refused, tokens_of
 from piecegraph.llm.recorded_steps import RecordedSteps
 from piecegraph.llm.report import explain_llm, stats_of_llm
 from piecegraph.llm.request import SamplingParams
-from piecegraph.llm.results import Chunk, Completion, RequestMetrics, StepResult
+from piecegraph.llm.results import Chunk, Completion, StepResult
 from piecegraph.llm.scheduler import Scheduler
 from piecegraph.llm.startup import Started, start
 from piecegraph.llm.step import StepPlan
@@ -97,7 +100,7 @@ class LLM:
             seed=seed,
             options=options,
         )
-        self.path = str(path)
+        self.path = check_path(path)
         self.events = EventLog("ignore")
         self._started: Started | None = unintercepted(start)(self.path, self.config, self.events)
         self._lock = threading.RLock()
@@ -148,7 +151,7 @@ class LLM:
         top_p: float | Sequence[float] = 1.0,
         top_k: int | Sequence[int] = 0,
         seed: int | Sequence[int | None] | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Iterable[str] | None = None,
         ignore_eos: bool = False,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
@@ -159,7 +162,8 @@ class LLM:
 
         Args:
             prompts: texts, lists of token ids, or both mixed; one of them or a list.
-            max_new_tokens: of each answer. This and the next four may be a list with one value for each prompt.
+            max_new_tokens: of each answer. This and the next four may be a list or an array, with one value for each
+                prompt.
             temperature: 0 always takes the most likely token.
             top_p: sample from the most likely tokens that together reach this probability.
             top_k: sample from so many of the most likely tokens; 0 for all.
@@ -175,25 +179,27 @@ class LLM:
             A list of :class:`Completion` in the order of the prompts. A request that cannot be served has
             ``finish_reason="error"`` and its ``error``; the others are answered.
         """
-        each = _one_for_each(prompts)
-        values: dict[str, Any] = {
+        each = one_for_each(prompts)
+        given = {
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
             "top_p": top_p,
             "top_k": top_k,
             "seed": seed,
         }
+        lists = {name: found for name, value in given.items() if (found := as_list(value)) is not None}
         shared: dict[str, Any] = {
-            "stop": stop,
+            "stop": tuple(stop) if isinstance(stop, Iterator) else stop,  # it is read for every prompt
             "ignore_eos": ignore_eos,
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
             "return_hidden_states": return_hidden_states,
         }
         # What is wrong for all prompts is a wrong call; what is wrong in a list is the error of one request.
-        SamplingParams(**{name: value for name, value in values.items() if not _is_list(value)}, **shared)
-        tables = [_spread(name, value, len(each)) for name, value in values.items()]
-        rows = [dict(zip(values, row, strict=True)) | shared for row in zip(*tables, strict=True)]
+        shared |= {name: value for name, value in given.items() if name not in lists}
+        SamplingParams(**shared)
+        check_lengths(lists, len(each))
+        rows = [shared | {name: values[index] for name, values in lists.items()} for index in range(len(each))]
         _ = self.started  # raises after close(), and not only when a stream is read
         return self._stream(each, rows) if stream else self._answer(each, rows)
 
@@ -206,7 +212,10 @@ class LLM:
         Example:
             llm.generate(llm.chat_prompt("What is the capital of France?"))
         """
-        said = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else list(conversation)
+        said = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else as_list(conversation)
+        if said is None or not all(isinstance(message, Mapping) for message in said):
+            why = "it must be a text, or a list of messages with a role and a content each"
+            raise ConfigError("PG101", f"conversation is {conversation!r}", why=why)
         return chat_tokens(self.tokenizer, said)
 
     def explain(self) -> str:
@@ -268,7 +277,9 @@ class LLM:
             waiting = [each for each in queued if isinstance(each, Generation)]
             while self._step(waiting):
                 pass
-            return [each if isinstance(each, Completion) else each.completion() for each in queued]
+            return [
+                each if isinstance(each, Completion) else _completion(each, index) for index, each in enumerate(queued)
+            ]
 
     def _stream(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]]) -> Iterator[Chunk]:
         """Nothing is queued before the first chunk is asked for: a stream that nobody reads holds nothing."""
@@ -299,7 +310,8 @@ class LLM:
         queued: list[Generation | Completion] = []
         try:
             for index, (prompt, params) in enumerate(zip(prompts, rows, strict=True)):
-                queued.append(self._queue(prompt, params, _collector(index, chunks) if chunks is not None else None))
+                on_new = _collector(index, chunks) if chunks is not None else None
+                queued.append(self._queue(index, prompt, params, on_new))
                 if chunks is not None and isinstance(queued[-1], Completion):
                     chunks.append(Chunk(index, "", [], queued[-1]))
             yield queued
@@ -309,78 +321,36 @@ class LLM:
                     if isinstance(each, Generation) and not each.is_done:
                         self.started.engine.abort(each)
 
-    def _queue(self, prompt: Prompt, params: dict[str, Any], on_new: OnNew | None) -> Generation | Completion:
+    def _queue(
+        self, index: int, prompt: Prompt, params: dict[str, Any], on_new: OnNew | None
+    ) -> Generation | Completion:
         """Queue one prompt, or say why it cannot be served."""
         text = prompt if isinstance(prompt, str) else None
         try:
             checked = SamplingParams(**params)
             needs_text = text is not None or checked.stop
             tokenizer: Any = self.tokenizer if needs_text else self.started.loaded.tokenizer
-            tokens: Any = prompt if text is None else tokenizer(text)["input_ids"]
+            tokens: Any = prompt if text is None else tokens_of(text, tokenizer)
             decode = (lambda ids: tokenizer.decode(ids, skip_special_tokens=True)) if tokenizer is not None else None
             with self._lock:
                 self._num_requests += 1
                 seed = (self.config.seed * 1_000_003 + self._num_requests) % 2**64
                 return self.started.engine.add(tokens, checked, seed=seed, prompt=text, decode=decode, on_new=on_new)
         except (RequestError, ConfigError, ModelError) as error:
-            return _refused(text, prompt, error)
+            return refused(text, prompt, in_words_of_the_call(error, index))
+
+
+def _completion(generation: Generation, index: int) -> Completion:
+    """The answer to one of the prompts: in plain tensors, also where a stream makes it in the middle of a step."""
+    with torch.inference_mode(False):
+        found = generation.completion()
+    return found if found.error is None else replace(found, error=in_words_of_the_call(found.error, index))
 
 
 def _collector(index: int, chunks: deque[Chunk]) -> OnNew:
     def on_new(generation: Generation, text: str, tokens: list[int]) -> None:
-        finished = generation.completion() if generation.is_done else None
+        finished = _completion(generation, index) if generation.is_done else None
         if text or tokens or finished is not None:
             chunks.append(Chunk(index, text, tokens, finished))
 
     return on_new
-
-
-def _one_for_each(prompts: Any) -> list[Any]:
-    """A list of prompts, also where one was given. Tensors and arrays become lists."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Mapping)):
-        raise ConfigError(
-            "PG101", f"prompts is {prompts!r}", why="it must be a text, a list of token ids, or a list of these"
-        )
-    found = [item.tolist() if hasattr(item, "tolist") else item for item in prompts]
-    return [found] if found and all(isinstance(item, int) for item in found) else found
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple))
-
-
-def _spread(name: str, value: Any, count: int) -> list[Any]:
-    if not _is_list(value):
-        return [value] * count
-    if len(value) != count:
-        raise ConfigError("PG108", f"{name} has {len(value)} values", why=f"there are {count} prompts")
-    return list(value)
-
-
-def _refused(text: str | None, prompt: Any, error: PiecegraphError) -> Completion:
-    given = prompt if isinstance(prompt, (list, tuple)) else ()
-    tokens = [token for token in given if isinstance(token, int)]
-    metrics = RequestMetrics(
-        num_prompt_tokens=len(tokens),
-        num_new_tokens=0,
-        num_cached_tokens=0,
-        num_preemptions=0,
-        time_to_first_token_s=None,
-        seconds_per_token=None,
-        total_s=0.0,
-        graph_coverage=0.0,
-    )
-    return Completion(
-        prompt=text,
-        prompt_token_ids=tokens,
-        text=None,
-        token_ids=[],
-        finish_reason="error",
-        error=error,
-        logprobs=None,
-        prompt_logprobs=None,
-        hidden_states=None,
-        metrics=metrics,
-    )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
+import pickle
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from safetensors import SafetensorError
 
 from piecegraph.errors import ModelError
 from piecegraph.llm import plug
@@ -20,6 +22,10 @@ from piecegraph.llm.refusals import no_interface, refuse_family, refuse_model
 from piecegraph.plan import Decision
 
 LoadFormat = Literal["auto", "dummy"]
+
+
+_HUB_NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
+"""What may be asked for on the hub: everything else can only be a folder."""
 
 
 @dataclass(frozen=True)
@@ -69,23 +75,57 @@ def _max_positions(config: Any) -> int:
 
 
 def _read_config(path: str) -> Any:
-    folder = Path(path)
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise ModelError(
-            "PG661",
-            f"{path} is no model",
-            why="it holds no config.json",
-            hint="give the folder that save_pretrained wrote",
-        )
+    is_folder = os.path.exists(path)
+    if is_folder:
+        _check_files(Path(path))
+    elif not _HUB_NAME.fullmatch(path):
+        raise _no_model(path, "there is no such folder", 'give a folder, or a name on the hub such as "org/model"')
     try:
-        return transformers.AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            "PG661",
-            f"{path} is no model",
-            why=str(error).strip().splitlines()[0],
-            hint="give the folder of a transformers model",
-        ) from error
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # values that a family cannot work with fail in its own code
+        place = "its config.json cannot be used" if is_folder else "no such folder, and no name that transformers finds"
+        raise _no_model(path, f"{place}: {_reason(error)}", "give the folder of a transformers model") from error
+    _check_counts(path, config)
+    return config
+
+
+def _check_files(folder: Path) -> None:
+    """What transformers would trip over without saying where."""
+    if not (folder / "config.json").is_file():
+        raise _no_model(str(folder), "it holds no config.json", "give the folder that save_pretrained wrote")
+    for name in ("config.json", "generation_config.json"):
+        file = folder / name
+        try:
+            is_fine = not file.is_file() or isinstance(json.loads(file.read_bytes()), dict)
+            why = "it is no JSON object"
+        except (OSError, ValueError, RecursionError) as error:
+            is_fine, why = False, _reason(error)
+        if not is_fine:
+            raise _no_model(str(folder), f"its {name} cannot be read: {why}", "check that the file is complete")
+
+
+def _check_counts(path: str, config: Any) -> None:
+    """Without layers or words there is nothing to run."""
+    of_text = config.get_text_config()
+    for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        count = getattr(of_text, name, None)
+        if isinstance(count, int) and count < 1:
+            raise _no_model(path, f"its config.json says {name} is {count}", "check that the file is complete")
+
+
+def _no_model(path: str, why: str, hint: str) -> ModelError:
+    return ModelError("PG661", f"{path} is no model", why=why, hint=hint)
+
+
+def _reason(error: Exception) -> str:
+    """What transformers, or what it calls, says in many lines or in none."""
+    if "trust_remote_code" in str(error):
+        return "it needs code that comes with the model, and such code is not run"
+    if isinstance(error, (pickle.UnpicklingError, EOFError)):
+        return "a file of weights is no checkpoint of PyTorch"
+    first, *others = str(error).strip().splitlines() or [""]
+    told = f"{first} {others[0].strip()}" if first.endswith(":") and others else first
+    return f"{type(error).__name__}: {told}" if told else type(error).__name__
 
 
 def _precision(
@@ -102,37 +142,50 @@ def _precision(
 def _make(
     path: str, config: Any, dtype: torch.dtype | str, load_format: LoadFormat, device: torch.device
 ) -> tuple[Any, list[Decision]]:
-    plugs = {"attn_implementation": _for_text(config, plug.NAME), "experts_implementation": plug.NAME}
+    how = {
+        "attn_implementation": _for_text(config, plug.NAME),
+        "experts_implementation": plug.NAME,
+        "trust_remote_code": False,
+    }
     try:
         if load_format == "dummy":
-            return _make_dummy(config, dtype, device, plugs), []
+            return _make_dummy(config, dtype, device, how), []
         load: Any = _class_for(config).from_pretrained
-        model, found = load(path, dtype=dtype, output_loading_info=True, **plugs)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
+        # Weights of another shape are told by us: transformers would print a report, and raise an error without them.
+        model, found = load(path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **how)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # damaged files fail in whatever reads them: pickle, JSON, the family's own code
         if isinstance(error, KeyError) and error.args == (plug.NAME,):
             # Older families look their attention up in a table of their own.
             raise no_interface(f"a model of family {config.model_type!r}") from error
-        raise ModelError(
-            "PG661",
-            f"the model at {path} cannot be loaded",
-            why=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
-            hint="check that the files are complete, or load it with transformers to see more",
-        ) from error
-    _check_complete(path, found["missing_keys"])
+        hint = f"check {_file_names(path)}, or load it with transformers to see more"
+        raise _not_loaded(path, _reason(error), hint) from error
+    _check_complete(path, found["missing_keys"], found["mismatched_keys"])
     return model, _unused_weights(found["unexpected_keys"])
 
 
-def _check_complete(path: str, missing: Collection[str]) -> None:
-    """Transformers would fill what is missing with random numbers."""
+def _check_complete(path: str, missing: Collection[str], mismatched: Collection[tuple[str, Any, Any]]) -> None:
+    """Transformers would fill what is missing, or of another shape, with random numbers."""
+    hint = "check that the files are complete and of this kind of model"
+    if mismatched:
+        name, stored, expected = min(mismatched)
+        many = f" ({len(mismatched) - 1} more like it)" if len(mismatched) > 1 else ""
+        why = f"{name} is of shape {tuple(stored)} in its files, and of {tuple(expected)} by its config.json{many}"
+        raise _not_loaded(path, why, hint)
     if missing:
-        raise ModelError(
-            "PG661",
-            f"the model at {path} cannot be loaded",
-            why=f"its files lack {_some(missing)}",
-            hint="check that the files are complete and of this kind of model",
-        )
+        raise _not_loaded(path, f"its files lack {_some(missing)}", hint)
+
+
+def _not_loaded(path: str, why: str, hint: str) -> ModelError:
+    return ModelError("PG661", f"the model at {path} cannot be loaded", why=why, hint=hint)
+
+
+def _file_names(path: str) -> str:
+    """The files that a model was made from, where they can be named."""
+    kinds = ("config.json", "*.safetensors", "*.bin")
+    names = [file.name for kind in kinds for file in Path(path).glob(kind)] if os.path.isdir(path) else []
+    return f"its files ({_some(names)})" if names else "its files"
 
 
 def _unused_weights(unused: Collection[str]) -> list[Decision]:
@@ -166,14 +219,14 @@ def _for_text(config: Any, implementation: str) -> Any:
     return {"text_config": implementation} if _sees_images(config) else implementation
 
 
-def _make_dummy(config: Any, dtype: torch.dtype | str, device: torch.device, plugs: dict[str, Any]) -> Any:
+def _make_dummy(config: Any, dtype: torch.dtype | str, device: torch.device, how: dict[str, Any]) -> Any:
     """A model of the right shapes, made on its device without touching a disk."""
     config = copy.deepcopy(config)  # from_config writes the plugs into it
     wanted = config.dtype if dtype == "auto" else dtype
     with torch.device("meta"):
         known = _class_for(config) if _sees_images(config) else transformers.AutoModelForCausalLM
         make: Any = known.from_config
-        model = make(config, dtype=wanted or torch.float32, **plugs)
+        model = make(config, dtype=wanted or torch.float32, **how)
     model.to_empty(device=device)
     model.init_weights()
     return model
@@ -181,11 +234,11 @@ def _make_dummy(config: Any, dtype: torch.dtype | str, device: torch.device, plu
 
 def _read_tokenizer(path: str) -> tuple[Any | None, str]:
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         # transformers makes one up where there are no files for it; some of these have a piece besides the marks.
         is_empty = len(tokenizer) <= len(tokenizer.all_special_ids) + 1
-    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
-        return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    except Exception as error:  # noqa: BLE001 - tokenizers raise plain Exceptions, too; it is told when one is needed
+        return None, _reason(error)
     return (None, "its folder has no vocabulary") if is_empty else (tokenizer, "")
 
 

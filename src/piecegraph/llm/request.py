@@ -6,7 +6,7 @@ only says so where the text, which the scheduler does not know, is why a request
 
 from __future__ import annotations
 
-import sys
+import math
 import time
 from array import array
 from collections.abc import Iterable, Sequence
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from piecegraph.errors import ConfigError, RequestError
 from piecegraph.llm.blocks import Digest
+from piecegraph.llm.given import as_integer, as_real
 from piecegraph.llm.groups import SequenceBlocks
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -58,21 +59,21 @@ class SamplingParams:
     return_hidden_states: bool = False
 
     def __post_init__(self) -> None:
-        _check_int("max_new_tokens", self.max_new_tokens, 1)
-        _check_int("top_k", self.top_k, 0)
-        for name in ("logprobs", "prompt_logprobs"):
+        plain: dict[str, Any] = {
+            "max_new_tokens": _integer("max_new_tokens", self.max_new_tokens, 1),
+            "top_k": _integer("top_k", self.top_k, 0),
+            "temperature": _temperature(self.temperature),
+            "top_p": _top_p(self.top_p),
+            "stop": _stop_texts(self.stop),
+        }
+        for name, largest in (("logprobs", None), ("prompt_logprobs", None), ("seed", _LARGEST_SEED)):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0, _LARGEST_SEED)
-        if not (_is_number(self.temperature) and self.temperature >= 0):
-            raise _bad("temperature", self.temperature, "a finite number that is not negative")
-        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise _bad("top_p", self.top_p, "a number above 0 and at most 1")
+                plain[name] = _integer(name, getattr(self, name), 0, largest)
         for name in ("ignore_eos", "return_hidden_states"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "True or False")
-        object.__setattr__(self, "stop", _stop_texts(self.stop))
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
 
     @property
     def wants_every_row(self) -> bool:
@@ -219,22 +220,34 @@ def _mrope_array(request: Request, given: NDArray[np.integer] | torch.Tensor) ->
 
 
 def _stop_texts(given: Any) -> tuple[str, ...]:
+    if given is None:
+        return ()
     texts = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (None,)
     if not all(isinstance(text, str) and text for text in texts):
         raise _bad("stop", given, "a text or a list of texts, none of them empty")
     return texts
 
 
-def _is_number(value: Any) -> bool:
-    """Whether it is a finite number that a float can hold: not every integer is one."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+def _temperature(given: Any) -> float:
+    found = as_real(given)
+    if found is None or not 0 <= found < math.inf:
+        raise _bad("temperature", given, "a finite number that is not negative")
+    return found
 
 
-def _check_int(name: str, value: Any, smallest: int, largest: int | None = None) -> None:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if not is_int or value < smallest or (largest is not None and value > largest):
+def _top_p(given: Any) -> float:
+    found = as_real(given)
+    if found is None or not 0 < found <= 1:
+        raise _bad("top_p", given, "a number above 0 and at most 1")
+    return found
+
+
+def _integer(name: str, given: Any, smallest: int, largest: int | None = None) -> int:
+    found = as_integer(given)
+    if found is None or found < smallest or (largest is not None and found > largest):
         limits = f"an integer that is at least {smallest}" + (f" and at most {largest}" if largest is not None else "")
-        raise _bad(name, value, limits)
+        raise _bad(name, given, limits)
+    return found
 
 
 def _bad(name: str, value: Any, must_be: str) -> ConfigError:

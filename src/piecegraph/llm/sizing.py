@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from piecegraph.buckets import ladder
 from piecegraph.errors import ModelError
+from piecegraph.llm.batch import BatchLimits
 from piecegraph.llm.groups import CacheGroup
 from piecegraph.llm.layers import Reach
 from piecegraph.llm.scheduler import SchedulerLimits
@@ -67,6 +68,38 @@ def size_cache(needs: CacheNeeds, budget_bytes: int) -> tuple[int, ...]:
             hint="free memory, raise memory_fraction, or lower max_num_seqs and max_model_len",
         )
     return tuple(blocks)
+
+
+_HOST_BYTES_PER_SEQ = 1024
+"""About what the host's lists and numbers of a sequence that may run take, besides the buffers."""
+
+
+def check_batch(limits: BatchLimits, free_bytes: int) -> None:
+    """Raise if the buffers of a step would not fit: allocating them might end the process, or others on the machine.
+
+    Args:
+        limits: how large they are.
+        free_bytes: what the device and the host have for them.
+    """
+    num_bytes = limits.num_bytes + limits.max_seqs * _HOST_BYTES_PER_SEQ
+    if num_bytes > free_bytes:
+        raise ModelError(
+            "PG665",
+            f"there is no room for steps of max_num_seqs={limits.max_seqs} and max_batch_tokens={limits.max_tokens}",
+            why=f"their buffers take {num_bytes // 2**20} MiB, and there is room for {free_bytes // 2**20} MiB",
+            hint="lower max_num_seqs and max_batch_tokens",
+        )
+
+
+def check_states(num_bytes: int, max_num_seqs: int, free_bytes: int) -> None:
+    """Raise if what layers with a state keep of each sequence would not fit."""
+    if num_bytes > free_bytes:
+        raise ModelError(
+            "PG665",
+            f"there is no room for the states of max_num_seqs={max_num_seqs}",
+            why=f"they take {num_bytes // 2**20} MiB, and there is room for {free_bytes // 2**20} MiB",
+            hint="lower max_num_seqs",
+        )
 
 
 @dataclass(frozen=True, slots=True)

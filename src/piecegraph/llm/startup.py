@@ -31,8 +31,16 @@ from piecegraph.llm.rotations import hold_rotations, short_length
 from piecegraph.llm.sampling import logprobs_bytes
 from piecegraph.llm.scheduler import Scheduler, SchedulerLimits
 from piecegraph.llm.self_check import self_check
-from piecegraph.llm.sizing import CacheNeeds, StepSizes, choose_step_sizes, largest_buckets, size_cache
-from piecegraph.llm.state import StateMemory, choose_states
+from piecegraph.llm.sizing import (
+    CacheNeeds,
+    StepSizes,
+    check_batch,
+    check_states,
+    choose_step_sizes,
+    largest_buckets,
+    size_cache,
+)
+from piecegraph.llm.state import StateMemory, choose_states, state_bytes
 from piecegraph.llm.step import StepKind
 from piecegraph.llm.trace_cache import TraceCache, cache_for
 from piecegraph.llm.traced_model import TracedModel, TracedSites, decoder_of, trace_model
@@ -88,6 +96,8 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         loaded = load(path, dtype=config.dtype, device=config.device, load_format=config.load_format)
         bar.advance(path)
     limits, length = _limits(loaded, config)
+    # How many groups of layers there are is not known yet; one at least, and most models have no more.
+    check_batch(_batch_limits(loaded, config, limits, 1, has_mrope=False), _free_bytes_twice(config.device))
     rotations = hold_rotations(loaded.model, limits.max_model_len)
     stages.done("load")
     model, cache, early = _trace_and_compile(loaded, config, limits, events)
@@ -183,6 +193,7 @@ class _Parts:
         kernel, why = choose_kernel(config.attention, model.layers, dtype, config.device)
         state_kernels, of_states = choose_states(model.states, dtype, config.device)
         num_slots = limits.max_num_seqs + 1
+        check_states(state_bytes(model.states, num_slots), limits.max_num_seqs, _free_bytes(config.device))
         states = (
             StateMemory(model.states, decoder_of(loaded.model), state_kernels, num_slots, config.device)
             if model.states
@@ -475,6 +486,17 @@ def _eos_token_ids(loaded: LoadedModel) -> set[int]:
         ids = getattr(source, "eos_token_id", None)
         found.update(token for token in (ids if isinstance(ids, (list, tuple)) else [ids]) if isinstance(token, int))
     return found
+
+
+def _free_bytes_twice(device: torch.device) -> int:
+    """What is left for something that lies both on the host and on the device."""
+    if device.type != "cuda":
+        return _free_host_bytes() // 2
+    return min(_free_host_bytes(), _free_bytes(device))
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_bytes()
 
 
 def _free_host_bytes() -> int:

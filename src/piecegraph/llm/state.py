@@ -65,6 +65,12 @@ def choose_states(
     return TritonStates(), (Decision("layers with a state", TritonStates.name, "it supports every one of them"),)
 
 
+def state_bytes(layers: Sequence[StateLayer], num_slots: int) -> int:
+    """What a :class:`StateMemory` would allocate."""
+    nowhere = torch.device("meta")
+    return sum(_allocate(layer, num_slots, nowhere).nbytes for layer in layers if not isinstance(layer, StatefulLayer))
+
+
 class StateMemory:
     """The states of a model's layers. Its methods are those of :class:`piecegraph.llm.ops.Sites`.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 _UNFINISHED = "\ufffd"
 _MOST_UNFINISHED = 3
-"""So many bytes a character can lack its last one for, each shown as U+FFFD; more of them are what the model meant."""
+"""So many bytes a character can lack its last one for, each shown as U+FFFD; those before are what the model meant."""
 
 
 class IncrementalText:
@@ -67,12 +67,13 @@ class IncrementalText:
             return ""
         start = len(self._decode(self._tokens[self._first : self._read])) + self._num_taken
         text = self._decode(self._tokens[self._first :])
-        finished = text.rstrip(_UNFINISHED)
-        if len(text) == len(finished) or len(text) - len(finished) > _MOST_UNFINISHED or is_last:
+        num_unfinished = min(len(text) - len(text.rstrip(_UNFINISHED)), _MOST_UNFINISHED)
+        if num_unfinished == 0 or is_last:
             self._first, self._read, self._num_taken = self._read, len(self._tokens), 0
             return text[start:]
-        self._num_taken += max(0, len(finished) - start)
-        return finished[start:]
+        end = max(start, len(text) - num_unfinished)
+        self._num_taken += end - start
+        return text[start:end]
 
     def _release(self, new: str, *, is_last: bool) -> str:
         text = self._held + new
