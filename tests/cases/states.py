@@ -77,7 +77,7 @@ class ConvCase:
         numbers = torch.Generator().manual_seed(0)
         weight = torch.randn(self.channels, self.width, generator=numbers).to(self.dtype)
         bias = torch.randn(self.channels, generator=numbers).to(self.dtype) if self.has_bias else None
-        states = _garbage(NUM_SLOTS, self.channels, self.width - 1, dtype=self.dtype, device=self.device)
+        states = _garbage(NUM_SLOTS, self.width - 1, self.channels, dtype=self.dtype, device=self.device)
         batches, seen = Batches(self.device), dict[int, torch.Tensor]()
         for step in steps:
             batch = batches.next(step)
@@ -97,7 +97,7 @@ class ConvCase:
             kernels.convolve(states, hidden.to(self.device), weight.to(self.device), on_device, out, self.activation)
             torch.testing.assert_close(out.cpu().double(), expected, atol=tolerance, rtol=tolerance)
             for slot, inputs in seen.items():
-                torch.testing.assert_close(states[slot].t().cpu(), inputs, atol=0, rtol=0)
+                torch.testing.assert_close(states[slot].cpu(), inputs, atol=0, rtol=0)
 
 
 @dataclass

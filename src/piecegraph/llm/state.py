@@ -158,7 +158,7 @@ class StateMemory:
 
 def _allocate(layer: ConvLayer | DeltaLayer, num_slots: int, device: torch.device) -> torch.Tensor:
     if isinstance(layer, ConvLayer):
-        return torch.zeros(num_slots, layer.channels, layer.width - 1, dtype=layer.dtype, device=device)
+        return torch.zeros(num_slots, layer.width - 1, layer.channels, dtype=layer.dtype, device=device)
     return torch.zeros(
         num_slots, layer.num_heads, layer.key_width, layer.value_width, dtype=torch.float32, device=device
     )

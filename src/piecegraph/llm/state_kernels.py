@@ -81,19 +81,23 @@ def convolve_kernel(
     if first >= count:
         return
 
-    is_continued = tl.load(seq_lens + seq) > count
-    state = states + (tl.load(slots + seq) * channels + channel) * (WIDTH - 1)
     token = first + rows
+    inputs = hidden + start.to(tl.int64) * channels + channel[None, :]
     total = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
     for tap in tl.static_range(WIDTH):
         source = token - (WIDTH - 1) + tap
         is_here = ((source >= 0) & (token < count))[:, None] & is_channel[None, :]
-        x = tl.load(hidden + (start + source).to(tl.int64)[:, None] * channels + channel[None, :], is_here, 0.0)
-        if first < WIDTH - 1:
-            is_remembered = ((source < 0) & is_continued)[:, None] & is_channel[None, :]
-            x += tl.load(state[None, :] + (WIDTH - 1 + source)[:, None], is_remembered, 0.0)
+        x = tl.load(inputs + source.to(tl.int64)[:, None] * channels, is_here, 0.0)
         w = tl.load(weight + channel * WIDTH + tap, is_channel, 0.0)
         total += x.to(tl.float32) * w.to(tl.float32)[None, :]
+    if (first < WIDTH - 1) & (tl.load(seq_lens + seq) > count):  # the first tokens of what continues a sequence
+        kept = states + tl.load(slots + seq) * (WIDTH - 1) * channels + channel[None, :]
+        for tap in tl.static_range(WIDTH - 1):
+            source = token + tap
+            is_kept = ((source < WIDTH - 1) & (token < count))[:, None] & is_channel[None, :]
+            x = tl.load(kept + source[:, None] * channels, is_kept, 0.0)
+            w = tl.load(weight + channel * WIDTH + tap, is_channel, 0.0)
+            total += x.to(tl.float32) * w.to(tl.float32)[None, :]
     if HAS_BIAS:
         total += tl.load(bias + channel, is_channel, 0.0).to(tl.float32)[None, :]
     if SILU:
@@ -123,13 +127,13 @@ def remember_kernel(
     if count == 0:
         return
     is_continued = tl.load(seq_lens + seq) > count
-    state = states + (tl.load(slots + seq) * channels + channel) * (WIDTH - 1)
+    kept = states + tl.load(slots + seq) * (WIDTH - 1) * channels + channel
     # From the oldest on: what moves up is read before it is overwritten.
     for tap in tl.static_range(WIDTH - 1):
         source = count - (WIDTH - 1) + tap
         x = tl.load(hidden + (start + source).to(tl.int64) * channels + channel, is_channel & (source >= 0), 0.0)
-        x += tl.load(state + tap + count, is_channel & (source < 0) & is_continued, 0.0)
-        tl.store(state + tap, x, mask=is_channel)
+        x += tl.load(kept + (tap + count) * channels, is_channel & (source < 0) & is_continued, 0.0)
+        tl.store(kept + tap * channels, x, mask=is_channel)
 
 
 @triton.jit

@@ -123,7 +123,7 @@ def _steps(batch: StateBatch) -> _Steps:
 
 @dataclass(frozen=True, slots=True)
 class _Convolution:
-    """Inputs are ``[tokens, channels]``, remembered ones ``[slots, channels, width - 1]``."""
+    """Inputs are ``[tokens, channels]``, remembered ones ``[slots, width - 1, channels]``."""
 
     states: torch.Tensor
     weight: torch.Tensor
@@ -133,10 +133,10 @@ class _Convolution:
     def step(self, hidden: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """One token of each of several sequences."""
         before = self.states.index_select(0, slots).masked_fill_(starts[:, None, None], 0)
-        window = torch.cat((before, hidden[:, :, None]), -1)
-        self.states.index_copy_(0, slots, window[:, :, 1:])
+        window = torch.cat((before, hidden[:, None]), 1)
+        self.states.index_copy_(0, slots, window[:, 1:])
         # A product and a sum: on so few numbers a convolution kernel costs more than it saves. It also sums in float32.
-        result = (window.float() * self.weight.float()).sum(-1)
+        result = (window.float() * self.weight.float().t()).sum(1)
         if self.bias is not None:
             result = result + self.bias.float()
         return self._activate(result.to(self.weight.dtype)).to(hidden.dtype)
@@ -145,11 +145,11 @@ class _Convolution:
         """Several tokens of one sequence."""
         state = self.states[span.slot]
         before = torch.zeros_like(state) if span.is_first else state
-        window = torch.cat((before, hidden.t()), -1)
+        window = torch.cat((before, hidden))
         result = torch.nn.functional.conv1d(
-            window[None].to(self.weight.dtype), self.weight[:, None], self.bias, groups=len(self.weight)
+            window.t()[None].to(self.weight.dtype), self.weight[:, None], self.bias, groups=len(self.weight)
         )
-        state.copy_(window[:, window.shape[1] - state.shape[1] :])
+        state.copy_(window[len(window) - len(state) :])
         return self._activate(result[0].t()).to(hidden.dtype)
 
     def _activate(self, result: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,8 @@ from piecegraph.llm.verdict import Accepted, Rejected, Verdict
 
 _BLOCK_VALUES = 32
 """Columns of a state that one program keeps: few enough that one sequence gives work to a whole GPU."""
-_BLOCK_TOKENS = 32
-_BLOCK_CHANNELS = 128
+_CONVOLUTION_TILES = {True: (1, 256, 2), False: (16, 256, 4)}
+"""Tokens and channels of a program, and its warps, for decode steps and for others."""
 _ROOM = 160 * 1024
 _MAX_KEY_WIDTH = 256
 _ACTIVATIONS = ("", "silu", "swish")
@@ -62,9 +62,9 @@ class TritonStates:
     ) -> None:
         batch = self._current()
         (num_tokens, channels), num_seqs = hidden.shape, len(batch.seq_lens)
-        width, blocks = weight.shape[1], -(-channels // _BLOCK_CHANNELS)
-        block_tokens = 1 if batch.max_query_len == 1 else _BLOCK_TOKENS
-        _kernels().convolve_kernel[-(-num_tokens // block_tokens) + num_seqs, blocks](
+        tokens, block, num_warps = _CONVOLUTION_TILES[batch.max_query_len == 1]
+        width, blocks = weight.shape[1], -(-channels // block)
+        _kernels().convolve_kernel[-(-num_tokens // tokens) + num_seqs, blocks](
             hidden,
             weight,
             bias,
@@ -79,8 +79,9 @@ class TritonStates:
             WIDTH=width,
             HAS_BIAS=bias is not None,
             SILU=bool(activation),
-            BLOCK_T=block_tokens,
-            BLOCK_C=_BLOCK_CHANNELS,
+            BLOCK_T=tokens,
+            BLOCK_C=block,
+            num_warps=num_warps,
         )
         _kernels().remember_kernel[num_seqs, blocks](
             hidden,
@@ -90,7 +91,8 @@ class TritonStates:
             batch.state_slots,
             channels,
             WIDTH=width,
-            BLOCK_C=_BLOCK_CHANNELS,
+            BLOCK_C=block,
+            num_warps=num_warps,
         )
 
     def delta_rule(
