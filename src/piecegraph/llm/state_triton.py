@@ -23,6 +23,7 @@ _BLOCK_VALUES = 32
 _CONVOLUTION_TILES = {True: (1, 256, 2), False: (16, 256, 4)}
 """Tokens and channels of a program, and its warps, for decode steps and for others."""
 _ROOM = 160 * 1024
+"""Bytes of shared memory for long chunks in float32, and for two stages in half precision."""
 _MAX_KEY_WIDTH = 256
 _ACTIVATIONS = ("", "silu", "swish")
 
