@@ -132,4 +132,4 @@ def test_our_commands_leave_the_job(tmp_path: Path) -> None:
         """
     command = [sys.executable, "-c", dedent(script), "fail"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "False\n", "error: PG101 it failed\n")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "False\n", "error: PG101 it failed\n")
