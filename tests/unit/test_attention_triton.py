@@ -1,18 +1,9 @@
-"""The Triton kernels in Triton's interpreter, on the CPU.
-
-The interpreter is chosen when Triton is imported, for the whole process, so the cases run in one of their own, which
-prints a line for each.
-"""
+"""The Triton kernels in Triton's interpreter, on the CPU."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import os
-import subprocess
-import sys
-from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +11,9 @@ import torch
 from piecegraph.llm.attention import triton_paged
 from piecegraph.llm.verdict import Accepted, Rejected
 from tests.cases.attention import Sequences, check, latent_layer, layer, problem, run
+from tests.cases.interpreter import needs_interpreter, print_verdicts, verdicts_of
 from tests.unit.test_attention_reference import DECODE, LAYERS, MIXED, PADDED_DECODE, PREFILL
 
-ROOT = Path(__file__).parents[2]
 LONG_DECODE = Sequences(  # one split, several, and one that is not quite full; more blocks than one step has keys
     name="long decode", spans=((1, 200), (1, 3), (1, 129)), padded_tokens=1, padded_seqs=1, max_seq_len=256
 )
@@ -44,29 +35,10 @@ CASES = {
 }
 
 
-def why_not() -> str:
-    """Why the interpreter cannot run here, if it cannot."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
-    return "the interpreter of Triton 3.6 does not work with NumPy 2.4" if triton < (3, 7) and numpy >= (2, 4) else ""
-
-
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@needs_interpreter
 def test_every_case_matches_the_definition() -> None:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.test_attention_triton"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    verdicts = dict(line.split(" = ", 1) for line in done.stdout.splitlines())
-    assert verdicts == dict.fromkeys([*CASES, "many launches over one workspace"], "right")
+    expected = dict.fromkeys([*CASES, "many launches over one workspace"], "right")
+    assert verdicts_of("tests.unit.test_attention_triton") == expected
 
 
 def test_says_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,17 +63,6 @@ def _many_launches() -> None:
         torch.testing.assert_close(case.arguments["out"].double(), case.expected, rtol=2e-5, atol=2e-5)
 
 
-def _main() -> None:
-    """Run every case and print its verdict."""
-    jobs = {name: functools.partial(check, triton_paged.KERNEL, *case) for name, case in CASES.items()}
-    for name, job in {**jobs, "many launches over one workspace": _many_launches}.items():
-        try:
-            job()
-        except Exception as error:
-            print(name, "=", f"{type(error).__name__}: {error}".replace("\n", " "))
-        else:
-            print(name, "=", "right")
-
-
 if __name__ == "__main__":
-    _main()
+    jobs = {name: functools.partial(check, triton_paged.KERNEL, *case) for name, case in CASES.items()}
+    print_verdicts({**jobs, "many launches over one workspace": _many_launches})

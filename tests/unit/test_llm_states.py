@@ -1,17 +1,10 @@
-"""The kernels of layers that keep a state: plain torch, and Triton in its interpreter, against the definition.
-
-The interpreter is chosen when Triton is imported, for the whole process, so the cases run in one of their own, which
-prints a line for each.
-"""
+"""The kernels of layers that keep a state: plain torch, and Triton in its interpreter, against the definition."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import functools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +13,9 @@ from piecegraph.llm.layers import ConvLayer, DeltaLayer, StatefulLayer
 from piecegraph.llm.state import StateKernels, choose_states
 from piecegraph.llm.state_plain import PlainStates
 from piecegraph.llm.state_triton import TritonStates
+from tests.cases.interpreter import needs_interpreter, print_verdicts, verdicts_of
 from tests.cases.states import PROMPTS_AND_DECODE, ConvCase, DeltaCase
-from tests.unit.test_attention_triton import why_not
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 LAYERS: dict[str, ConvCase | DeltaCase] = {
     "convolution": ConvCase(40, 4, "silu", False, torch.float32, CPU),
@@ -47,21 +39,9 @@ def test_plain_torch(name: str) -> None:
         _check(PlainStates, name)
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@needs_interpreter
 def test_triton_in_its_interpreter() -> None:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.test_llm_states"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    verdicts = dict(line.split(" = ", 1) for line in done.stdout.splitlines())
-    assert verdicts == dict.fromkeys(LAYERS, "right")
+    assert verdicts_of("tests.unit.test_llm_states") == dict.fromkeys(LAYERS, "right")
 
 
 def test_which_kernels_are_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,16 +74,5 @@ def test_which_kernels_are_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -> No
         assert reason in decision.reason
 
 
-def _main() -> None:
-    """Run every case and print its verdict."""
-    for name in LAYERS:
-        try:
-            _check(TritonStates, name)
-        except Exception as error:
-            print(name, "=", f"{type(error).__name__}: {error}".replace("\n", " "))
-        else:
-            print(name, "=", "right")
-
-
 if __name__ == "__main__":
-    _main()
+    print_verdicts({name: functools.partial(_check, TritonStates, name) for name in LAYERS})
