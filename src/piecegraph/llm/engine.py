@@ -239,10 +239,10 @@ class Engine:
             on_new: told of new text and tokens while they are generated, and of the end.
         """
         request = Request(str(next(self._ids)), tokens, params, seed=seed, mrope_positions=mrope_positions)
-        self._hand_over(self.scheduler.cache.reference)
-        self.scheduler.add(request)
         text = IncrementalText(decode, params.stop, request.tokens[-8:]) if decode is not None else None
         generation = Generation(request, prompt, text, on_new)
+        self._hand_over(self.scheduler.cache.reference)
+        self.scheduler.add(request)
         self._generations[request.id] = generation
         self._num_detailed += generation.wants_details
         return generation
