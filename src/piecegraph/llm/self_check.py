@@ -40,10 +40,12 @@ _FIRST_LEN, _SECOND_LEN, _LONG_LEN = 6, 18, 250
 """Of prompts. The second is longer than a block; a long one in its place is longer than windows of up to 242 tokens. A
 step of both is of a size that is recorded for others, too: 32 tokens, also with the first once more, or 256."""
 
-_TOLERANCE = 2e-3
-"""In float32, of the norm of a row of logits, for every row."""
+_TOLERANCES = ((0.5, 2e-3), (1.0, 1e-2))
+"""In float32: a share of the rows, and what is allowed for them, of the norm of a row of logits. Some layers (Zamba2's)
+compute one token by another formula than many, so that single rows of a right model differ by a little more.
+"""
 _HALF_TOLERANCES = ((0.5, 0.05), (0.8, 0.15))
-"""In half precision: a share of the rows, and what is always allowed for them."""
+"""In half precision: the same, if the model itself does not make more of rounding."""
 _MOST_TOLERANCE = 0.6
 """What is never allowed, whatever the model makes of rounding."""
 _ROUNDINGS = 4
@@ -174,7 +176,7 @@ def _judge(
         for generation, logits, rows in zip(generations, expected, plain, strict=True)
     )
     if model.dtype.itemsize > 2:
-        return _findings(errors, ((1.0, _TOLERANCE),))
+        return _findings(errors, _TOLERANCES)
     found = _findings(errors, _HALF_TOLERANCES)
     if all(finding.severity <= 1 for finding in found):
         return found
