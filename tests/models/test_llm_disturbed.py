@@ -50,13 +50,19 @@ def generate(llm: piecegraph.LLM, at: int, disturb: Callable[[], None]) -> list[
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_steps_are_timed_while_others_generate(models: Shelf, family: str) -> None:
     llm = models.load(family, **GRAPHS)
-    selected = lambda: llm.kernels.select(size="decode 1 token").time(rounds=1)  # noqa: E731
-    assert generate(llm, 4, selected) == models.greedy(family, PROMPT, NUM_NEW)
+
+    def time_a_step() -> None:
+        llm.kernels.select(size="decode 1 token").time(rounds=1)
+
+    assert generate(llm, 4, time_a_step) == models.greedy(family, PROMPT, NUM_NEW)
 
 
 def test_a_dump_of_a_step_leaves_what_is_generated_alone(models: Shelf, tmp_path: Path) -> None:
     llm = models.load("llama", **GRAPHS)
-    dump = lambda: llm.kernels.select(size="decode 1 token").dump(tmp_path)  # noqa: E731
+
+    def dump() -> None:
+        llm.kernels.select(size="decode 1 token").dump(tmp_path)
+
     assert generate(llm, 4, dump) == models.greedy("llama", PROMPT, NUM_NEW)
 
 
@@ -103,11 +109,11 @@ def test_memory_that_one_request_lacks_harms_no_other(
         good = engine.add(PROMPT, PARAMS, seed=0)
         engine.step()
         engine.step()
-        greedy = engine.add(OTHER, SamplingParams(max_new_tokens=4, ignore_eos=True, prompt_logprobs=1), seed=0)
+        hungry = engine.add(OTHER, SamplingParams(max_new_tokens=4, ignore_eos=True, prompt_logprobs=1), seed=0)
         monkeypatch.setattr(engine.forward, "head", failing(engine.forward.head, torch.OutOfMemoryError("no memory")))
         with pytest.raises(torch.OutOfMemoryError):
             engine.step()
-        engine.abort(greedy)
+        engine.abort(hungry)
         run_all(engine)
     assert good.request.generated == models.greedy(family, PROMPT, NUM_NEW)
     assert good.request.num_preemptions == 1

@@ -20,7 +20,7 @@ from piecegraph.llm.verdict import Accepted, Rejected, Verdict
 
 _BLOCK_VALUES = 32
 """Columns of a state that one program keeps: few enough that one sequence gives work to a whole GPU."""
-_CONVOLUTION_TILES = {True: (1, 256, 2), False: (16, 256, 4)}
+_CONVOLUTION_TILES = {True: (1, 256, 2), False: (16, 128, 4)}
 """Tokens and channels of a program, and its warps, for decode steps and for others."""
 _ROOM = 160 * 1024
 """Bytes of shared memory for long chunks in float32, and for two stages in half precision."""
