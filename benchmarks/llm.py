@@ -23,8 +23,8 @@ import torch
 import transformers
 
 import piecegraph
-from piecegraph.bench.measure import Timing, measure
-from piecegraph.bench.results import Contender, hardware, save, table
+from measure import Timing, measure
+from results import Contender, hardware, save, table
 
 
 @dataclass(frozen=True)

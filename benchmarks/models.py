@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 import piecegraph
-from piecegraph.bench.measure import measure, relative_error
-from piecegraph.bench.results import Contender, hardware, table
-from piecegraph.structure import flatten
+from measure import measure, relative_error
+from piecegraph.base.structure import flatten
+from results import Contender, hardware, table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.zoo import ZOO, ZooModel

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import piecegraph
-from piecegraph.bench.measure import Timing
-from piecegraph.bench.results import Contender, hardware, table
+from measure import Timing
+from results import Contender, hardware, table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.prefill import Bench, attention, body, requests

@@ -8,15 +8,19 @@ after the other.
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piecegraph
-from piecegraph.bench.measure import Timing, measure, relative_error
-from piecegraph.bench.results import Contender, hardware, table
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from measure import Timing, measure, relative_error
+from results import Contender, hardware, table
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WIDTH, HEADS, LAYERS, SIZES = (1024, 16, 12, [16, 64, 256]) if DEVICE.type == "cuda" else (256, 4, 6, [16, 64, 128])

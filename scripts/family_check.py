@@ -12,7 +12,7 @@ from tiny_config import VOCABULARY, tiny_config, tiny_model
 
 import piecegraph
 from piecegraph.errors import PiecegraphError
-from piecegraph.llm.layers import AttentionLayer, LatentLayer, StatefulLayer
+from piecegraph.llm.specs import AttentionLayer, LatentLayer, StatefulLayer
 
 VerdictName = Literal["right", "refused", "wrong", "crashed", "not built"]
 

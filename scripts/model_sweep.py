@@ -25,7 +25,7 @@ from typing import Any
 
 import click
 
-from piecegraph.progress import Progress
+from piecegraph.base.progress import Progress
 
 _MEMORY_BYTES = 12 * 2**30
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from piecegraph.version import VERSION
+from piecegraph.base.version import VERSION
 
 __version__ = VERSION
 
@@ -17,11 +17,11 @@ _HOMES = {
     "compile": "piecegraph.api",
     "install": "piecegraph.api",
     "eager": "piecegraph.api",
-    "eager_op": "piecegraph.breakable",
-    "intercept": "piecegraph.intercepting",
-    "register_cut_op": "piecegraph.cut_rules",
+    "eager_op": "piecegraph.engine.breakable",
+    "intercept": "piecegraph.engine.intercepting",
+    "register_cut_op": "piecegraph.graph.cut_rules",
     "errors": "piecegraph.errors",
-    "trace": "piecegraph.kernels.trace",
+    "trace": "piecegraph.provenance.trace",
 }
 
 __all__ = [
@@ -40,11 +40,11 @@ __all__ = [
 if TYPE_CHECKING:
     from piecegraph import errors
     from piecegraph.api import compile, eager, install
-    from piecegraph.breakable import eager_op
-    from piecegraph.cut_rules import register_cut_op
-    from piecegraph.intercepting import intercept
-    from piecegraph.kernels.trace import trace
+    from piecegraph.engine.breakable import eager_op
+    from piecegraph.engine.intercepting import intercept
+    from piecegraph.graph.cut_rules import register_cut_op
     from piecegraph.llm.llm import LLM
+    from piecegraph.provenance.trace import trace
 
 
 def __getattr__(name: str) -> Any:

@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 import torch
 
-from piecegraph.config import CompileConfig, CudagraphMode, Frontend, Padding, make_config
-from piecegraph.engine import Engine, run_eagerly
+from piecegraph.base.config import CompileConfig, CudagraphMode, Frontend, Padding, make_config
+from piecegraph.base.events import OnFallback
+from piecegraph.base.plan import Plan
+from piecegraph.engine.engine import Engine, run_eagerly
+from piecegraph.engine.planner import Subject
+from piecegraph.engine.report import explain_engine, stats_of
 from piecegraph.errors import ConfigError
-from piecegraph.events import OnFallback
-from piecegraph.kernels.live import LiveKernels
-from piecegraph.plan import Plan
-from piecegraph.planner import Subject
-from piecegraph.report import explain_engine, stats_of
+from piecegraph.provenance.live import LiveKernels
 
 
 class _Compiled:
@@ -176,7 +176,7 @@ def compile(
             takes.
         frontend: ``"trace"``, or ``"breakable"``: no compiler, the code runs as it is and only marked ops break the
             capture.
-        options: rarely needed settings, see :class:`piecegraph.config.Options`.
+        options: rarely needed settings, see :class:`piecegraph.base.config.Options`.
         passes: FX passes, run on every piece before it is compiled.
         on_fallback: what to do when a call cannot be served from its plan: ``"warn"`` once, ``"raise"`` or
             ``"ignore"``. It is always counted.

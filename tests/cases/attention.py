@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from piecegraph.llm.attention.kernel import AttentionKernel
-from piecegraph.llm.layers import AttentionBatch, AttentionLayer, LatentLayer
+from piecegraph.llm.kernels.attention.kernel import AttentionKernel
+from piecegraph.llm.specs import AttentionBatch, AttentionLayer, LatentLayer
 
 NO_BLOCK = 1 << 30
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, LlamaConfig, Qwen3Config
 
-from piecegraph.kernels.launch import Launch
-from piecegraph.origin import GraphRecord, LaunchCall
-from piecegraph.tape import GraphStep, Tape
+from piecegraph.base.origin import GraphRecord, LaunchCall
+from piecegraph.provenance.launch import Launch
+from piecegraph.tape.tape import GraphStep, Tape
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::linear")
 SPLITTING_OPS = ["aten::scaled_dot_product_attention"]

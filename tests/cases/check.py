@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import piecegraph
+from piecegraph.base.structure import flatten
 from piecegraph.errors import PiecegraphError
-from piecegraph.structure import flatten
 from tests.cases.modules import CAPTURE_SIZES, SIZES, ModuleCase
 from tests.cases.ops import OpCase
 

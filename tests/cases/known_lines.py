@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import piecegraph
-from piecegraph.origin import GraphRecord, LaunchCall
+from piecegraph.base.origin import GraphRecord, LaunchCall
 from tests.cases.modules import unsafe
 
 WIDTH = 8

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from piecegraph.kernels.launch import How, KernelTrace, Launch
-from piecegraph.origin import LaunchCall, Origin, WorkKind
-from piecegraph.plan import SourceLine
+from piecegraph.base.origin import LaunchCall, Origin, WorkKind
+from piecegraph.base.plan import SourceLine
+from piecegraph.provenance.launch import How, KernelTrace, Launch
 
 FILE = "/site-packages/transformers/models/llama/modeling_llama.py"
 GEMM = "nvjet_sm90_tst_64x16_64x16_2x1_v_bz_splitK_TNT"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from piecegraph.insight.doctor.machine import Bindings, Folder, Gpu, Machine, Program, Toolkit, Torch
+from piecegraph.doctor.machine import Bindings, Folder, Gpu, Machine, Program, Toolkit, Torch
 
 H200_GPU = Gpu(
     name="NVIDIA H200",

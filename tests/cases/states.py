@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from piecegraph.llm.layers import Span, StateBatch
-from piecegraph.llm.state import StateKernels
+from piecegraph.llm.cache.states import StateKernels
+from piecegraph.llm.specs import Span, StateBatch
 
 NUM_SLOTS = 8
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from piecegraph.llm.attention import reference, triton_paged, varlen
-from piecegraph.llm.attention.kernel import AttentionKernel
-from piecegraph.llm.layers import AttentionLayer, LatentLayer
-from piecegraph.llm.verdict import Accepted
+from piecegraph.llm.kernels.attention import reference, triton_paged, varlen
+from piecegraph.llm.kernels.attention.kernel import AttentionKernel
+from piecegraph.llm.specs import AttentionLayer, LatentLayer
+from piecegraph.llm.support import Accepted
 from tests.cases.attention import (
     Problem,
     Sequences,

@@ -11,7 +11,7 @@ from tests.cases.check import check_module, check_op
 from tests.cases.modules import MODULE_CASES, ModuleCase
 from tests.cases.ops import OP_CASES, OpCase
 from tests.cases.zoo import check_zoo_model
-from tests.unit.test_modules import check_losses
+from tests.engine.test_modules import check_losses
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

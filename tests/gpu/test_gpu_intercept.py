@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import piecegraph
-from tests.unit.test_intercept import Model
+from tests.engine.test_intercept import Model
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import piecegraph
-from piecegraph.kernels.group import Group, Groups
-from piecegraph.kernels.launch import Launch
-from piecegraph.kernels.names import family
+from piecegraph.provenance.group import Group, Groups
+from piecegraph.provenance.launch import Launch
+from piecegraph.provenance.names import family
 from tests.cases.attribution import (
     SPLITTING_OPS,
     WeightReaders,

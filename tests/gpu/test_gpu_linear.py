@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from piecegraph.llm import linear
+from piecegraph.llm.kernels import linear
 
 pytestmark = pytest.mark.gpu
 

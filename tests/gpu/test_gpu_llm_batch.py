@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from piecegraph.llm.batch import BatchBuffers
-from piecegraph.llm.request import Request, SamplingParams
-from piecegraph.llm.sampling import SamplingMode, sample
-from piecegraph.llm.step import Bucket
-from tests.unit.fake_llm import CacheGroup, FakeLLM
+from piecegraph.llm.run.batch import BatchBuffers
+from piecegraph.llm.run.request import Request, SamplingParams
+from piecegraph.llm.run.sampling import SamplingMode, sample
+from piecegraph.llm.run.step import Bucket
+from tests.cases.fake_llm import CacheGroup, FakeLLM
 
 pytestmark = pytest.mark.gpu
 

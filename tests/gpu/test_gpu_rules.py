@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import piecegraph
 from piecegraph.errors import AddressError
 from tests.cases.modules import MLP, HiddenSync, Stack, attend_into, attention
-from tests.unit.test_fuse import Model
+from tests.graph.test_fuse import Model
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

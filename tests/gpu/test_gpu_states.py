@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from piecegraph.llm.state import StateKernels
-from piecegraph.llm.state_plain import PlainStates
-from piecegraph.llm.state_triton import TritonStates
+from piecegraph.llm.cache.states import StateKernels
+from piecegraph.llm.kernels.state_plain import PlainStates
+from piecegraph.llm.kernels.state_triton import TritonStates
 from tests.cases.states import PROMPTS_AND_DECODE, ConvCase, DeltaCase
 
 pytestmark = pytest.mark.gpu

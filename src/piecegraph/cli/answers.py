@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from piecegraph.words import count_of
+from piecegraph.base.text import count_of
 
 if TYPE_CHECKING:
     from piecegraph.llm.llm import LLM
-    from piecegraph.llm.results import Chunk, Completion
+    from piecegraph.llm.run.results import Chunk, Completion
 
 
 class Answers:

@@ -14,11 +14,11 @@ def doctor(as_json: bool) -> None:
 
     Ends with 1 if something is broken, with 0 otherwise. Reads only; changes nothing.
     """
-    from piecegraph.insight.doctor.checks import counts, examine
-    from piecegraph.insight.doctor.page import as_document, as_table
-    from piecegraph.insight.doctor.read import read_machine
-    from piecegraph.json_text import to_json
-    from piecegraph.progress import Progress
+    from piecegraph.base.json_text import to_json
+    from piecegraph.base.progress import Progress
+    from piecegraph.doctor.checks import counts, examine
+    from piecegraph.doctor.page import as_document, as_table
+    from piecegraph.doctor.read import read_machine
 
     machine = read_machine(progress=Progress("auto"))
     findings = examine(machine)

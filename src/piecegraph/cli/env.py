@@ -9,8 +9,8 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
 def env(as_json: bool) -> None:
     """Show the versions of everything piecegraph runs on, for a bug report."""
-    from piecegraph.environment import describe_environment
-    from piecegraph.json_text import to_json
+    from piecegraph.base.environment import describe_environment
+    from piecegraph.base.json_text import to_json
 
     found = describe_environment()
     if as_json:

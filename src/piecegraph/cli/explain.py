@@ -12,7 +12,7 @@ import click
 from piecegraph.errors import InputError
 
 if TYPE_CHECKING:
-    from piecegraph.insight.page import Page
+    from piecegraph.explain.page import Page
 
 
 @click.command()
@@ -28,13 +28,13 @@ def explain(logs: tuple[str, ...], as_json: bool, output: Path | None, issues: P
     wrote its own.
     """
     if list_issues:
-        from piecegraph.insight.known_issues import describe, load_catalogue
+        from piecegraph.explain.known_issues import describe, load_catalogue
 
         click.echo("\n\n".join(describe(issue) for issue in load_catalogue(issues)))
         return
     if not logs and (sys.stdin is None or sys.stdin.isatty()):
         raise click.UsageError("give the path of a log, or pipe one in.")
-    from piecegraph.insight.explain import explain_logs
+    from piecegraph.explain.log import explain_logs
 
     if output is not None and output.suffix not in _FORMATS:
         raise click.BadParameter(f"{output.name}: use one of {', '.join(_FORMATS)}", param_hint="-o")
@@ -44,7 +44,7 @@ def explain(logs: tuple[str, ...], as_json: bool, output: Path | None, issues: P
     if as_json:
         click.echo(_as_json(page))
     elif output is None:
-        from piecegraph.insight.render import to_text
+        from piecegraph.explain.render import to_text
 
         click.echo(to_text(page, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ), nl=False)
     else:
@@ -55,14 +55,14 @@ _FORMATS = (".html", ".md", ".json", ".txt")
 
 
 def _as_json(page: Page) -> str:
-    from piecegraph.insight.render import to_dict
-    from piecegraph.json_text import to_json
+    from piecegraph.base.json_text import to_json
+    from piecegraph.explain.render import to_dict
 
     return to_json(to_dict(page))
 
 
 def _write(page: Page, output: Path) -> None:
-    from piecegraph.insight.render import to_html, to_markdown, to_text
+    from piecegraph.explain.render import to_html, to_markdown, to_text
 
     writers = {".html": to_html, ".md": to_markdown, ".json": _as_json, ".txt": to_text}
     try:

@@ -76,7 +76,7 @@ def generate(
         click.echo(err=True)
         sys.exit(_INTERRUPTED)
     if as_json:
-        from piecegraph.json_text import to_json
+        from piecegraph.base.json_text import to_json
 
         click.echo(to_json(document(model, llm, answers, import_s=import_s, explains=explains)))
     else:
@@ -113,14 +113,14 @@ def _standard_input() -> str:
 
 
 def _load(model: str, num_prompts: int, sampling: _Sampling, how: dict[str, Any]) -> LLM:
-    from piecegraph.llm.request import SamplingParams
+    from piecegraph.llm.run.request import SamplingParams
 
     SamplingParams(**sampling.arguments())  # a wrong number is told before the model is loaded
     return load_model(model, num_prompts=num_prompts, **how)
 
 
 def _answer(llm: LLM, prompts: list[str], sampling: _Sampling, *, raw: bool, prints: bool) -> Answers:
-    from piecegraph.llm.chat import has_chat_template
+    from piecegraph.llm.run.chat import has_chat_template
 
     is_chat = not raw and has_chat_template(llm.tokenizer)
     answers = Answers(prompts, prints=prints)

@@ -8,6 +8,7 @@ import traceback
 
 import click
 
+from piecegraph.base.version import VERSION
 from piecegraph.cli.doctor import doctor
 from piecegraph.cli.env import env
 from piecegraph.cli.explain import explain
@@ -15,8 +16,7 @@ from piecegraph.cli.generate import generate
 from piecegraph.cli.run import run
 from piecegraph.cli.trace import trace
 from piecegraph.errors import InputError, PiecegraphError
-from piecegraph.ranks import leave_job
-from piecegraph.version import VERSION
+from piecegraph.explain.ranks import leave_job
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

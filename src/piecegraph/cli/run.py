@@ -12,7 +12,7 @@ import click
 from piecegraph.errors import CommandError
 
 if TYPE_CHECKING:
-    from piecegraph.insight.page import Page
+    from piecegraph.explain.page import Page
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -28,7 +28,7 @@ def run(out: Path | None, command: tuple[str, ...]) -> None:
     Every Python process that COMMAND starts records how it ends. Output, input, signals and the exit code are the
     command's own; after a success nothing is added.
     """
-    from piecegraph.insight.recorded_run import fresh_folder, private_folder
+    from piecegraph.explain.recorded_run import fresh_folder, private_folder
 
     if out is not None:
         code = _run(command, fresh_folder(out), is_kept=True)
@@ -39,9 +39,9 @@ def run(out: Path | None, command: tuple[str, ...]) -> None:
 
 
 def _run(command: tuple[str, ...], records: Path, *, is_kept: bool) -> int:
-    from piecegraph.insight.page import compose
-    from piecegraph.insight.recorded_run import run_recorded
-    from piecegraph.insight.render import to_text
+    from piecegraph.explain.page import compose
+    from piecegraph.explain.recorded_run import run_recorded
+    from piecegraph.explain.render import to_text
 
     done = run_recorded(command, records, os.environ)
     if done.evidence is not None:
@@ -56,8 +56,8 @@ def _run(command: tuple[str, ...], records: Path, *, is_kept: bool) -> int:
 
 
 def _keep(page: Page, records: Path) -> None:
-    from piecegraph.insight.render import to_dict, to_html, to_markdown, to_text
-    from piecegraph.json_text import to_json
+    from piecegraph.base.json_text import to_json
+    from piecegraph.explain.render import to_dict, to_html, to_markdown, to_text
 
     texts = {"txt": to_text(page), "md": to_markdown(page), "html": to_html(page), "json": to_json(to_dict(page))}
     try:

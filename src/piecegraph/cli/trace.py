@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from piecegraph.base.patterns import parse_line
 from piecegraph.cli.loading import is_gpu, load_model, model_options
 from piecegraph.cli.script import FAILED, ScriptFailedError, printing_to_stderr, run_script
 from piecegraph.cli.what_if import PartCost, measure_parts, parts_document, parts_view, require_gpu
 from piecegraph.errors import InputError
-from piecegraph.kernels.table import SORTS
-from piecegraph.patterns import parse_line
+from piecegraph.provenance.table import SORTS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from piecegraph.kernels.table import Table
-    from piecegraph.kernels.trace import Trace
     from piecegraph.llm.llm import LLM
+    from piecegraph.provenance.table import Table
+    from piecegraph.provenance.trace import Trace
 
 _INTERRUPTED = 130
 _MODEL_ONLY = ("prompt", "prompt_tokens", "max_new_tokens", "dtype", "device", "backend", "load_format", "what_if")
@@ -145,7 +145,7 @@ def _given(context: click.Context, names: tuple[str, ...]) -> str:
 
 def _check_files(outputs: tuple[Path, ...], line: str | None) -> None:
     """What would fail after the run is told before it."""
-    from piecegraph.kernels.trace import ending_of
+    from piecegraph.provenance.trace import ending_of
 
     if line is not None:
         parse_line(line)
@@ -166,13 +166,13 @@ def _see(target: str | None, arguments: tuple[str, ...], recorded: str | None, h
 
 
 def _open(path: str) -> Trace:
-    from piecegraph.kernels.trace import open_trace
+    from piecegraph.provenance.trace import open_trace
 
     return open_trace(path)
 
 
 def _see_script(path: str, arguments: tuple[str, ...]) -> _Seen:
-    from piecegraph.kernels.trace import trace as tracing
+    from piecegraph.provenance.trace import trace as tracing
 
     if not os.path.isfile(path):
         raise InputError("PG601", f"{path} cannot be read", why="there is no such file")
@@ -184,7 +184,7 @@ def _see_script(path: str, arguments: tuple[str, ...]) -> _Seen:
 def _see_model(
     model: str, *, prompt: str, prompt_tokens: int | None, max_new_tokens: int, what_if: tuple[str, ...], **how: Any
 ) -> _Seen:
-    from piecegraph.kernels.trace import trace as tracing
+    from piecegraph.provenance.trace import trace as tracing
 
     if what_if:
         require_gpu(model, is_gpu=is_gpu(how["device"]))
@@ -223,9 +223,9 @@ def _show(
     as_json: bool,
     with_groups: bool,
 ) -> None:
-    from piecegraph.kernels import groups_page
-    from piecegraph.kernels.show_row import find_row, row_text
-    from piecegraph.kernels.show_text import WIDTH, diff_view, table_view
+    from piecegraph.provenance import groups_page
+    from piecegraph.provenance.show_row import find_row, row_text
+    from piecegraph.provenance.show_text import WIDTH, diff_view, table_view
 
     table = seen.taken.table(**selection)
     if row is not None:
@@ -248,8 +248,8 @@ def _show(
 
 
 def _print_document(seen: _Seen, table: Table, before: Trace | None) -> None:
-    from piecegraph.json_text import to_json
-    from piecegraph.kernels.show_json import diff_document
+    from piecegraph.base.json_text import to_json
+    from piecegraph.provenance.show_json import diff_document
 
     found = seen.taken.document(table)
     if before is not None:
@@ -263,7 +263,7 @@ def _terminal_width() -> int | None:
     """None if standard output is no terminal."""
     from rich.console import Console
 
-    from piecegraph.kernels.columns import GAP
+    from piecegraph.provenance.columns import GAP
 
     return Console().width - GAP if sys.stdout.isatty() else None
 
@@ -271,7 +271,7 @@ def _terminal_width() -> int | None:
 def _print(views: list[RenderableType], width: int) -> None:
     from rich.console import Console
 
-    from piecegraph.kernels.show_text import plain_text
+    from piecegraph.provenance.show_text import plain_text
 
     for number, view in enumerate(views):
         if number:

@@ -11,9 +11,9 @@ from piecegraph.errors import KernelError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from piecegraph.kernels.cost import Cost
-    from piecegraph.kernels.live import LiveKernels
-    from piecegraph.kernels.trace import Trace
+    from piecegraph.provenance.cost import Cost
+    from piecegraph.provenance.live import LiveKernels
+    from piecegraph.provenance.trace import Trace
 
 _HEADS = ("Size", "Part", "Kernels", "With (us)", "Without (us)", "Saved (us)", "Saved %", "Spread (us)")
 _NUM_WORDS = 2

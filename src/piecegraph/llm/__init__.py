@@ -9,16 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
-    "Chunk": "piecegraph.llm.results",
-    "Completion": "piecegraph.llm.results",
-    "PagedCache": "piecegraph.llm.groups",
-    "Request": "piecegraph.llm.request",
-    "SamplingParams": "piecegraph.llm.request",
-    "Scheduler": "piecegraph.llm.scheduler",
-    "SchedulerLimits": "piecegraph.llm.scheduler",
-    "StepPlan": "piecegraph.llm.step",
-    "StepResult": "piecegraph.llm.results",
-    "Work": "piecegraph.llm.step",
+    "Chunk": "piecegraph.llm.run.results",
+    "Completion": "piecegraph.llm.run.results",
+    "PagedCache": "piecegraph.llm.cache.paged",
+    "Request": "piecegraph.llm.run.request",
+    "SamplingParams": "piecegraph.llm.run.request",
+    "Scheduler": "piecegraph.llm.run.scheduler",
+    "SchedulerLimits": "piecegraph.llm.run.scheduler",
+    "StepPlan": "piecegraph.llm.run.step",
+    "StepResult": "piecegraph.llm.run.results",
+    "Work": "piecegraph.llm.run.step",
 }
 
 __all__ = [
@@ -35,11 +35,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from piecegraph.llm.groups import PagedCache
-    from piecegraph.llm.request import Request, SamplingParams
-    from piecegraph.llm.results import Chunk, Completion, StepResult
-    from piecegraph.llm.scheduler import Scheduler, SchedulerLimits
-    from piecegraph.llm.step import StepPlan, Work
+    from piecegraph.llm.cache.paged import PagedCache
+    from piecegraph.llm.run.request import Request, SamplingParams
+    from piecegraph.llm.run.results import Chunk, Completion, StepResult
+    from piecegraph.llm.run.scheduler import Scheduler, SchedulerLimits
+    from piecegraph.llm.run.step import StepPlan, Work
 
 
 def __getattr__(name: str) -> Any:

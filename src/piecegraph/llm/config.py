@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from piecegraph.config import CudagraphMode, GraphDeviceName
+from piecegraph.base.coerce import as_integer, as_list, as_real
+from piecegraph.base.config import CudagraphMode, GraphDeviceName
 from piecegraph.errors import ConfigError
-from piecegraph.llm.given import as_integer, as_list, as_real
-from piecegraph.llm.loader import LoadFormat
+from piecegraph.llm.model.loader import LoadFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,24 +13,24 @@ from typing import Any, Literal
 
 import torch
 
-from piecegraph.config import CudagraphMode
-from piecegraph.eager_interception import unintercepted
+from piecegraph.base.coerce import as_list
+from piecegraph.base.config import CudagraphMode
+from piecegraph.base.events import EventLog
+from piecegraph.engine.eager_interception import unintercepted
 from piecegraph.errors import ConfigError, ModelError, RequestError
-from piecegraph.events import EventLog
-from piecegraph.kernels.live import LiveKernels
-from piecegraph.llm.chat import chat_tokens
 from piecegraph.llm.config import check_path, make_llm_config
-from piecegraph.llm.engine import Generation
-from piecegraph.llm.given import as_list
-from piecegraph.llm.loader import LoadFormat
-from piecegraph.llm.prompts import check_lengths, in_words_of_the_call, one_for_each, refused, tokens_of
+from piecegraph.llm.model.loader import LoadFormat
 from piecegraph.llm.recorded_steps import RecordedSteps
 from piecegraph.llm.report import explain_llm, stats_of_llm
-from piecegraph.llm.request import SamplingParams
-from piecegraph.llm.results import Chunk, Completion, StepResult
-from piecegraph.llm.scheduler import Scheduler
+from piecegraph.llm.run.chat import chat_tokens
+from piecegraph.llm.run.engine import Generation
+from piecegraph.llm.run.prompts import check_lengths, in_words_of_the_call, one_for_each, refused, tokens_of
+from piecegraph.llm.run.request import SamplingParams
+from piecegraph.llm.run.results import Chunk, Completion, StepResult
+from piecegraph.llm.run.scheduler import Scheduler
+from piecegraph.llm.run.step import StepPlan
 from piecegraph.llm.startup import Started, start
-from piecegraph.llm.step import StepPlan
+from piecegraph.provenance.live import LiveKernels
 
 Prompt = str | Sequence[int]
 OnNew = Callable[[Generation, str, list[int]], None]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from piecegraph.cut_rules import register_cut_op
+from piecegraph.graph.cut_rules import register_cut_op
 
 
 class StateSites(Protocol):

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from piecegraph.llm.forward import Forward
-from piecegraph.tape import Rerun, Tape
+from piecegraph.llm.run.forward import Forward
+from piecegraph.tape.tape import Rerun, Tape
 
 
 class RecordedSteps:
-    """A :class:`~piecegraph.kernels.live.TapeOwner`.
+    """A :class:`~piecegraph.provenance.live.TapeOwner`.
 
     Args:
         name: of the model.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from piecegraph.events import EventLog
+from piecegraph.base.events import EventLog
+from piecegraph.base.plan import Cut, Piece
+from piecegraph.base.text import count_of
 from piecegraph.llm.startup import Started
-from piecegraph.plan import Cut, Piece
-from piecegraph.words import count_of
 
 
 def explain_llm(started: Started, events: EventLog) -> str:

@@ -10,28 +10,32 @@ from dataclasses import dataclass
 
 import torch
 
-from piecegraph.config import Options
+from piecegraph.base.config import Options
+from piecegraph.base.events import EventLog
+from piecegraph.base.plan import Decision
+from piecegraph.base.progress import Progress
 from piecegraph.errors import ConfigError, ModelError
-from piecegraph.events import EventLog
-from piecegraph.graph_device import CudaGraphs, GraphDevice
-from piecegraph.llm import demo_model
-from piecegraph.llm.attention.kernel import AttentionKernel
-from piecegraph.llm.attention.registry import choose_kernel
-from piecegraph.llm.batch import BatchBuffers, BatchLimits
+from piecegraph.llm.cache.memory import Memory
+from piecegraph.llm.cache.paged import CacheGroup, PagedCache
+from piecegraph.llm.cache.states import StateMemory, choose_states, state_bytes
 from piecegraph.llm.config import LLMConfig
-from piecegraph.llm.decoder import Decoder
-from piecegraph.llm.early_kernels import EarlyKernels, linear_shapes
-from piecegraph.llm.engine import Engine
-from piecegraph.llm.forward import Forward, StepKey
-from piecegraph.llm.groups import CacheGroup, PagedCache
-from piecegraph.llm.loader import LoadedModel, load
-from piecegraph.llm.memory import Memory
-from piecegraph.llm.refusals import refuse_attention, refuse_embeddings
-from piecegraph.llm.rotations import hold_rotations, short_length
-from piecegraph.llm.sampling import logprobs_bytes
-from piecegraph.llm.scheduler import Scheduler, SchedulerLimits
-from piecegraph.llm.self_check import self_check
-from piecegraph.llm.sizing import (
+from piecegraph.llm.kernels.attention.kernel import AttentionKernel
+from piecegraph.llm.kernels.attention.registry import choose_kernel
+from piecegraph.llm.model import demo_model
+from piecegraph.llm.model.decoder import Decoder
+from piecegraph.llm.model.loader import LoadedModel, load
+from piecegraph.llm.model.refusals import refuse_attention, refuse_embeddings
+from piecegraph.llm.model.rotations import hold_rotations, short_length
+from piecegraph.llm.model.trace_cache import TraceCache, cache_for
+from piecegraph.llm.model.traced_model import TracedModel, TracedSites, decoder_of, trace_model
+from piecegraph.llm.run.batch import BatchBuffers, BatchLimits
+from piecegraph.llm.run.early_kernels import EarlyKernels, linear_shapes
+from piecegraph.llm.run.engine import Engine
+from piecegraph.llm.run.forward import Forward, StepKey
+from piecegraph.llm.run.sampling import logprobs_bytes
+from piecegraph.llm.run.scheduler import Scheduler, SchedulerLimits
+from piecegraph.llm.run.self_check import self_check
+from piecegraph.llm.run.sizing import (
     CacheNeeds,
     StepSizes,
     check_batch,
@@ -40,14 +44,10 @@ from piecegraph.llm.sizing import (
     largest_buckets,
     size_cache,
 )
-from piecegraph.llm.state import StateMemory, choose_states, state_bytes
-from piecegraph.llm.step import StepKind
-from piecegraph.llm.trace_cache import TraceCache, cache_for
-from piecegraph.llm.traced_model import TracedModel, TracedSites, decoder_of, trace_model
-from piecegraph.llm.verdict import Accepted, Rejected, Verdict
-from piecegraph.plan import Decision
-from piecegraph.progress import Progress
-from piecegraph.simulated import SimulatedGraphs
+from piecegraph.llm.specs import StepKind
+from piecegraph.llm.support import Accepted, Rejected, Verdict
+from piecegraph.tape.device import CudaGraphs, GraphDevice
+from piecegraph.tape.simulated import SimulatedGraphs
 
 _SPARE_BYTES = 256 * 2**20
 """Left free on a GPU besides what was measured: libraries allocate workspaces of their own."""

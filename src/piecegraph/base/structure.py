@@ -1,0 +1,156 @@
+"""Nested arguments and results, taken apart into leaves and put together again.
+
+Tuples, named tuples, lists, dictionaries, dataclasses, transformers' ``ModelOutput`` and whatever is registered with
+torch's pytree are containers; everything else is a leaf. The invariant: ``build(flatten(x)) == x``, of the same
+types.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from piecegraph.base import torch_compat
+
+_Parts = tuple[Any, list[Any], list[str]]
+"""(context, children, a path suffix for each child) of one container."""
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The shape of a nested value: container types and keys, without the leaves."""
+
+    cls: type | None
+    """None for a leaf."""
+    context: Any = None
+    children: tuple[Structure, ...] = ()
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.cls is None
+
+    def build(self, leaves: Iterator[Any]) -> Any:
+        """Fill the structure with leaves, in the order :func:`flatten` gave them."""
+        if self.cls is None:
+            return next(leaves)
+        return _builder(self.cls)(self.cls, self.context, [child.build(leaves) for child in self.children])
+
+
+LEAF = Structure(None)
+
+
+def flatten(value: Any, path: str = "") -> tuple[list[Any], list[str], Structure]:
+    """Take a value apart: its leaves, a readable path for each, and the structure that puts them together.
+
+    >>> leaves, paths, structure = flatten({"x": (1, 2), "y": [3]}, "batch")
+    >>> leaves, paths
+    ([1, 2, 3], ['batch.x[0]', 'batch.x[1]', 'batch.y[0]'])
+    >>> structure.build(iter(leaves))
+    {'x': (1, 2), 'y': [3]}
+    """
+    parts = _split(value)
+    if parts is None:
+        return [value], [path], LEAF
+    context, children, suffixes = parts
+    leaves: list[Any] = []
+    paths: list[str] = []
+    structures: list[Structure] = []
+    for child, suffix in zip(children, suffixes, strict=True):
+        child_leaves, child_paths, child_structure = flatten(child, path + suffix if path else suffix.removeprefix("."))
+        leaves += child_leaves
+        paths += child_paths
+        structures.append(child_structure)
+    return leaves, paths, Structure(type(value), context, tuple(structures))
+
+
+def map_arguments(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Change every atom of nested op arguments: plain tuples, lists, dicts and slices, which is all that ops take."""
+    if type(value) is tuple:
+        return tuple([map_arguments(part, change) for part in value])
+    if type(value) is list:
+        return [map_arguments(part, change) for part in value]
+    if type(value) is dict:
+        return {key: map_arguments(part, change) for key, part in value.items()}
+    if type(value) is slice:
+        return slice(*(map_arguments(part, change) for part in (value.start, value.stop, value.step)))
+    return change(value)
+
+
+def atoms(value: Any) -> list[Any]:
+    """The atoms of nested op arguments."""
+    found: list[Any] = []
+    map_arguments(value, found.append)
+    return found
+
+
+def _split(value: Any) -> _Parts | None:
+    if isinstance(value, dict):
+        keys = tuple(value)
+        # A dict subclass may carry more than its items (a default factory): its empty copy is kept to be refilled.
+        context: Any = keys if type(value) is dict else (keys, _empty_copy(value))
+        return context, list(value.values()), [f".{key}" for key in keys]
+    if isinstance(value, (tuple, list)):
+        names = getattr(value, "_fields", None)
+        suffixes = [f".{n}" for n in names] if names else [f"[{i}]" for i in range(len(value))]
+        return None, list(value), suffixes
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = tuple(f.name for f in dataclasses.fields(value))
+        return names, [getattr(value, name) for name in names], [f".{name}" for name in names]
+    node = torch_compat.pytree_node(type(value))
+    if node is None:
+        return None
+    children, context = node[0](value)
+    return context, list(children), [f"[{i}]" for i in range(len(children))]
+
+
+def _empty_copy(value: dict[Any, Any]) -> Any:
+    if dataclasses.is_dataclass(value):
+        return None
+    empty = copy.copy(value)
+    empty.clear()
+    return empty
+
+
+def _builder(cls: type) -> Callable[[type, Any, list[Any]], Any]:
+    if issubclass(cls, dict):
+        return _build_plain_dict if cls is dict else _build_dict
+    if issubclass(cls, (tuple, list)):
+        return _build_sequence
+    if dataclasses.is_dataclass(cls):
+        return _build_dataclass
+    return _build_registered
+
+
+def _build_plain_dict(cls: type, keys: Any, values: list[Any]) -> Any:
+    return dict(zip(keys, values, strict=True))
+
+
+def _build_dict(cls: type, context: Any, values: list[Any]) -> Any:
+    keys, empty = context
+    items = dict(zip(keys, values, strict=True))
+    if empty is None:  # transformers' ModelOutput: a dataclass that is a dict of its fields that are not None
+        return cls(**items)
+    filled = copy.copy(empty)
+    filled.update(items)
+    return filled
+
+
+def _build_sequence(cls: type, _: Any, values: list[Any]) -> Any:
+    return cls(*values) if hasattr(cls, "_fields") else cls(values)
+
+
+def _build_dataclass(cls: type, names: Any, values: list[Any]) -> Any:
+    # Not through __init__: fields may be frozen, init=False or derived in __post_init__.
+    made: Any = object.__new__(cls)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _build_registered(cls: type, context: Any, values: list[Any]) -> Any:
+    node = torch_compat.pytree_node(cls)
+    assert node is not None, cls
+    return node[1](values, context)

@@ -1,0 +1,700 @@
+"""Every use of a torch name that torch does not promise to keep.
+
+One function for each need, with the versions it was checked on. All of it holds for torch 2.11 and 2.13 unless a
+function says otherwise; a torch upgrade is then a diff of this file, which is why it is one file and long. Nothing
+here knows what a piece or a tape is.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import difflib
+import functools
+import hashlib
+import importlib
+import inspect
+import operator
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import sympy
+import torch
+import torch.fx
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# --- tracing
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DynamoCapture:
+    """What Dynamo knows after tracing one function once."""
+
+    graph_module: torch.fx.GraphModule | None
+    """None when the function does no tensor work at all."""
+    example_inputs: tuple[Any, ...]
+    """The real object behind each placeholder, in order; symbolic sizes are SymInts."""
+    fake_mode: Any
+    external_objects: Mapping[int, Any]
+    """Streams and events that the graph refers to by index; held here, because Dynamo's own table is weak."""
+    run_bytecode: Callable[[Callable[..., Any]], Callable[..., Any]]
+    """Given a function for the graph, the function with the user's signature that Dynamo generated around it."""
+    touched: Mapping[str, Any]
+    """Python objects outside the function that it changes, by name. Running the generated code changes them."""
+
+
+def dynamo_capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DynamoCapture:
+    """Trace a function or bound method into one graph, without installing anything on its code object.
+
+    ``torch.compile`` would keep guards and a cache entry on the code object that all instances of a class share.
+    """
+    from torch._dynamo import config, convert_frame, graph_bytecode_inputs
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+    settings = config.patch(
+        capture_scalar_outputs=True,
+        capture_dynamic_output_shape_ops=True,
+        automatic_dynamic_shapes=False,
+        side_effect_replay_policy="warn",
+    )
+    with (
+        torch.no_grad(),
+        settings,
+        get_metrics_context(),
+        dynamo_timed("piecegraph.trace"),
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always")
+        captured = convert_frame.fullgraph_capture(function, args, kwargs)
+    objects = {i: ref() for i, ref in graph_bytecode_inputs.index_to_external_object_weakref.items()}
+    backend_input = captured.backend_input
+    plain_function = getattr(function, "__func__", function)
+    receiver = (function.__self__,) if hasattr(function, "__self__") else ()
+    bound = inspect.signature(plain_function, follow_wrapped=False).bind(*receiver, *args, **kwargs)
+    bound.apply_defaults()
+    touched = _touched_objects(told, {"L": bound.arguments, "G": plain_function.__globals__})
+
+    def run_bytecode(graph_function: Callable[..., Any]) -> Callable[..., Any]:
+        environment = captured.graph_capture_output.get_runtime_env()
+        backend_id = "no_graph" if backend_input is None else backend_input.backend_id
+        names = {**vars(builtins), **plain_function.__globals__}  # torch 2.11 does not look for builtins itself
+        generated = environment.forward_callable(backend_id, graph_function, extra_globals=names)
+        return lambda *a, **k: generated(*receiver, *a, **k)
+
+    if backend_input is None:
+        return DynamoCapture(None, (), None, objects, run_bytecode, touched)
+    graph_module, inputs, fake_mode = (
+        backend_input.graph_module,
+        tuple(backend_input.example_inputs),
+        backend_input.fake_mode,
+    )
+    return DynamoCapture(graph_module, inputs, fake_mode, objects, run_bytecode, touched)
+
+
+_SIDE_EFFECTS = re.compile(r"found certain side effects .* you can double check: (\[.*\])", re.DOTALL)
+
+
+def _touched_objects(told: Sequence[warnings.WarningMessage], scopes: Mapping[str, Any]) -> dict[str, Any]:
+    """The objects behind the source names (``L['self']``, ``G['module'].state``) that Dynamo warned of; other
+    warnings go on.
+    """
+    touched: dict[str, Any] = {}
+    for warning in told:
+        found = _SIDE_EFFECTS.search(str(warning.message))
+        if found is None:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+            continue
+        for name in ast.literal_eval(found.group(1)):
+            try:
+                touched[name] = eval(name, dict(scopes))
+            except (
+                SyntaxError,
+                NameError,
+                KeyError,
+                AttributeError,
+                TypeError,
+            ):  # not a path from the arguments or globals
+                touched[name] = None
+    return touched
+
+
+def explain_dynamo_error(error: BaseException) -> tuple[list[tuple[str, int]], str, str]:
+    """The traced stack as (file, line), outermost first, the reason, and Dynamo's first hint."""
+    stack = [(frame.filename, frame.lineno or 0) for frame in getattr(error, "real_stack", None) or []]
+    lines = [text.strip() for text in str(error).splitlines() if text.strip()]
+    reason = lines[0] if lines else type(error).__name__
+    explanation = next((text.removeprefix("Explanation: ") for text in lines if text.startswith("Explanation: ")), "")
+    hint = next((text.removeprefix("Hint: ") for text in lines if text.startswith("Hint: ")), "")
+    raised = next((text for text in lines if text.startswith("Developer debug context: raised exception ")), "")
+    if raised:  # the user's code itself raises; what Dynamo thinks of that explains nothing
+        return stack, raised.removeprefix("Developer debug context: "), ""
+    return stack, f"{reason}: {explanation}" if explanation else reason, hint
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Ask Dynamo for a symbolic size."""
+    torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def dynamic_marks(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions a user marked with ``mark_dynamic`` or ``maybe_mark_dynamic``."""
+    strict = getattr(tensor, "_dynamo_dynamic_indices", ())
+    weak = getattr(tensor, "_dynamo_weak_dynamic_indices", ())
+    return tuple(sorted({*strict, *weak}))
+
+
+# --- symbolic sizes
+# --------------------------------------------------------------------------------------------------------
+
+
+def meta_value(node: torch.fx.Node) -> Any:
+    """What Dynamo saw a node produce: a fake tensor, a SymInt, a tuple of them, or None."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def size_expr(value: Any) -> sympy.Expr:
+    """The expression behind an int or SymInt, known equalities applied."""
+    return value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else sympy.sympify(value)
+
+
+def original_symbol(value: Any) -> sympy.Symbol | None:
+    """The symbol Dynamo first gave a size, before it learned equalities; None for a plain int."""
+    expr = value.node._expr if isinstance(value, torch.SymInt) else None
+    return expr if isinstance(expr, sympy.Symbol) else None
+
+
+def unbacked_symbols(value: Any) -> frozenset[sympy.Symbol]:
+    """The symbols in a value that stand for data (``item()``, ``nonzero()``), not for an input's size."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    if isinstance(value, (tuple, list)):
+        return frozenset().union(*(unbacked_symbols(v) for v in value)) if value else frozenset()
+    if not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return frozenset()
+    return frozenset(free_unbacked_symbols(value))
+
+
+def free_symbols(value: Any) -> tuple[sympy.Symbol, ...]:
+    """All symbols in a tensor's sizes and strides, or in a SymInt, in a stable order."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols as torch_free_symbols
+
+    if not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return ()
+    return tuple(sorted(torch_free_symbols(value), key=str))
+
+
+def emit_expr(
+    graph: torch.fx.Graph, expr: sympy.Expr, symbols: Mapping[sympy.Symbol, torch.fx.Node]
+) -> torch.fx.Node | int:
+    """Add nodes to a graph that compute a size expression from the nodes of its symbols."""
+    from torch.fx.proxy import GraphAppendingTracer, Proxy
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    tracer = GraphAppendingTracer(graph)
+    result = sympy_interp(PythonReferenceAnalysis, {s: Proxy(n, tracer) for s, n in symbols.items()}, expr)
+    return result.node if isinstance(result, Proxy) else int(result)
+
+
+def fake_like(tensor: torch.Tensor, neighbour: Any) -> torch.Tensor:
+    """A fake tensor of the same layout, with fixed sizes, in the world of another fake.
+
+    The fakes in a Dynamo graph are not of the mode that Dynamo hands to backends, though both share their symbols.
+    """
+    fake: torch.Tensor = neighbour.fake_mode.from_tensor(tensor, static_shapes=True)
+    return fake
+
+
+@functools.lru_cache(maxsize=256)
+def are_fake(types: tuple[type, ...]) -> bool:
+    """Whether an op is called on stand-ins for tensors, by something that traces."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return any(issubclass(cls, (FakeTensor, FunctionalTensor)) for cls in types)
+
+
+def run_fake(function: Callable[..., Any], *fakes: Any) -> Any:
+    """What a function would make of fake tensors.
+
+    Without the Python dispatcher, torch 2.11 runs composite ops in C++, which knows no symbolic sizes.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+
+    with enable_python_dispatcher(), fakes[0].fake_mode, torch.no_grad():
+        return function(*fakes)
+
+
+def size_guards(fake_mode: Any) -> tuple[tuple[sympy.Basic, str], ...]:
+    """The conditions on symbolic sizes that tracing and compiling relied on, each with the user's line."""
+    env = fake_mode.shape_env if fake_mode is not None else None
+    if env is None:
+        return ()
+    guards = [(guard.expr, str(getattr(guard.sloc, "maybe_user_loc", None) or "")) for guard in env.guards]
+    for symbol, bounds in env.var_to_range.items():
+        # A lower bound of 2 is Dynamo's default, not something the model asked for: sizes below are checked against the
+        # model.
+        if bounds.lower > 2:
+            guards.append((sympy.Ge(symbol, bounds.lower), "torch._check"))
+        if bounds.upper.is_finite and bounds.upper < torch.iinfo(torch.int32).max:
+            guards.append((sympy.Le(symbol, bounds.upper), "torch._check"))
+    return tuple(guards)
+
+
+# --- ops
+# -------------------------------------------------------------------------------------------------------------------
+
+_BUILTIN_OPS = {
+    operator.matmul: "matmul",
+    operator.add: "add",
+    operator.mul: "mul",
+    operator.sub: "sub",
+    operator.truediv: "div",
+}
+
+
+def op_of(target: Any) -> tuple[Any, Any]:
+    """An op as (packet, overload): overload is None where the target leaves it open, packet is the target if it is no
+    op.
+
+    Dynamo records ``torch.ops.ns.op`` as a packet, ``custom_op`` functions as an overload and ``F.linear`` as a
+    builtin: all three must match what the user names, so all are mapped to the op object they call.
+    """
+    if isinstance(target, OpOverload):
+        return target.overloadpacket, target
+    if isinstance(target, OpOverloadPacket):
+        return target, None
+    if isinstance(target, CustomOpDef):
+        return target._opoverload.overloadpacket, None
+    name = target if isinstance(target, str) else _BUILTIN_OPS.get(target) or _torch_function_name(target)
+    packet = getattr(torch.ops.aten, name, None) if name else None
+    return (packet, None) if packet is not None else (target, None)
+
+
+def _torch_function_name(target: Any) -> str:
+    name = getattr(target, "__name__", "")
+    is_method = getattr(target, "__objclass__", None) is torch._C.TensorBase
+    is_torch = (getattr(target, "__module__", None) or "").startswith("torch") or getattr(torch, name, None) is target
+    return name if is_method or is_torch else ""
+
+
+def qualified_name(target: Any) -> str:
+    """An op's ``ns::op`` or ``ns::op.overload``, empty for what is no op. The default overload is not spelled out."""
+    packet, overload = op_of(target)
+    if not isinstance(packet, OpOverloadPacket):
+        return ""
+    name = str(packet._qualified_op_name)
+    return name if overload is None or overload._overloadname == "default" else f"{name}.{overload._overloadname}"
+
+
+def find_op(name: str) -> Any:
+    """The op called ``"ns::op"`` or ``"ns::op.overload"``, or None."""
+    namespace, _, rest = name.partition("::")
+    op_name, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), op_name, None) if op_name else None
+    if packet is None or not overload:
+        return packet
+    return getattr(packet, overload, None)
+
+
+def similar_op(name: str) -> str:
+    """The registered op whose name is closest, or an empty string."""
+    names = {full.partition(".")[0] for full in torch._C._dispatch_get_all_op_names()}
+    close = difflib.get_close_matches(name.partition(".")[0], names, n=1)
+    return close[0] if close else ""
+
+
+def start_compile_workers() -> None:
+    """Start Inductor's worker processes, which takes seconds, so that they come up while the model is traced."""
+    import torch._inductor.async_compile  # noqa: F401 - importing it starts them
+
+
+def is_cudagraph_unsafe(target: Any) -> bool:
+    """Whether the op's author tagged it as not capturable."""
+    packet, overload = op_of(target)
+    if overload is None and isinstance(packet, OpOverloadPacket):
+        overload = getattr(packet, packet.overloads()[0], None)
+    return isinstance(overload, OpOverload) and torch.Tag.cudagraph_unsafe in overload.tags
+
+
+def written_args(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an op's schema says it writes to. Empty for anything that is not an op with a schema."""
+    packet, overload = op_of(target)
+    if overload is None:
+        if not isinstance(packet, OpOverloadPacket) or not isinstance(target, OpOverloadPacket):
+            return []
+        overload = getattr(packet, packet.overloads()[0])
+    written = []
+    for position, argument in enumerate(overload._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            if argument.name in kwargs:
+                written.append(kwargs[argument.name])
+            elif position < len(args):
+                written.append(args[position])
+    return written
+
+
+def direct_kernel(target: Any, device_type: str) -> Any:
+    """The Python function behind a ``torch.library.custom_op``, or the target itself.
+
+    The dispatcher and the autograd wrapper cost 15 to 40 us a call around such an op; a tape has no gradients and
+    fixed devices.
+    """
+    _, overload = op_of(target)
+    if isinstance(target, OpOverloadPacket):
+        overload = getattr(target, "default", None)
+    definition = OPDEFS.get(overload._name) if isinstance(overload, OpOverload) else None
+    if definition is None or definition._disabled_kernel:
+        return target
+    if device_type in definition._backend_fns or None not in definition._backend_fns:
+        return target  # a kernel of its own for this device: torch picks it
+    return definition._init_fn
+
+
+# --- modes
+# -----------------------------------------------------------------------------------------------------------------
+
+
+def add_modes(function_mode: Any, dispatch_mode: Any, *, innermost: bool) -> None:
+    """Put a pair of modes on this thread's stacks, innermost or outermost.
+
+    Not by entering them: leaving must be the reverse of entering then, and torch.compile would refuse to compile.
+    """
+    functions, others = _function_modes(), _dispatch_modes()
+    _set_function_modes([function_mode, *functions] if innermost else [*functions, function_mode])
+    _set_dispatch_modes([dispatch_mode, *others] if innermost else [*others, dispatch_mode])
+
+
+def remove_modes(function_mode: Any, dispatch_mode: Any) -> None:
+    """Take a pair of modes off this thread's stacks, wherever in them it is."""
+    _set_function_modes([mode for mode in _function_modes() if mode is not function_mode])
+    _set_dispatch_modes([mode for mode in _dispatch_modes() if mode is not dispatch_mode])
+
+
+def _function_modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+def _set_function_modes(modes: Sequence[Any]) -> None:
+    for _ in range(torch._C._len_torch_function_stack()):
+        torch._C._pop_torch_function_stack()
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+def _dispatch_modes() -> list[Any]:
+    """Without those of torch's own machinery (fakes, proxies), which have places of their own."""
+    modes = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    return [mode for mode in modes if getattr(mode, "_mode_key", None) is None]
+
+
+def _set_dispatch_modes(modes: Sequence[Any]) -> None:
+    for _ in range(len(_dispatch_modes())):
+        torch._C._pop_torch_dispatch_stack(None)
+    for mode in modes:
+        torch._C._push_on_torch_dispatch_stack(mode)
+
+
+def is_faked(arguments: Any) -> bool:
+    """Whether a call is part of somebody's trace: a FakeTensor is among the arguments, or fakes are being made."""
+    from torch._guards import detect_fake_mode
+
+    return detect_fake_mode(arguments) is not None
+
+
+def is_profiling() -> bool:
+    """Whether a profiler runs, in any thread: a second one would fail, or end the process."""
+    return bool(torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled())
+
+
+def module_call_code() -> CodeType:
+    """The code that runs every module's ``forward`` in eager mode; its frames have the module as ``self``."""
+    return torch.nn.Module._call_impl.__code__
+
+
+def nodes_by_line(module: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
+    """What each line of a traced module's ``forward`` computes, lines numbered as in its frames."""
+    nodes, first = list(module.graph.nodes), module.forward.__code__.co_firstlineno
+    return {first + line: nodes[index] for line, index in (module._lineno_map or {}).items() if index is not None}
+
+
+# --- compiling
+# -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledSource:
+    """The Python that Inductor generated for a graph: allocations, and one launch after the other."""
+
+    file: str
+    """The ``co_filename`` of the frames that run it."""
+    code: str
+    provenance: str | None
+    """Inductor's map of kernels to graph nodes, as JSON; None unless asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGraph:
+    """What Inductor made of a graph."""
+
+    function: Callable[..., Any]
+    source: CompiledSource | None
+    """None where Inductor generated no Python."""
+
+
+def inductor_compile(
+    graph_module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    fake_mode: Any,
+    settings: Mapping[str, Any],
+    *,
+    provenance: bool = False,
+) -> CompiledGraph:
+    """Compile a graph for the symbolic sizes of its fake inputs. The graph must return a tuple.
+
+    With ``provenance``, the generated source comes with Inductor's map of kernels to graph nodes, and is sure to have
+    been generated for a graph whose nodes have the same names.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import standalone_compile
+
+    patches, salted = dict(settings), contextlib.nullcontext()
+    if provenance:
+        patches["trace.provenance_tracking_level"] = 1
+        patches["cpp.enable_kernel_profile"] = True  # kernels of a CPU are seen by profilers, as those of a GPU are
+        salted = _salted_cache(graph_module)
+    with torch.no_grad(), tracing(TracingContext(fake_mode)), salted, _generated_sources() as sources:
+        function = standalone_compile(
+            graph_module,
+            list(example_inputs),
+            dynamic_shapes="from_tracing_context",
+            options={"config_patches": patches},
+        )
+    return CompiledGraph(function, sources[-1] if sources else None)
+
+
+def _salted_cache(graph_module: torch.fx.GraphModule) -> Any:
+    """Entries of Inductor's caches that are for graphs with these node names only, and compiled with provenance.
+
+    The key of a cached graph is taken after node names were replaced: source compiled for ``x.view`` serves
+    ``x.reshape``, and its comments name a node that is not there. On torch 2.11 the level of provenance is not part of
+    the key either.
+    """
+    names = " ".join(node.name for node in graph_module.graph.nodes)
+    salt = f"piecegraph provenance {hashlib.sha256(names.encode()).hexdigest()[:16]}"
+    config = torch.compiler.config
+    return config.patch(cache_key_tag=f"{config.cache_key_tag} {salt}".strip())  # type: ignore[attr-defined]
+
+
+_watching_sources = threading.RLock()
+"""Held while Inductor's class is patched, so that two threads do not undo each other's patch."""
+
+
+@contextlib.contextmanager
+def _generated_sources() -> Iterator[list[CompiledSource]]:
+    """Collects the source of what is compiled, or loaded from a cache, inside.
+
+    ``post_compile`` runs last in both cases. It may put other callables around the generated function, so that is
+    looked at first.
+    """
+    from torch._inductor.output_code import CompiledFxGraph
+
+    found: list[CompiledSource] = []
+    original = CompiledFxGraph.post_compile
+
+    def post_compile(graph: Any, *args: Any, **kwargs: Any) -> None:
+        code = getattr(graph.current_callable, "__code__", None)
+        text = getattr(graph, "source_code", None)
+        if code is not None and text:
+            provenance = getattr(graph, "inductor_provenance_mapping_str", None)
+            found.append(CompiledSource(code.co_filename, text, provenance))
+        original(graph, *args, **kwargs)
+
+    with _watching_sources:
+        CompiledFxGraph.post_compile = post_compile  # type: ignore[method-assign,assignment]
+        try:
+            yield found
+        finally:
+            CompiledFxGraph.post_compile = original  # type: ignore[method-assign]
+
+
+@functools.cache
+def triton_launchers() -> tuple[Any, ...]:
+    """The classes whose ``run`` launches a Triton kernel. Finding them imports Inductor: not for during a capture."""
+    if not torch.cuda.is_available():
+        return ()
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    with contextlib.suppress(ImportError):
+        return CachingAutotuner, importlib.import_module("triton.runtime.jit").JITFunction
+    return (CachingAutotuner,)
+
+
+AroundLaunch = Callable[[str], contextlib.AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def triton_launches(around: AroundLaunch) -> Iterator[None]:
+    """Launches of Triton kernels by this thread, by Inductor's code or directly, happen inside of ``around(name)``.
+
+    They are no ops, so that no dispatch mode sees them. Inductor of torch 2.11 and 2.13 launches by a plain method.
+    """
+    with contextlib.ExitStack() as undo:
+        for launcher in triton_launchers():
+            undo.callback(setattr, launcher, "run", launcher.run)
+            launcher.run = _watched_launch(launcher.run, around, threading.get_ident())
+        yield
+
+
+def _watched_launch(run: Callable[..., Any], around: AroundLaunch, thread: int) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def watched(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread or kwargs.get("warmup"):
+            return run(kernel, *args, **kwargs)
+        with around(kernel.fn.__name__):
+            return run(kernel, *args, **kwargs)
+
+    return watched
+
+
+# --- memory
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def non_owning(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory that does not keep it alive."""
+    storage = tensor.untyped_storage()
+    borrowed = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    with torch.inference_mode(False):
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return view.set_(borrowed, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory. Works on fake tensors, which have no address."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_is_alive(tensor: torch.Tensor) -> Callable[[], bool]:
+    """A function that tells whether anything still holds the tensor's storage, without holding it itself."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    reference = StorageWeakRef(tensor.untyped_storage())
+    return lambda: not reference.expired()
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy several tensors with as few kernels as their types allow."""
+    torch._foreach_copy_(targets, sources)
+
+
+# --- CUDA
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def driver_cuda_version() -> str:
+    """The newest CUDA version the installed driver supports."""
+    version = int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined] # only in CUDA builds
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def raw_stream(device_index: int) -> int:
+    """The current stream's handle, without building a Stream object."""
+    return int(torch._C._cuda_getCurrentRawStream(device_index))
+
+
+_abandoned: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose capture failed. torch's allocator for pinned memory keeps calling into them, so they may never be
+destroyed.
+"""
+
+
+def abandon_capture(graph: torch.cuda.CUDAGraph, pool_id: tuple[int, int], device_index: int) -> None:
+    """Leave a capture that failed, on the capture stream. The pool cannot be captured into again.
+
+    ``capture_end`` raises before it has tidied up (torch 2.11): the allocator still serves the capture, and so does
+    the allocator for pinned memory, which has no way out; and the random number generator still counts for the
+    capture. An empty capture that succeeds puts the generator right.
+    """
+    _abandoned.append(graph)
+    with contextlib.suppress(RuntimeError):
+        graph.capture_end()
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device_index, pool_id)
+    healthy = torch.cuda.CUDAGraph()
+    healthy.capture_begin(capture_error_mode="thread_local")
+    torch.zeros(1, device=f"cuda:{device_index}")
+    healthy.capture_end()
+
+
+# --- streams in graphs
+# -----------------------------------------------------------------------------------------------------
+
+
+def stream_op(target: Any) -> str | None:
+    """The name of a stream op in a Dynamo graph (``wait_stream``, ``record_event``, ...), or None.
+
+    torch 2.11 records method calls on stream objects, 2.13 records ``torch.ops.streams``; both fetch objects by index.
+    """
+    from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
+
+    if target is get_external_object_by_index:
+        return "get_object"
+    name = qualified_name(target) if isinstance(target, (OpOverload, OpOverloadPacket)) else ""
+    return name.removeprefix("streams::") if name.startswith("streams::") else None
+
+
+# --- containers
+# ------------------------------------------------------------------------------------------------------------
+
+
+def pytree_node(cls: type) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Any, Any], Any]] | None:
+    """(flatten, unflatten) of a type registered with torch's pytree, or None."""
+    from torch.utils._pytree import SUPPORTED_NODES
+
+    node = SUPPORTED_NODES.get(cls)
+    return None if node is None else (node.flatten_fn, node.unflatten_fn)
+
+
+@contextlib.contextmanager
+def outside_inference() -> Iterator[None]:
+    """Grad off, inference mode off: what is traced, allocated or recorded inside serves calls in both modes."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def without_trace(devices: Iterable[torch.device]) -> Iterator[None]:
+    """As :func:`outside_inference`; and random numbers drawn inside, on the CPU and these devices, are drawn again."""
+    indices = sorted({device.index for device in devices if device.type == "cuda"})
+    with outside_inference(), torch.random.fork_rng(indices):
+        yield
+
+
+def job_store() -> Any:
+    """A connection of our own to the key-value store of the default process group.
+
+    torch 2.11 to 2.13: the store of a group is not public, and using the group's own connection would get in the way of
+    a collective that is being set up.
+    """
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+
+
+# --- kernels
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def demangle(name: str) -> str:
+    """A C++ name as it was written; the name itself if torch cannot read it: it knows no ``std::bfloat16_t``."""
+    return str(torch._C._demangle(name))

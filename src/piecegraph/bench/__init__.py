@@ -1,1 +1,0 @@
-"""Measuring: how the demo and the benchmarks time things and show them."""

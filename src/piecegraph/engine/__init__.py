@@ -1,0 +1,1 @@
+"""A call is served: planned at the first, replayed afterwards."""

@@ -1,0 +1,303 @@
+"""The front end without a compiler: the function runs as it is, and only marked ops break the capture.
+
+Nothing is known about the function beforehand. What the trace front end reads off a graph is learned here by watching
+runs: the structure of the result, which memory is written, and how the shapes of the results follow from the sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from piecegraph.base import torch_compat
+from piecegraph.base.call_stack import paths_from, stacks_from_here
+from piecegraph.base.plan import Cut
+from piecegraph.base.structure import LEAF, flatten
+from piecegraph.base.user_code import user_line
+from piecegraph.engine.eager_interception import CallLog, ShownCalls, intercepting, wanting
+from piecegraph.errors import CallError, RecordError, TraceError
+from piecegraph.graph.cut_rules import resolve_op
+from piecegraph.graph.example import Example
+from piecegraph.graph.interception import REASON, Interception, RehearsedOp, is_off, off
+from piecegraph.graph.signature import is_constant
+from piecegraph.graph.sources import FromCall, FromSize, Weight
+from piecegraph.graph.tracer import EAGER_OP_REASON
+from piecegraph.graph.views import InputView
+from piecegraph.tape.body import FromOutput, Observed, ResultLeaf, Sizes, watch_weight
+from piecegraph.tape.record import Recorder
+from piecegraph.tape.tape import WatchedWeight
+
+_recording: ContextVar[_Breaker | None] = ContextVar("piecegraph_breaker", default=None)
+
+
+def eager_op(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function that must not be inside a CUDA graph: with ``frontend="breakable"`` it runs eagerly between two
+    graphs.
+
+    Its arguments may be anything; its result a tensor, or tuples, lists, dicts and dataclasses of tensors. At replay
+    the function itself is called again, with the tensors of the recording and with the other arguments it had then.
+    Outside a recording it is just called.
+
+    Example:
+        >>> @eager_op
+        ... def attention(q, k, v):
+        ...     return q * k * v
+        >>> attention(2, 3, 4)
+        24
+    """
+    untraceable = torch.compiler.disable(function, reason=EAGER_OP_REASON)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return untraceable(*args, **kwargs)
+        breaker = _recording.get()
+        return function(*args, **kwargs) if breaker is None else breaker.run_marked(function, args, kwargs)
+
+    return call
+
+
+class _Breaker:
+    """Hands the ops that break the capture to the recorder."""
+
+    def __init__(self, recorder: Recorder, interceptions: Sequence[Interception]) -> None:
+        self._recorder = recorder
+        self._interceptions = interceptions
+        self.num_breaks = 0
+        self.cuts: list[Cut] = []
+
+    def run_marked(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function that is marked as an eager op. What it calls may be intercepted."""
+        interceptions = self._interceptions
+
+        @functools.wraps(function)
+        def intercepted(*args: Any, **kwargs: Any) -> Any:
+            with ShownCalls(intercepting(interceptions)):
+                return function(*args, **kwargs)
+
+        return self.run(intercepted if interceptions else function, args, kwargs, "marked as an eager op")
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
+        """Run a function between two graphs. Breaks inside it belong to it."""
+        op = torch_compat.qualified_name(function) or getattr(function, "__qualname__", None) or str(function)
+        cut = Cut(self.num_breaks, op, reason, user_line())
+        self.num_breaks += 1
+        self.cuts.append(cut)
+        flat = _FlatResult(function, cut)
+        token = _recording.set(None)
+        try:
+            leaves = self._recorder.run_break(cut, flat, args, kwargs)
+        finally:
+            _recording.reset(token)
+        return flat.structure.build(iter(leaves))
+
+
+class _FlatResult:
+    """Calls a function and returns the leaves of its result; what is not a tensor may not change from one call to the
+    next.
+    """
+
+    def __init__(self, function: Callable[..., Any], cut: Cut) -> None:
+        self._function = function
+        self._cut = cut
+        self.structure = LEAF
+        self._leaves: list[Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+        leaves, _, structure = flatten(self._function(*args, **kwargs))
+        if self._leaves is None:
+            self.structure = structure
+            self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        elif structure != self.structure or any(
+            k is not None and k != v for k, v in zip(self._leaves, leaves, strict=True)
+        ):
+            raise CallError(
+                "PG521",
+                f"{self._cut} returned something else",
+                where=str(self._cut.source or ""),
+                why="numbers and structures it returns steered the code that was recorded, and cannot change at replay",
+                hint="return tensors, or capture again",
+            )
+        return leaves
+
+
+class _WriteWatch(torch_compat.TorchDispatchMode):
+    """Notices which of some tensors are written to, and saves each one just before."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._by_storage = {torch_compat.storage_id(tensor): tensor for tensor in tensors}
+        self.saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        for written in torch_compat.written_args(func, args, kwargs or {}):
+            for leaf in flatten(written)[0]:
+                if isinstance(leaf, torch.Tensor) and (storage := torch_compat.storage_id(leaf)) in self._by_storage:
+                    tensor = self._by_storage[storage]
+                    if storage not in self.saved:
+                        self.saved[storage] = (tensor, tensor.clone())
+        return func(*args, **(kwargs or {}))
+
+    def restore(self) -> None:
+        for tensor, value in self.saved.values():
+            tensor.copy_(value)
+
+
+class BreakableBody:
+    """A function that is run as it is."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        example: Example,
+        weights: Mapping[str, torch.Tensor],
+        current_weight: Callable[[str, torch.Tensor], torch.Tensor],
+        splitting_ops: Iterable[Any] | str,
+        module: torch.nn.Module | None,
+    ) -> None:
+        self._function = function
+        self._module = module
+        self._interceptions: tuple[Interception, ...] = ()
+        self._log = CallLog()
+        """The calls of the first run."""
+        self._example = example
+        self._weights = weights
+        self._current_weight = current_weight
+        self._ops = [] if splitting_ops == "auto" else [torch_compat.op_of(resolve_op(op)) for op in splitting_ops]
+        self._seen: dict[Sizes, list[Any]] = {}
+        """What came out at each size: the shape of every tensor, and every other leaf itself."""
+        self.cuts: tuple[Cut, ...] = ()
+        with ShownCalls(self._log.run):
+            returned, inputs, watch = self._watched_run(example.tensors)
+        input_index = {torch_compat.storage_id(tensor): i for i, tensor in enumerate(inputs)}
+        self.written_calls = tuple(sorted(input_index[s] for s in watch.saved if s in input_index))
+        self.written_state = tuple(tensor for s, (tensor, _) in watch.saved.items() if s not in input_index)
+        leaves, paths, self.structure = flatten(returned)
+        self.leaves: tuple[ResultLeaf, ...] = tuple(
+            _leaf(i, leaf, path, inputs) for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True))
+        )
+
+    def num_places(self, interception: Interception) -> int:
+        """How many calls an interception is for, as seen in the first run."""
+        return self._log.num_places(interception, self._module)
+
+    def with_interceptions(self, interceptions: Sequence[Interception]) -> BreakableBody:
+        """The same function, with callbacks around some of its calls."""
+        other = copy.copy(self)
+        other._interceptions = tuple(interceptions)
+        other.cuts = ()
+        return other
+
+    def _call(self, tensors: Sequence[torch.Tensor]) -> Any:
+        args, kwargs = self._example.with_tensors(tensors)
+        return self._function(*args, **kwargs)
+
+    def _watched_run(self, example: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor], _WriteWatch]:
+        """Run once on copies, to see what comes out and what is written."""
+        with torch_compat.without_trace(tensor.device for tensor in example):
+            inputs = [tensor.clone() for tensor in example]
+            watch = _WriteWatch([*inputs, *self._weights.values()])
+            with watch, off():
+                returned = self._call(inputs)
+            watch.restore()
+        return returned, inputs, watch
+
+    def learn(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
+        """Run once more if this size was never seen: shapes of results are looked up, not guessed."""
+        if sizes not in self._seen:
+            self._remember(flatten(self._watched_run(tensors)[0])[0], sizes)
+
+    def _remember(self, leaves: Sequence[Any], sizes: Sizes) -> None:
+        self._seen[sizes] = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def run(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
+        with paths_from(self._module), self._callbacks():
+            leaves, _, structure = flatten(self._call(tensors))
+        if structure != self.structure:
+            raise RecordError(
+                "PG403", f"the function returned another structure at size {sizes}", hint='use frontend="trace"'
+            )
+        self._remember(leaves, sizes)
+        return leaves
+
+    def record(self, recorder: Recorder, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
+        breaker = _Breaker(recorder, self._interceptions)
+        token = _recording.set(breaker)
+        try:
+            recorder.begin()
+            with recorder.observing(), stacks_from_here(), self._breaks():
+                leaves = self.run(tensors, sizes)
+            recorder.end("last graph")
+        finally:
+            _recording.reset(token)
+        self.cuts = tuple(breaker.cuts)
+        return recorder.outputs(leaves)
+
+    @contextlib.contextmanager
+    def _callbacks(self) -> Iterator[None]:
+        """Run callbacks in a run that is not recorded."""
+        if not self._interceptions or is_off():
+            yield
+            return
+        with ShownCalls(intercepting(self._interceptions)):
+            yield
+
+    @contextlib.contextmanager
+    def _breaks(self) -> Iterator[None]:
+        if not self._ops and not self._interceptions:
+            yield
+            return
+        with ShownCalls(self._run_or_break):
+            yield
+
+    def _run_or_break(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        breaker = _recording.get()
+        if breaker is None:
+            return function(*args, **kwargs)
+        packet, overload = torch_compat.op_of(function)
+        is_listed = any(packet is op and (overload is None or exact in (None, overload)) for op, exact in self._ops)
+        chain = wanting(self._interceptions, function)
+        if not is_listed and not chain:
+            return function(*args, **kwargs)
+        reasons = (["listed in splitting_ops"] if is_listed else []) + ([REASON] if chain else [])
+        run = RehearsedOp(function, chain, str(user_line() or "")) if chain else function
+        return breaker.run(run, args, kwargs, "; ".join(reasons))
+
+    def output_shape(self, index: int, sizes: Sizes) -> tuple[int, ...] | None:
+        shape = self._seen[sizes][index]
+        return shape if isinstance(shape, tuple) else None
+
+    def number(self, leaf: FromSize | InputView | Observed, sizes: Sizes) -> tuple[Any, ...]:
+        assert isinstance(leaf, Observed), "a breakable body has no symbolic sizes"
+        return (self._seen[sizes][leaf.index],)
+
+    def violated(self, sizes: Sizes) -> str | None:
+        return None
+
+    def weights(self) -> list[WatchedWeight]:
+        """Which graph reads a weight is not known here: all of the module's are watched."""
+        return [
+            watch_weight(Weight(name, tensor), "the recorded graphs", self._current_weight)
+            for name, tensor in self._weights.items()
+        ]
+
+
+def _leaf(index: int, leaf: Any, path: str, inputs: Sequence[torch.Tensor]) -> ResultLeaf:
+    for i, tensor in enumerate(inputs):
+        if leaf is tensor:
+            return FromCall(i)
+    if isinstance(leaf, torch.Tensor):
+        return FromOutput(index)
+    if is_constant(leaf):
+        return Observed(index)
+    raise TraceError(
+        "PG204",
+        f"the result holds a {type(leaf).__name__}" + (f" in {path}" if path else ""),
+        hint="return its tensors instead",
+    )

@@ -1,0 +1,137 @@
+"""``explain()`` and ``stats()``: an engine in, text or numbers out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from piecegraph.base.plan import Cut, Plan, RecordedSize
+from piecegraph.base.text import count_of
+
+if TYPE_CHECKING:
+    from piecegraph.engine.engine import Engine
+    from piecegraph.engine.runner import PlanRunner
+
+_MAX_ROWS = 40
+
+
+def explain_engine(engine: Engine) -> str:
+    """Everything there is to say about how calls are run."""
+    lines = [f"piecegraph: {engine.subject.name}"]
+    if not engine.plans:
+        lines.append("no plan yet: it is made at the first call, or by capture()")
+    for number, (plan, runner) in enumerate(engine.plans):
+        lines += ["", *_explain_plan(f"plan {number}" if len(engine.plans) > 1 else "plan", plan, runner)]
+    counted = f"{count_of(engine.num_calls, 'call')}, {engine.num_replays} replayed, coverage {_coverage(engine):.1%}"
+    lines += ["", "calls", f"  {counted}"]
+    lines += ["", "fallbacks and other losses"]
+    lines += [f"  {times} x {event}" for event, times in engine.events.distinct] or ["  none"]
+    return "\n".join(lines)
+
+
+def stats_of(engine: Engine) -> dict[str, Any]:
+    """The same as numbers, ready for JSON."""
+    return {
+        "calls": engine.num_calls,
+        "replayed": engine.num_replays,
+        "coverage": _coverage(engine),
+        "compiles": engine.planner.num_compiles,
+        "events": engine.events.counts,
+        "plans": [_plan_stats(plan, runner) for plan, runner in engine.plans],
+    }
+
+
+def _coverage(engine: Engine) -> float:
+    return engine.num_replays / engine.num_calls if engine.num_calls else 0.0
+
+
+def _plan_stats(plan: Plan, runner: PlanRunner) -> dict[str, Any]:
+    return {
+        "frontend": plan.frontend,
+        "device": plan.device,
+        "mode": plan.mode,
+        "pieces": len(plan.pieces),
+        "distinct_pieces": plan.num_distinct,
+        "cuts": len(_cuts(plan, runner)),
+        "seconds": dict(_stages(plan, runner)),
+        "sizes": {
+            str(size.key): {
+                "graphs": size.num_graphs,
+                "eager_steps": size.num_eager_steps,
+                "seconds": size.seconds,
+                "bytes": size.num_bytes,
+            }
+            for size in runner.library.recorded
+        },
+    }
+
+
+def _explain_plan(title: str, plan: Plan, runner: PlanRunner) -> list[str]:
+    lines = [
+        f"{title}: {plan.frontend} front end, {plan.device}, mode {plan.mode}",
+        *(f"  input   {shown}" for shown in plan.inputs),
+        *(f"  size    {dim}" for dim in plan.size_dims),
+        "  built   " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in _stages(plan, runner)),
+        f"  steps   {_count_steps(plan, runner)}",
+    ]
+    lines += _table(("#", "what", "ops", "key or reason", "line"), _step_rows(plan, runner))
+    lines += ["", "  recorded sizes"]
+    lines += (
+        _table(("size", "graphs", "eager steps", "seconds", "MiB"), map(_size_row, runner.library.recorded))
+        if runner.library.recorded
+        else ["    none"]
+    )
+    lines += ["", "  decisions", *(f"    {decision}" for decision in (*plan.decisions, *runner.decisions))]
+    return lines
+
+
+def _stages(plan: Plan, runner: PlanRunner) -> list[tuple[str, float]]:
+    return [*plan.seconds, ("tune", runner.library.tune_seconds)]
+
+
+def _cuts(plan: Plan, runner: PlanRunner) -> Sequence[Cut]:
+    """The cuts of a plan; those of a function that runs as it is are known once it was recorded."""
+    return plan.cuts or getattr(runner.body, "cuts", ())
+
+
+def _count_steps(plan: Plan, runner: PlanRunner) -> str:
+    cuts = count_of(len(_cuts(plan, runner)), "cut")
+    if plan.frontend == "breakable":
+        return f"the function as it is, {cuts}"
+    return f"{count_of(len(plan.pieces), 'piece')}, {plan.num_distinct} distinct (each compiled once), {cuts}"
+
+
+def _step_rows(plan: Plan, runner: PlanRunner) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for step in plan.steps or _cuts(plan, runner):
+        if isinstance(step, Cut):
+            rows.append((str(step.index), f"cut {step.op}", "", step.reason, str(step.source or "")))
+        else:
+            rows.append(
+                (str(step.index), f"piece ({step.backend})", str(step.num_ops), step.key[:8], str(step.first or ""))
+            )
+    return rows
+
+
+def _size_row(size: RecordedSize) -> tuple[str, ...]:
+    return (
+        str(size.key),
+        str(size.num_graphs),
+        str(size.num_eager_steps),
+        f"{size.seconds:.3f}",
+        f"{size.num_bytes / 2**20:.1f}",
+    )
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Aligned columns; the middle of a long table is left out, and said so."""
+    shown = [tuple(row) for row in rows]
+    widths = [max(len(row[i]) for row in (header, *shown)) for i in range(len(header))]
+    lines = [
+        "    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *shown)
+    ]
+    if len(lines) <= _MAX_ROWS + 1:
+        return lines
+    half = _MAX_ROWS // 2
+    return [*lines[: half + 1], f"    ... {len(lines) - 1 - 2 * half} more ...", *lines[-half:]]

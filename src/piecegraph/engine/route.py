@@ -1,0 +1,130 @@
+"""Stage 5: how calls of one exact size are served.
+
+A route is made once for each size that occurs and holds everything a call needs: where to copy the inputs, what to
+run, where the results are. Serving a call touches no FX, no symbolic size and no guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from piecegraph.base import torch_compat
+from piecegraph.base.plan import SizeKey
+from piecegraph.graph.signature import TensorLeaf
+from piecegraph.graph.sources import Fixed, FromCall, FromSize
+from piecegraph.tape.body import Body, FromOutput, Observed, ResultLeaf
+from piecegraph.tape.buffers import StaticInputs, conform, padded_parts, real_part
+from piecegraph.tape.tape import DirectTape, Tape
+
+MakeLeaf = Callable[[Sequence[Any], Sequence[torch.Tensor]], Any]
+"""Makes one leaf of the result from the outputs and the call's tensors."""
+
+
+class Route(Protocol):
+    """Serves calls of one size."""
+
+    replays: bool
+    """Whether it replays a tape."""
+
+    def serve(self, tensors: Sequence[torch.Tensor]) -> Any: ...
+
+
+class TapeRoute:
+    """Copies the inputs into the buffers of a recorded size, replays its tape, and cuts off the padding."""
+
+    replays = True
+
+    def __init__(
+        self,
+        body: Body,
+        tape: Tape | DirectTape,
+        key: SizeKey,
+        sizes: tuple[int, ...],
+        buffers: StaticInputs,
+        *,
+        clone: bool,
+    ) -> None:
+        self._tape = tape
+        self._buffers = buffers
+        views = buffers.views(key.values)
+        copied = [i for i, leaf in enumerate(buffers.leaves) if leaf.address is None]
+        self._copied = tuple(copied)
+        self._targets = [real_part(views[i], buffers.leaves[i], sizes) for i in copied]
+        self._padding = [
+            (part, buffers.pad_values[i]) for i in copied for part in padded_parts(views[i], buffers.leaves[i], sizes)
+        ]
+        self._written = tuple((i, self._targets[copied.index(i)]) for i in body.written_calls if i in copied)
+        self._leaves = [_leaf_maker(leaf, body, key.values, sizes, clone=clone) for leaf in body.leaves]
+        self._structure = body.structure
+
+    def serve(self, tensors: Sequence[torch.Tensor]) -> Any:
+        torch_compat.copy_all(self._targets, [tensors[i] for i in self._copied])
+        if self._buffers.filled_by is not self or self._written:
+            for part, value in self._padding:
+                part.fill_(value)
+            self._buffers.filled_by = self
+        outputs = self._tape.run()
+        for i, buffer in self._written:
+            tensors[i].copy_(buffer)
+        leaves = [make(outputs, tensors) for make in self._leaves]
+        return leaves[0] if self._structure.is_leaf else self._structure.build(iter(leaves))
+
+
+class PiecesRoute:
+    """Runs the compiled pieces on the caller's tensors, without graphs and without padding."""
+
+    replays = False
+
+    def __init__(self, body: Body, sizes: tuple[int, ...], leaves: Sequence[TensorLeaf]) -> None:
+        self._body = body
+        self._sizes = sizes
+        self._inputs = tuple(leaves)
+        self._leaves = [_leaf_maker(leaf, body, sizes, sizes, clone=False) for leaf in body.leaves]
+
+    def serve(self, tensors: Sequence[torch.Tensor]) -> Any:
+        conforming = [conform(tensor, leaf) for tensor, leaf in zip(tensors, self._inputs, strict=True)]
+        outputs = self._body.run(conforming, self._sizes)
+        for i in self._body.written_calls:
+            if conforming[i] is not tensors[i]:
+                tensors[i].copy_(conforming[i])
+        return self._body.structure.build(iter([make(outputs, tensors) for make in self._leaves]))
+
+
+def _leaf_maker(
+    leaf: ResultLeaf, body: Body, recorded: tuple[int, ...], sizes: tuple[int, ...], *, clone: bool
+) -> MakeLeaf:
+    if isinstance(leaf, FromOutput):
+        return _output_maker(leaf.index, body, recorded, sizes, clone=clone)
+    if isinstance(leaf, Fixed):
+        return lambda outputs, tensors: leaf.value
+    if isinstance(leaf, FromCall):
+        return lambda outputs, tensors: tensors[leaf.index]
+    numbers = body.number(leaf, sizes)
+    if isinstance(leaf, (FromSize, Observed)):
+        return lambda outputs, tensors: numbers[0]
+    source = leaf.source
+    if isinstance(source, FromCall):
+        return lambda outputs, tensors: leaf.apply(tensors[source.index], *numbers)
+    return lambda outputs, tensors: leaf.apply(source.tensor, *numbers)
+
+
+def _output_maker(
+    index: int, body: Body, recorded: tuple[int, ...], sizes: tuple[int, ...], *, clone: bool
+) -> MakeLeaf:
+    shape = body.output_shape(index, sizes)
+    if shape is None:  # a number, or a shape read from data: made afresh by an eager step
+        return lambda outputs, tensors: outputs[index]
+    full = body.output_shape(index, recorded)
+    assert full is not None
+    cuts = [(dim, want) for dim, (have, want) in enumerate(zip(full, shape, strict=True)) if have != want]
+
+    def make(outputs: Sequence[Any], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        value: torch.Tensor = outputs[index]
+        for dim, length in cuts:
+            value = value.narrow(dim, 0, length)
+        return value.clone() if clone else value
+
+    return make

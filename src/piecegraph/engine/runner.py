@@ -1,0 +1,253 @@
+"""Serves the calls of one plan: picks a recorded size, has it recorded if need be, and replays it.
+
+The slow questions (is the plan valid at this size, which bucket, may it be padded) are answered once for each size that
+occurs and kept as a :class:`~piecegraph.engine.route.Route`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from piecegraph.base.compare import first_difference
+from piecegraph.base.config import CompileConfig
+from piecegraph.base.events import Event, EventLog
+from piecegraph.base.plan import Decision, SizeKey
+from piecegraph.base.structure import flatten
+from piecegraph.engine.route import PiecesRoute, Route, TapeRoute
+from piecegraph.errors import ConfigError
+from piecegraph.graph import interception
+from piecegraph.graph.signature import Call, Signature
+from piecegraph.provenance.ledger import ledgers
+from piecegraph.tape.body import Body, Sizes, can_cut
+from piecegraph.tape.buckets import best_fit, ladder, next_rung
+from piecegraph.tape.device import GraphDevice
+from piecegraph.tape.library import TapeLibrary
+from piecegraph.tape.padding import preserved
+
+_MAX_ROUTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A call that the plan cannot serve: it runs eagerly."""
+
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """How calls of one size are served, and what is lost by it."""
+
+    route: Route
+    loss: Event | None
+
+
+class PlanRunner:
+    """Serves all calls of one plan."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        body: Body,
+        device: GraphDevice | None,
+        *,
+        mode: str,
+        config: CompileConfig,
+        events: EventLog,
+        example: Call,
+        function: Callable[..., Any],
+    ) -> None:
+        self.signature = signature
+        self.body = body
+        self.mode = mode
+        self.library = TapeLibrary(
+            signature, body, device, config.options, events, example, ledgers(config.options.provenance)
+        )
+        self.decisions: list[Decision] = []
+        self._device = device
+        self._config = config
+        self._events = events
+        self._function = function
+        self._services: dict[Sizes, Service | Refusal] = {}
+        self._valid: dict[SizeKey, bool] = {}
+        pad = {"always": True, "never": False, "auto": None}[config.padding]
+        self._can_pad: list[bool | None] = [pad] * len(signature.size_names)
+        """For each size dimension; None until it was tried."""
+        self._sentinel = next(iter(body.weights()), None) if device is not None else None
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        sizes, names = self._config.capture_sizes, self.signature.size_names
+        if sizes != "auto" and self.mode != "none" and len(sizes[0]) != len(names):
+            raise ConfigError(
+                "PG102",
+                f"capture_sizes gives {len(sizes[0])} numbers for each size",
+                why=f"the call has {len(names)} dynamic sizes ({', '.join(names) or 'none'})",
+                hint="name the dynamic dimensions with dynamic_dims, and give one number for each",
+            )
+
+    # -- serving
+
+    def serve(self, call: Call) -> tuple[Any, bool] | Refusal:
+        """The result and whether it came from a tape; or why the call cannot be served."""
+        service = self._services.get(call.sizes)
+        if service is None:
+            service = self._arrange(call)
+        if isinstance(service, Refusal):
+            return service
+        if service.loss is not None:
+            self._events.emit(service.loss)
+        if self._device is not None:
+            self._device.use_caller_stream()
+            self._check_sentinel()
+        return service.route.serve(call.tensors), service.route.replays
+
+    def _check_sentinel(self) -> None:
+        """``model.to(...)`` and its like move every weight: looking at one of them at each call is enough to notice."""
+        sentinel = self._sentinel
+        if sentinel is not None and sentinel.tensor.data_ptr() != sentinel.address:
+            raise sentinel.moved()
+
+    def _arrange(self, call: Call) -> Service | Refusal:
+        """Decide how calls of a new size are served."""
+        if len(self._services) >= _MAX_ROUTES:  # a server that sees every size: decide again
+            self._services.clear()
+        refusal = self._why_invalid(call.sizes)
+        if refusal is None:
+            self.body.learn(call.tensors, call.sizes)
+            service = self._choose_route(call)
+            refusal = self._why_small_differs(service.route, call)
+        self._services[call.sizes] = found = service if refusal is None else refusal
+        return found
+
+    def _why_invalid(self, sizes: Sizes) -> Refusal | None:
+        if 0 in sizes:
+            return Refusal(Event("PG507", "call", f"size {SizeKey(sizes)} has no elements"))
+        violated = self.body.violated(sizes)
+        return None if violated is None else Refusal(Event("PG505", "call", f"size {SizeKey(sizes)}: {violated}"))
+
+    def _choose_route(self, call: Call) -> Service:
+        key = None if self.mode == "none" else self._bucket_for(call)
+        if key is None or not can_cut(self.body, key.values, call.sizes):
+            pieces = PiecesRoute(self.body, call.sizes, self.signature.tensors)
+            return Service(pieces, None if self.mode == "none" else self._why_not_recorded(call.sizes))
+        library, clone = self.library, self._config.options.clone_outputs
+        route = TapeRoute(self.body, library.tapes[key], key, call.sizes, library.buffers, clone=clone)
+        is_heavy = any(have > 2 * want for have, want in zip(key.values, call.sizes, strict=True))
+        reason = f"size {SizeKey(call.sizes)} runs as {key}"
+        return Service(route, Event("PG510", "call", reason, "add a capture size nearer to it") if is_heavy else None)
+
+    def _why_not_recorded(self, sizes: Sizes) -> Event:
+        wanted, options, num_tapes = SizeKey(sizes), self._config.options, len(self.library.tapes)
+        name = f"size {wanted} runs the compiled pieces without graphs"
+        if wanted in self.library.dropped:
+            return Event("PG402", "call", f"{name}: recording it ran out of memory")
+        if not any(key.covers(wanted) for key in self._candidates(sizes)):
+            return Event("PG503", "call", f"{name}: the largest recorded size is smaller", "add a larger capture size")
+        if num_tapes >= options.max_sizes and self._config.is_lazy:
+            reason = f"{name}: {num_tapes} sizes are recorded already"
+            return Event("PG509", "call", reason, "raise options['max_sizes']")
+        return Event("PG504", "call", f"{name}: only exact sizes may be used", "list the size in capture_sizes")
+
+    def _why_small_differs(self, route: Route, call: Call) -> Refusal | None:
+        """Compare a size of one with the function itself, once: Dynamo takes 1 for a constant, so it was not traced."""
+        if min(call.sizes, default=2) >= 2:
+            return None
+        written = (*self.library.state, *(call.tensors[i] for i in self.body.written_calls))
+        with preserved(written), interception.off():
+            found, _, shape = flatten(route.serve(call.tensors))
+        with preserved(written):
+            expected, _, expected_shape = flatten(self._function(*call.args, **call.kwargs))
+        reason = first_difference(found, expected) if shape == expected_shape else "another structure"
+        if reason is None:
+            return None
+        return Refusal(Event("PG508", "call", f"size {SizeKey(call.sizes)} gives {reason}"))
+
+    # -- choosing a size
+
+    def record_listed(self, call: Call) -> None:
+        """Record every size that was listed, or the ladder up to the call's size, and decide on padding."""
+        listed = self._config.capture_sizes
+        if listed != "auto":
+            keys = [SizeKey(values) for values in listed]
+        elif len(call.sizes) == 1:
+            keys = [SizeKey((size,)) for size in ladder(min(call.sizes[0], self._config.options.max_capture_size))]
+        else:
+            keys = [SizeKey(call.sizes)]
+        tapes = self.library.tapes
+        self.library.record([key for key in keys if key not in tapes and self._is_recordable(key)], call)
+        if tapes:
+            largest = max(tapes, key=lambda key: key.volume)
+            for dim, may in enumerate(self._can_pad):
+                if may is None:
+                    self._decide_padding(dim, largest, call)
+
+    def _candidates(self, sizes: Sizes) -> list[SizeKey]:
+        """The sizes a call may be padded to, recorded yet or not."""
+        listed, tapes = self._config.capture_sizes, self.library.tapes
+        if listed != "auto":
+            return [key for key in map(SizeKey, listed) if self._is_recordable(key)]
+        limit = self._config.options.max_capture_size
+        if any(size > limit for size in sizes):
+            return list(tapes)
+        can_pad = [may is not False for may in self._can_pad]
+        rung = SizeKey(tuple(min(next_rung(n), limit) if may else n for n, may in zip(sizes, can_pad, strict=True)))
+        # The plan may not be valid at the rung, or recording it ran out of memory: the exact size may still do.
+        wanted = rung if self._is_recordable(rung) else SizeKey(sizes)
+        return [key for key in {*tapes, wanted} if self._is_recordable(key)]
+
+    def _is_recordable(self, key: SizeKey) -> bool:
+        if key not in self._valid:
+            self._valid[key] = self.body.violated(key.values) is None
+        return self._valid[key] and key not in self.library.dropped
+
+    def _bucket_for(self, call: Call) -> SizeKey | None:
+        """The recorded size to use; it is recorded, and padding to it tried, first if need be."""
+        wanted = SizeKey(call.sizes)
+        while True:
+            key = best_fit(wanted, self._candidates(call.sizes), [may is not False for may in self._can_pad])
+            if key is None:
+                return None
+            if key not in self.library.tapes:
+                if self._config.is_lazy and len(self.library.tapes) >= self._config.options.max_sizes:
+                    return best_fit(wanted, self.library.tapes, [may is True for may in self._can_pad])
+                self._record_for(key, call)
+                continue  # a size that ran out of memory is no candidate any more: look again
+            pairs = enumerate(zip(key.values, call.sizes, strict=True))
+            undecided = [dim for dim, (have, want) in pairs if have > want and self._can_pad[dim] is None]
+            if not undecided:
+                return key
+            for dim in undecided:
+                self._decide_padding(dim, key, call)
+
+    def _record_for(self, key: SizeKey, call: Call) -> None:
+        if self._config.is_lazy:
+            self.library.record([key], call)
+        else:
+            self.record_listed(call)
+
+    def _decide_padding(self, dim: int, key: SizeKey, call: Call) -> None:
+        """Find out whether one size dimension may be padded."""
+        sizes = self._probe_size(dim, key, call)
+        if sizes is None:
+            return
+        name = self.signature.size_names[dim]
+        reason = self.library.why_not_pad(key, sizes, call)
+        self._can_pad[dim] = reason is None
+        if reason is None:
+            reason = "tried: what padded rows hold does not reach real rows"
+            self.decisions.append(Decision(f"padding of {name}", "allowed", reason))
+        else:
+            self.decisions.append(Decision(f"padding of {name}", "refused", reason))
+            self._events.emit(Event("PG404", f"size {name}", reason, 'padding="always" accepts it'))
+
+    def _probe_size(self, dim: int, key: SizeKey, call: Call) -> Sizes | None:
+        """A size to try padding with: half full shows most, the call's own is known to be valid."""
+        full, own = key.values[dim], call.sizes[dim]
+        for size in (full // 2 + 1, full - 1, own):
+            sizes = (*key.values[:dim], size, *key.values[dim + 1 :])
+            if 2 <= size < full and self.body.violated(sizes) is None:
+                return sizes
+        return (*key.values[:dim], own, *key.values[dim + 1 :]) if own < full else None

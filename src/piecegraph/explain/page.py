@@ -1,0 +1,312 @@
+"""The page about a failing run, as a value: evidence in, six sections out. What it reads like is in :mod:`wording`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from piecegraph.explain.advice import Suggestion, judge_suggestions
+from piecegraph.explain.echoes import Verdict, judge
+from piecegraph.explain.failure import Certainty, Evidence, Exit, Failure, Frame, Phase, Process, TreeLine
+from piecegraph.explain.known_issues import load_catalogue, match_known_issues
+from piecegraph.explain.ownership import place_of
+from piecegraph.explain.phases import PHASES, layers_of, phase_of
+from piecegraph.explain.root_cause import RootCause, find_root_cause
+
+Outcome = Literal["failure", "exits", "call chains", "nothing"]
+
+
+class Issue(Protocol):
+    """What the page needs of a known issue."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def meaning(self) -> str: ...
+    @property
+    def fix(self) -> str: ...
+    @property
+    def fixed_in(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def rule(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Processes that failed alike."""
+
+    type: str
+    message: str
+    count: int
+    processes: tuple[Process, ...]
+    role: Literal["root", "other", "echo", "survived"]
+    line: int | None
+    certainty: Certainty
+
+
+@dataclass(frozen=True, slots=True)
+class Who:
+    """Which processes failed, and how many ways to fail there are."""
+
+    groups: tuple[Group, ...]
+    """The root first."""
+    seen: tuple[Process, ...]
+    """Every process that the source names."""
+    exits: tuple[Exit, ...]
+    has_only_echoes: bool
+    is_ordered: bool
+    """Whether the source shows what came first."""
+
+    @property
+    def num_tracebacks(self) -> int:
+        return sum(group.count for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRow:
+    """One phase of the run."""
+
+    phase: Phase
+    state: Literal["done", "passed", "begun", "failed"]
+    """``passed``: begun, never said to be done, but a later phase was reached."""
+    line: int | None
+    size: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseReport:
+    """How far the run had come."""
+
+    rows: tuple[PhaseRow, ...]
+    failed: Phase | None
+    layers: tuple[str, ...]
+    """Through which layers the stack goes, outermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackLine:
+    """A frame that is shown, or a run of them that is folded."""
+
+    frame: Frame | None
+    folded: str = ""
+    is_innermost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StackPart:
+    """The frames of one exception of the chain."""
+
+    title: str
+    lines: tuple[StackLine, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownMatch:
+    """A known issue whose rule holds."""
+
+    id: str
+    title: str
+    meaning: str
+    fix: str
+    fixed_in: str
+    source: str
+    rule: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """Everything that is printed, in the order in which it is."""
+
+    sources: tuple[str, ...]
+    num_lines: int
+    outcome: Outcome
+    root: RootCause | None
+    who: Who
+    phase: PhaseReport
+    stack: tuple[StackPart, ...]
+    tree: tuple[TreeLine, ...]
+    """Instead of stacks, where they had to be reconstructed."""
+    known: tuple[KnownMatch, ...]
+    suggestions: tuple[Suggestion, ...]
+    artefacts: tuple[str, ...]
+    num_call_chains: int
+    error_lines: tuple[tuple[str, int | None], ...]
+    last_line: tuple[str, int | None] | None
+    other_runs: tuple[str, ...]
+    """The other runs in the same log, a line each."""
+    notes: tuple[str, ...]
+
+
+def compose(
+    evidence: Evidence,
+    known: Callable[[Failure], Sequence[Issue]] | None = None,
+    *,
+    other_runs: Sequence[Evidence] = (),
+) -> Page:
+    """Write the page.
+
+    Args:
+        evidence: what a log, or the records of a run, prove.
+        known: gives the known issues that match a failure; the catalogue that comes with piecegraph unless told
+            otherwise.
+        other_runs: the evidence of other runs in the same log.
+    """
+    verdict = judge(evidence)
+    failure = verdict.root
+    phase = _phases(evidence, failure)
+    find = known or _from_catalogue(evidence)
+    return Page(
+        sources=evidence.sources,
+        num_lines=evidence.num_lines,
+        outcome=_outcome(evidence, failure),
+        root=find_root_cause(failure) if failure is not None and failure.chain else None,
+        who=_who(evidence, verdict),
+        phase=phase,
+        stack=_stack(evidence, failure),
+        tree=evidence.tree if failure is not None and failure.certainty == "reconstructed" else (),
+        known=_known(find, verdict),
+        suggestions=judge_suggestions(evidence, failure, phase.failed) if failure is not None else (),
+        artefacts=evidence.artefacts,
+        num_call_chains=evidence.num_call_chains,
+        error_lines=evidence.error_lines,
+        last_line=evidence.last_line,
+        other_runs=tuple(_summary(run) for run in other_runs),
+        notes=evidence.notes,
+    )
+
+
+def _outcome(evidence: Evidence, failure: Failure | None) -> Outcome:
+    if failure is not None:
+        return "failure"
+    if any(exit.code for exit in evidence.exits):
+        return "exits"
+    return "call chains" if evidence.num_call_chains else "nothing"
+
+
+def _from_catalogue(evidence: Evidence) -> Callable[[Failure], Sequence[Issue]]:
+    lines = [text for text, _ in evidence.telling_lines]
+    return lambda failure: match_known_issues(failure, load_catalogue(), lines)
+
+
+def _known(find: Callable[[Failure], Sequence[Issue]], verdict: Verdict) -> tuple[KnownMatch, ...]:
+    # Some issues are known by a line of the log, and leave no exception behind.
+    failure = verdict.root or Failure(chain=(), kind="killed")
+    return tuple(
+        KnownMatch(issue.id, issue.title, issue.meaning, issue.fix, issue.fixed_in, issue.source, issue.rule)
+        for issue in find(failure)
+    )
+
+
+def _who(evidence: Evidence, verdict: Verdict) -> Who:
+    groups = [_group(verdict.root, "root")] if verdict.root is not None else []
+    survived = set(map(id, verdict.survived))
+    groups += [_group(failure, "survived" if id(failure) in survived else "other") for failure in verdict.others]
+    groups += [_group(failure, "echo") for failure in verdict.echoes]
+    is_recorded = all(failure.certainty == "recorded" for failure in evidence.failures)
+    return Who(
+        tuple(groups),
+        evidence.processes,
+        evidence.exits,
+        verdict.has_only_echoes,
+        is_recorded or len(evidence.sources) == 1,
+    )
+
+
+def _group(failure: Failure, role: Literal["root", "other", "echo", "survived"]) -> Group:
+    cause = find_root_cause(failure) if failure.chain else None
+    name, message = (cause.type, cause.message) if cause else (failure.kind, "")
+    return Group(name, message, failure.count, failure.processes, role, failure.line, failure.certainty)
+
+
+def _phases(evidence: Evidence, failure: Failure | None) -> PhaseReport:
+    frames = [frame for raised in failure.chain for frame in raised.frames] if failure is not None else []
+    if failure is not None and failure.certainty == "reconstructed":
+        frames = [line.frame for line in evidence.tree if line.frame is not None]
+    if failure is None:
+        frames = [frame for chain in evidence.call_chains[:1] for frame in chain]
+    failed = _failed_phase(evidence, frames) if failure is not None else None
+    rows = [row for phase in PHASES if (row := _phase_row(phase, evidence, failed)) is not None]
+    return PhaseReport(tuple(rows), failed, layers_of(frames))
+
+
+def _phase_row(phase: Phase, evidence: Evidence, failed: Phase | None) -> PhaseRow | None:
+    found = [milestone for milestone in evidence.milestones if milestone.phase == phase]
+    done = next((milestone for milestone in found if milestone.state == "done"), None)
+    begun = next((milestone for milestone in found if milestone.state != "done"), None)
+    size = next((milestone.size for milestone in reversed(found) if milestone.size), "")
+    if phase == failed:
+        return PhaseRow(phase, "failed", begun.line if begun else None, size)
+    if done is not None:
+        return PhaseRow(phase, "done", done.line, size)
+    if begun is None:
+        return None
+    return PhaseRow(phase, "passed" if PHASES.index(phase) < _furthest(evidence) else "begun", begun.line, size)
+
+
+def _furthest(evidence: Evidence) -> int:
+    """How far the run is known to have come."""
+    return max((PHASES.index(milestone.phase) for milestone in evidence.milestones), default=0)
+
+
+def _failed_phase(evidence: Evidence, frames: Sequence[Frame]) -> Phase | None:
+    """Where it failed: recorded as such, seen in the stack, or the last that was begun and not done."""
+    noted = [milestone.phase for milestone in evidence.milestones if milestone.state == "failed"]
+    if noted:
+        return "capture" if "capture" in noted else noted[-1]
+    done = {milestone.phase for milestone in evidence.milestones if milestone.state == "done"}
+    by_stack = phase_of(frames)
+    if by_stack is not None and by_stack not in done:
+        return by_stack
+    last = PHASES[_furthest(evidence)]
+    return last if evidence.milestones and last not in done else by_stack
+
+
+def _stack(evidence: Evidence, failure: Failure | None) -> tuple[StackPart, ...]:
+    if failure is None:
+        return tuple(StackPart("call chain", fold(chain)) for chain in evidence.call_chains[:1])
+    parts = []
+    for raised in failure.chain:
+        title = {"": "", "cause": "then, caused by it: ", "context": "then, while handling it: "}[raised.link]
+        parts.append(StackPart(f"{title}{raised.type}", fold(raised.frames)))
+    return tuple(part for part in parts if part.lines)
+
+
+def fold(frames: Sequence[Frame]) -> tuple[StackLine, ...]:
+    """Library frames in a row become one line; the innermost frame and the user's are kept."""
+    lines: list[StackLine] = []
+    run: list[Frame] = []
+    for at, frame in enumerate(frames):
+        is_innermost = at == len(frames) - 1
+        place = place_of(frame.file)
+        if place.owner in ("library", "python") and not is_innermost:
+            if run and place_of(run[0].file).package != place.package:
+                lines.append(_folded(run))
+                run = []
+            run.append(frame)
+            continue
+        if run:
+            lines.append(_folded(run))
+            run = []
+        lines.append(StackLine(frame, is_innermost=is_innermost))
+    return tuple(lines)
+
+
+def _folded(run: Sequence[Frame]) -> StackLine:
+    package = place_of(run[0].file).package
+    if len(run) == 1:
+        return StackLine(None, f"1 frame in {package}: {run[0].function}")
+    return StackLine(None, f"{len(run)} frames in {package}: {run[0].function} to {run[-1].function}")
+
+
+def _summary(run: Evidence) -> str:
+    where = f"lines {run.first_line} to {run.first_line + run.num_lines - 1}"
+    root = judge(run).root
+    if root is None or not root.chain:
+        return f"{where}: no failure"
+    cause = find_root_cause(root)
+    return f"{where}: {cause.type}: {cause.message}"

@@ -1,0 +1,348 @@
+"""One pass over logs: ordinary lines are observed, tracebacks are gathered stream by stream and resolved when they end.
+
+In come lines, out comes one :class:`Evidence` for each run. A run ends where another one begins behind a failure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field, replace
+
+from piecegraph.explain.chunks import kind_of, mask
+from piecegraph.explain.failure import Evidence, Failure, Frame, Process, TreeLine
+from piecegraph.explain.launcher import exits_of_table
+from piecegraph.explain.log_lines import Line, PrefixReader
+from piecegraph.explain.observations import WORDS, Observations, has_any, words_in
+from piecegraph.explain.phases import milestone_of
+from piecegraph.explain.resolve import Resolved, resolve
+from piecegraph.explain.tail import Tail
+
+MAX_STREAM_LINES = 20_000
+"""A stream is resolved when it holds as many lines, even if it goes on."""
+MAX_DISTINCT_FAILURES = 200
+"""More are counted and not kept."""
+MAX_SEARCHED_LINES = 10_000
+"""So many lines of processes that differ are reconstructed; behind them exceptions are counted."""
+MAX_READ_PARTS = 50_000
+"""So many heads and frames of tracebacks are read. Of more, all but the end is counted: see :class:`Tail`."""
+MAX_PROCESSES = 4096
+MAX_CALL_CHAINS = 20
+QUIET_LINES = 200
+"""A traceback has ended when as many lines without a part of one have passed ..."""
+PATIENCE_LINES = 5000
+"""... or as many in which only other streams had one."""
+MAX_GATHERED_LINES = 60_000
+"""Of all streams together; the fullest is resolved when there are more."""
+
+
+OPENING = (
+    *('File "', "(most recent call", "Process ", "Exception i", " above exception"),
+    *("Fatal Python error", "terminate called after", "--- Logging error"),
+)
+"""A line that is, or announces, a part of a traceback holds one of these."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The lines of one process that may belong to tracebacks."""
+
+    lines: list[Line] = field(default_factory=list)
+    latest: int = 0
+    """The line number of the latest part of a traceback."""
+
+
+class _Failures:
+    """Failures by what was told: equal ones are counted."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, Failure] = {}
+        self.num_not_kept = 0
+
+    def add(self, failure: Failure) -> None:
+        key = _identity(failure)
+        known = self._kept.get(key)
+        if known is not None:
+            self._kept[key] = _merged(known, failure)
+        elif len(self._kept) < MAX_DISTINCT_FAILURES:
+            self._kept[key] = failure
+        else:
+            self.num_not_kept += failure.count
+
+    def in_order(self) -> tuple[Failure, ...]:
+        return tuple(sorted(self._kept.values(), key=lambda failure: failure.line or 0))
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+
+@dataclass(slots=True)
+class _Run:
+    """What one run has shown so far."""
+
+    first_line: int = 1
+    num_lines: int = 0
+    seen: Observations = field(default_factory=Observations)
+    failures: _Failures = field(default_factory=_Failures)
+    processes: dict[Process, None] = field(default_factory=dict)
+    chains: list[tuple[Frame, ...]] = field(default_factory=list)
+    num_chains: int = 0
+    tree: tuple[TreeLine, ...] = ()
+    telling: list[tuple[str, int | None]] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, found: Resolved) -> None:
+        for failure in found.failures:
+            self.failures.add(failure)
+            last = failure.chain[-1]
+            if last.type.endswith("ChildFailedError"):
+                self.seen.exits.extend(exits_of_table(last.message, failure.line))
+        self.num_chains += len(found.call_chains)
+        self.chains += found.call_chains[: MAX_CALL_CHAINS - len(self.chains)]
+        self.tree = self.tree or found.tree
+        self.notes.update(found.notes)
+
+    def evidence(self, sources: tuple[str, ...]) -> Evidence:
+        seen, notes = self.seen, list(self.notes)[:MAX_CALL_CHAINS]
+        if self.failures.num_not_kept:
+            notes.append(
+                f"more than {MAX_DISTINCT_FAILURES} distinct failures: {self.failures.num_not_kept} further tracebacks "
+                "were counted and not kept"
+            )
+        ranks = (Process(f"rank{rank}", rank=rank) for rank in sorted(seen.ranks))
+        return Evidence(
+            sources=sources,
+            num_lines=self.num_lines,
+            first_line=self.first_line,
+            processes=tuple(dict.fromkeys((*self.processes, *seen.workers.values(), *ranks))),
+            failures=self.failures.in_order(),
+            milestones=tuple(seen.milestones.values()),
+            suggestions=tuple(seen.suggestions.items()),
+            memory_signs=tuple(seen.memory_signs),
+            artefacts=tuple(_listed(path, names) for path, names in seen.artefacts.items()),
+            num_call_chains=self.num_chains,
+            call_chains=tuple(self.chains),
+            exits=tuple(seen.exits),
+            free_memory=seen.free_memory,
+            error_lines=tuple(seen.errors),
+            telling_lines=tuple(self.telling),
+            last_line=seen.last_line,
+            tree=self.tree,
+            notes=tuple(notes),
+        )
+
+
+def _listed(path: str, names: list[str]) -> str:
+    if not names:
+        return path
+    return f"{path} ({len(names)} files: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+
+
+class Scanner:
+    """Feed it the lines of logs, then ask for the evidence.
+
+    Several logs are taken for one run, each written by its own process; one log may hold several runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_one_log: bool = True,
+        is_telling: Callable[[str], object] = lambda line: False,
+        telling_words: Iterable[str] = (),
+    ) -> None:
+        """Make one.
+
+        Args:
+            is_one_log: whether all lines come from one log, which may hold several runs.
+            is_telling: whether a known issue is recognised by a line outside of tracebacks.
+            telling_words: every such line holds one of these.
+        """
+        self._is_one_log, self._is_telling = is_one_log, is_telling
+        self._words = (*WORDS, *telling_words)
+        self._finished: list[Evidence] = []
+        self._sources: list[str] = []
+        self._label = ""
+        self._number = 0
+        self._run = _Run()
+        self._reader = PrefixReader()
+        self._streams: dict[Process, _Stream] = {}
+        self._num_searched = self._num_read = 0
+        self._tail: Tail | None = None
+        self._watched: tuple[str, ...] = ()  # the words in the present block
+        self._opening: tuple[str, ...] = ()
+
+    def add_notes(self, notes: Iterable[str]) -> None:
+        """Remarks on the logs themselves."""
+        self._run.notes.update(notes)
+
+    @property
+    def num_failures(self) -> int:
+        """How many failures of the present run are resolved, equal ones counted each."""
+        return sum(failure.count for failure in self._run.failures.in_order())
+
+    def begin_log(self, name: str, label: str) -> None:
+        """What follows is another log; ``label`` names it where there are several."""
+        self._read_tail()
+        self._close_streams()
+        self._collect_processes()
+        self._sources.append(name)
+        self._label, self._number = label, 0
+        self._reader = PrefixReader()
+
+    def feed(self, lines: list[str]) -> None:
+        """The next lines of the log."""
+        self._opening = words_in("\n".join(lines), OPENING)
+        told = "\n".join(line for line in lines if not line.startswith(("    ", '  File "')))
+        self._watched = words_in(told, self._words)
+        for at, raw in enumerate(lines):
+            if self._num_read > MAX_READ_PARTS:
+                self._pass_by(lines[at:])
+                break
+            self._number += 1
+            if self._streams or has_any(raw, self._opening) or self._is_worth_observing(raw):
+                self._look_at(raw)
+            elif raw[:1] in ("[", "("):
+                self._reader.note(raw)
+        self._run.num_lines += len(lines)
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        if last:
+            self._run.seen.last_line = (last, self._number)
+
+    def finish(self) -> tuple[Evidence, ...]:
+        """The evidence of every run, in order."""
+        self._read_tail()
+        self._close_streams()
+        self._collect_processes()
+        self._end_run()
+        return tuple(self._finished)
+
+    def _look_at(self, raw: str) -> None:
+        is_worth_observing = self._is_worth_observing(raw)
+        for process, line in self._reader.read(self._number, raw):
+            self._gather(process, line)
+            if is_worth_observing and not line.text.startswith("    ") and kind_of(line.text) != "frame":
+                self._observe(line, raw)
+        if self._streams and not self._number % QUIET_LINES:
+            self._close_streams(only_quiet=True)
+
+    def _pass_by(self, lines: list[str]) -> None:
+        """Observe lines of a log of which no more tracebacks are read."""
+        if self._tail is None:
+            self._tail = Tail()
+            for process, stream in self._streams.items():
+                if sum(kind_of(line.text) == "header" for line in stream.lines) > 1:
+                    self._resolve(stream.lines, process, is_open=True)
+            self._streams.clear()  # what is unfinished ends in the lines that are passed by, and is counted there
+        self._tail.add(self._number + 1, lines)
+        for raw in lines:
+            self._number += 1
+            if raw[:2] != "  " and self._is_worth_observing(raw):
+                for _, line in self._reader.read(self._number, raw):
+                    self._observe(line, raw)
+
+    def _is_worth_observing(self, raw: str) -> bool:
+        return has_any(raw, self._watched) or self._run.seen.is_listing(self._number)
+
+    def _gather(self, process: Process, line: Line) -> None:
+        if self._label:
+            process = replace(process, label=f"{self._label} {process.label}".rstrip())
+        is_part = has_any(line.text, OPENING)
+        stream = self._streams.get(process)
+        if stream is None and is_part:
+            stream = self._streams[process] = _Stream()
+        if stream is not None:
+            stream.lines.append(line)
+            if is_part:
+                stream.latest = self._number
+                self._num_read += 1
+            if len(stream.lines) >= MAX_STREAM_LINES:
+                stream.lines = self._resolve(stream.lines, process, is_open=True)
+
+    def _observe(self, line: Line, raw: str) -> None:
+        seen = self._run.seen
+        milestone = milestone_of(line.text, line.number)
+        if milestone is not None:
+            if self._is_one_log and milestone.phase == "init" and milestone.state == "begun":
+                self._close_streams()
+                if self._run.failures:
+                    self._end_run()
+                    seen = self._run.seen
+            seen.keep(milestone)
+        seen.observe(line, raw)
+        if len(self._run.telling) < MAX_CALL_CHAINS and self._is_telling(line.text):
+            self._run.telling.append((line.text, line.number))
+
+    def _close_streams(self, *, only_quiet: bool = False) -> None:
+        latest = max((stream.latest for stream in self._streams.values()), default=0)
+        is_quiet = not only_quiet or self._number - latest >= QUIET_LINES
+        for process, stream in list(self._streams.items()):
+            if is_quiet or self._number - stream.latest >= PATIENCE_LINES:
+                del self._streams[process]
+                self._resolve(stream.lines, process)
+        if sum(len(stream.lines) for stream in self._streams.values()) > MAX_GATHERED_LINES:
+            process, fullest = max(self._streams.items(), key=lambda item: len(item[1].lines))
+            fullest.lines = self._resolve(fullest.lines, process, is_open=True)
+
+    def _resolve(self, lines: list[Line], process: Process, *, is_open: bool = False) -> list[Line]:
+        """Resolve a stream; what is left of an open one, because it is not complete, comes back."""
+        may_search = self._num_searched < MAX_SEARCHED_LINES
+        found = resolve(lines, process, may_search=may_search, is_open=is_open)
+        if any(failure.certainty == "reconstructed" for failure in found.failures):
+            self._num_searched += len(lines)
+            if not may_search:
+                self._run.notes["interleaved tracebacks were too many to reconstruct all: exceptions were counted"] += 1
+        self._run.add(found)
+        if found.rest_from is None:
+            return []
+        place = next(at for at, line in enumerate(lines) if line.number >= found.rest_from)
+        return lines[place:]
+
+    def _read_tail(self) -> None:
+        """Read the end of a log that was too long to read whole: it tells what the run died of."""
+        if self._tail is None:
+            return
+        tail, self._tail, self._num_read = self._tail, None, 0
+        for number, raw in tail.lines():
+            for process, line in self._reader.read(number, raw):
+                self._gather(process, line)
+        self._run.notes.update(tail.notes(MAX_READ_PARTS))
+
+    def _collect_processes(self) -> None:
+        named = [Process(self._label)] if self._label else []
+        for process in (*named, *self._reader.processes):
+            if len(self._run.processes) < MAX_PROCESSES:
+                self._run.processes[process] = None
+
+    def _end_run(self) -> None:
+        self._collect_processes()
+        self._finished.append(self._run.evidence(tuple(self._sources)))
+        self._run = _Run(first_line=self._number)
+
+
+def _identity(failure: Failure) -> Hashable:
+    """Equal for processes that failed alike: without sources, addresses and numbers."""
+    return failure.kind, tuple(
+        (
+            raised.type,
+            mask(raised.message.partition("\n")[0]),
+            tuple((frame.file, frame.line, frame.function) for frame in raised.frames),
+        )
+        for raised in failure.chain
+    )
+
+
+def _merged(known: Failure, other: Failure) -> Failure:
+    certainties = {known.certainty, other.certainty}
+    certainty = next(c for c in ("reconstructed", "unwoven", "printed", "recorded") if c in certainties)
+    processes = known.processes
+    if len(processes) < MAX_PROCESSES:
+        processes = tuple(dict.fromkeys((*processes, *other.processes)))
+    lines = [line for line in (known.line, other.line) if line is not None]
+    return replace(
+        known,
+        count=known.count + other.count,
+        processes=processes,
+        certainty=certainty,
+        line=min(lines) if lines else None,
+    )

@@ -1,0 +1,1 @@
+"""A call becomes one graph, then pieces and cuts, then a program of compiled pieces."""

@@ -1,0 +1,59 @@
+"""An example call, taken apart: what both front ends start from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from piecegraph.base.plan import Decision
+from piecegraph.base.structure import Structure, flatten
+from piecegraph.graph.dims import DimRequest, find_dynamic_dims
+from piecegraph.graph.signature import Binder, Signature, make_signature
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call with its leaves, its signature and the dimensions that may vary."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    binder: Binder
+    leaves: tuple[Any, ...]
+    structure: Structure
+    """Of the tuple of all argument values."""
+    signature: Signature
+    requests: tuple[DimRequest, ...]
+    decision: Decision
+    """How the dynamic dimensions were chosen."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the same call with other tensors."""
+        others = iter(tensors)
+        leaves = (next(others) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves)
+        return self.binder.unbind(self.args, self.kwargs, list(self.structure.build(leaves)))
+
+
+def read_example(
+    function: Callable[..., Any],
+    binder: Binder,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    dynamic_dims: Literal["auto"] | Mapping[str, Any],
+    static_inputs: Sequence[str],
+    training: bool | None,
+) -> Example:
+    """Take an example call apart and decide which of its dimensions are sizes."""
+    names, values = binder.bind(args, kwargs)
+    leaves, _, structure = flatten(tuple(values))
+    paths = [path for name, value in zip(names, values, strict=True) for path in flatten(value, name)[1]]
+    requests, decision = find_dynamic_dims(function, leaves, paths, dynamic_dims)
+    signature = make_signature(names, values, requests, static_inputs, training)
+    return Example(args, kwargs, binder, tuple(leaves), structure, signature, requests, decision)

@@ -1,0 +1,332 @@
+"""What a plan expects of a call, and the check that a call is of that kind.
+
+An example call comes in; a :class:`Signature` comes out. ``match`` then takes a call apart into its tensors and
+sizes, or says which argument does not fit. This check stands in for Dynamo's guards and is the only one made at
+replay.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from piecegraph.base.structure import Structure, flatten
+from piecegraph.errors import TraceError
+from piecegraph.graph.dims import DimRequest
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_CONSTANTS = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, type, types.FunctionType,
+    types.BuiltinFunctionType, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.nn.Module,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLeaf:
+    """What is expected of one tensor argument."""
+
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    """As in the example; dynamic dimensions vary."""
+    dim_order: tuple[int, ...]
+    """Dimensions from the slowest to the fastest in memory: static buffers keep the example's layout."""
+    dynamic: tuple[tuple[int, int], ...] = ()
+    """(dimension, index of its size)."""
+    fixed: tuple[tuple[int, int], ...] = ()
+    """(dimension, size) of all others."""
+    address: int | None = None
+    """Where the data must lie, for inputs declared static."""
+
+    def show(self, size_names: Sequence[str]) -> str:
+        names = {dim: size_names[size] for dim, size in self.dynamic}
+        dims = ", ".join(names.get(d, str(n)) for d, n in enumerate(self.shape))
+        return f"{self.name}[{dims}] {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """An argument that is not a tensor: part of the plan, must stay as it was."""
+
+    name: str
+    value: Any
+
+    def fits(self, value: Any) -> bool:
+        return value is self.value or (type(value) is type(self.value) and bool(value == self.value))
+
+
+Leaf = TensorLeaf | Constant
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that fits a plan: its tensors in the plan's order, its sizes, and the arguments as they were passed."""
+
+    tensors: list[torch.Tensor]
+    sizes: tuple[int, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Binder:
+    """Brings the arguments of a call into one order, however they were passed."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        try:
+            self._parameters = inspect.signature(function).parameters
+        except (TypeError, ValueError):  # a builtin: any arguments
+            self._parameters = inspect.signature(lambda *args, **kwargs: None).parameters
+        self._orders: dict[tuple[int, tuple[str, ...]], tuple[tuple[str, ...], tuple[int, ...], list[Any]]] = {}
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str, ...], list[Any]]:
+        """Names and values of all arguments, defaults included, in the order of the parameters.
+
+        >>> Binder(lambda x, y=1, *, z=2: None).bind((5,), {"z": 3})
+        (('x', 'y', 'z'), [5, 1, 3])
+        """
+        shape = (len(args), tuple(kwargs))
+        if shape not in self._orders:
+            self._orders[shape] = self._order(*shape)
+        names, order, defaults = self._orders[shape]
+        given = [*args, *kwargs.values(), *defaults]
+        return names, [given[i] for i in order]
+
+    def unbind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Other values in place of those :meth:`bind` found, passed the same way as in this call."""
+        _, order, _ = self._orders[len(args), tuple(kwargs)]
+        given: list[Any] = [*args, *kwargs.values()]
+        for index, value in zip(order, values, strict=True):
+            if index < len(given):  # not a default
+                given[index] = value
+        return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
+
+    def _order(self, num_args: int, keywords: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...], list[Any]]:
+        signature = inspect.Signature(list(self._parameters.values()))
+        positions = {name: num_args + i for i, name in enumerate(keywords)}
+        bound = signature.bind(
+            *range(num_args), **positions
+        )  # TypeError for a wrong call, as the function itself would
+        names: list[str] = []
+        order: list[int] = []
+        defaults: list[Any] = []
+        for name, parameter in self._parameters.items():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                indices = bound.arguments.get(name, ())
+                names += [f"{name}[{i}]" for i in range(len(indices))]
+                order += indices
+            elif parameter.kind is parameter.VAR_KEYWORD:
+                extra = sorted(bound.arguments.get(name, {}).items())
+                names += [key for key, _ in extra]
+                order += [index for _, index in extra]
+            elif name in bound.arguments:
+                names.append(name)
+                order.append(bound.arguments[name])
+            else:
+                names.append(name)
+                order.append(num_args + len(keywords) + len(defaults))
+                defaults.append(parameter.default)
+        return tuple(names), tuple(order), defaults
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a plan expects of a call."""
+
+    names: tuple[str, ...]
+    arguments: tuple[Leaf | tuple[Structure, tuple[Leaf, ...]], ...]
+    """One entry for each name: a leaf, or a container with its leaves."""
+    size_names: tuple[str, ...]
+    training: bool | None
+    """The module's mode, None for a function."""
+
+    @property
+    def tensors(self) -> tuple[TensorLeaf, ...]:
+        flat: list[Leaf] = []
+        for argument in self.arguments:
+            flat += argument[1] if isinstance(argument, tuple) else (argument,)
+        return tuple(leaf for leaf in flat if isinstance(leaf, TensorLeaf))
+
+    def match(
+        self,
+        names: tuple[str, ...],
+        values: list[Any],
+        training: bool | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Call | str:
+        """Take a call apart, or say what does not fit. ``names`` and ``values`` are what a :class:`Binder` made of
+        it.
+        """
+        if names != self.names:
+            return f"called with ({', '.join(names)}), planned for ({', '.join(self.names)})"
+        if training is not self.training:
+            return f"the module is in {'training' if training else 'eval'} mode, planned for the other"
+        tensors: list[torch.Tensor] = []
+        sizes: list[int] = [-1] * len(self.size_names)
+        for argument, value in zip(self.arguments, values, strict=True):
+            if isinstance(argument, tuple):
+                leaves, _, structure = flatten(value)
+                if structure != argument[0]:
+                    return f"{argument[1][0].name if argument[1] else 'a container'} has another structure than planned"
+                reason = next(filter(None, map(_misfit, argument[1], leaves, [sizes] * len(leaves))), None)
+                tensors += [leaf for leaf, spec in zip(leaves, argument[1], strict=True) if type(spec) is TensorLeaf]
+            else:
+                reason = _misfit(argument, value, sizes)
+                if type(argument) is TensorLeaf:
+                    tensors.append(value)
+            if reason is not None:
+                return reason
+        return Call(tensors, tuple(sizes), args, kwargs)
+
+
+def _misfit(leaf: Leaf, value: Any, sizes: list[int]) -> str | None:
+    """Why a value does not fit its leaf; fills in the sizes it carries."""
+    if type(leaf) is Constant:
+        return None if leaf.fits(value) else f"{leaf.name} is {value!r:.80}, planned for {leaf.value!r:.80}"
+    assert type(leaf) is TensorLeaf
+    if type(value) not in _PLAIN_TENSORS:
+        return f"{leaf.name} is a {type(value).__name__}, planned for a Tensor"
+    if value.dtype is not leaf.dtype:
+        return f"{leaf.name} is {value.dtype}, planned for {leaf.dtype}"
+    if value.device != leaf.device:
+        return f"{leaf.name} is on {value.device}, planned for {leaf.device}"
+    shape = value.shape
+    if len(shape) != len(leaf.shape):
+        return f"{leaf.name} has {len(shape)} dimensions, planned for {len(leaf.shape)}"
+    for dim, size in leaf.fixed:
+        if shape[dim] != size:
+            return f"{leaf.name}.shape[{dim}] is {shape[dim]}, planned for {size}"
+    for dim, index in leaf.dynamic:
+        if sizes[index] == -1:
+            sizes[index] = shape[dim]
+        elif sizes[index] != shape[dim]:
+            return f"{leaf.name}.shape[{dim}] is {shape[dim]}, but the same size is {sizes[index]} elsewhere"
+    if leaf.address is not None and value.data_ptr() != leaf.address:
+        return f"{leaf.name} is declared static but lies at another address than planned"
+    return None
+
+
+def make_signature(
+    names: tuple[str, ...],
+    values: Sequence[Any],
+    requests: Sequence[DimRequest],
+    static_inputs: Sequence[str],
+    training: bool | None,
+) -> Signature:
+    """Describe an example call. Raises PG203 for an argument whose changes could not be noticed."""
+    groups = tuple(dict.fromkeys(request.group for request in requests))
+    dynamic: dict[int, dict[int, int]] = {}
+    for request in requests:
+        dynamic.setdefault(request.leaf, {})[request.dim] = groups.index(request.group)
+    arguments: list[Leaf | tuple[Structure, tuple[Leaf, ...]]] = []
+    position = 0
+    for name, value in zip(names, values, strict=True):
+        leaves, paths, structure = flatten(value, name)
+        specs = tuple(
+            _leaf(path, leaf, dynamic.get(position + i, {}), path in static_inputs)
+            for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True))
+        )
+        position += len(leaves)
+        arguments.append(specs[0] if structure.is_leaf else (structure, specs))
+    return Signature(names, tuple(arguments), groups, training)
+
+
+def _leaf(name: str, value: Any, dynamic: dict[int, int], is_static: bool) -> Leaf:
+    if isinstance(value, torch.Tensor):
+        if type(value) not in _PLAIN_TENSORS or value.layout is not torch.strided or value.is_quantized:
+            raise TraceError(
+                "PG203",
+                f"{name} is a {type(value).__name__} of layout {value.layout}",
+                why="only plain dense tensors have fixed addresses",
+            )
+        shape = tuple(value.shape)
+        strides = value.stride()
+        order = sorted(range(len(shape)), key=lambda d: (-strides[d], d)) if _is_dense(value) else range(len(shape))
+        return TensorLeaf(
+            name=name,
+            dtype=value.dtype,
+            device=value.device,
+            shape=shape,
+            dim_order=tuple(order),
+            dynamic=tuple(dynamic.items()),
+            fixed=tuple((d, n) for d, n in enumerate(shape) if d not in dynamic),
+            address=value.data_ptr() if is_static else None,
+        )
+    if is_constant(value):
+        return Constant(name, value)
+    raise TraceError(
+        "PG203",
+        f"{name} is a {type(value).__name__}",
+        why="a plan cannot see changes inside such an object",
+        hint="pass tensors, numbers, strings, None, or tuples, lists, dicts and dataclasses of them",
+    )
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a value can be part of a plan: compared by value or identity, never changed from outside."""
+    return isinstance(value, _CONSTANTS)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a block of memory without gaps or overlaps, in some order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return tensor.numel() > 0
+
+
+def dense_strides(shape: Sequence[int], dim_order: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor whose dimensions lie in this order, slowest first.
+
+    >>> dense_strides((2, 3, 4), (0, 2, 1))
+    (12, 1, 3)
+    """
+    strides = [0] * len(shape)
+    step = 1
+    for dim in reversed(dim_order):
+        strides[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(strides)
+
+
+def with_fixed(signature: Signature, fixed: Sequence[tuple[str, int]]) -> Signature:
+    """The signature with some (input, dimension) pairs no longer dynamic, and sizes nobody carries dropped."""
+
+    def settle(leaf: Leaf) -> Leaf:
+        if not isinstance(leaf, TensorLeaf):
+            return leaf
+        dynamic = tuple((d, s) for d, s in leaf.dynamic if (leaf.name, d) not in fixed)
+        moving = {d for d, _ in dynamic}
+        return replace(leaf, dynamic=dynamic, fixed=tuple((d, n) for d, n in enumerate(leaf.shape) if d not in moving))
+
+    def rename(leaf: Leaf) -> Leaf:
+        if not isinstance(leaf, TensorLeaf):
+            return leaf
+        return replace(leaf, dynamic=tuple((d, kept.index(signature.size_names[s])) for d, s in leaf.dynamic))
+
+    settled = _map_leaves(signature, settle)
+    carried = {size for leaf in settled.tensors for _, size in leaf.dynamic}
+    kept = [name for size, name in enumerate(signature.size_names) if size in carried]
+    return replace(_map_leaves(settled, rename), size_names=tuple(kept))
+
+
+def _map_leaves(signature: Signature, change: Callable[[Leaf], Leaf]) -> Signature:
+    arguments: list[Leaf | tuple[Structure, tuple[Leaf, ...]]] = []
+    for argument in signature.arguments:
+        if isinstance(argument, tuple):
+            arguments.append((argument[0], tuple(change(leaf) for leaf in argument[1])))
+        else:
+            arguments.append(change(argument))
+    return replace(signature, arguments=tuple(arguments))

@@ -1,0 +1,66 @@
+"""Symbolic sizes: from the sizes of a call to the value of every expression in the graph.
+
+Note [Dropped guards]
+~~~~~~~~~~~~~~~~~~~~~
+Tracing and compiling take decisions that hold for some sizes only (``if x.shape[0] > 16``). Dynamo would check them
+at every call. We check them once for each new size, at that size and not at the bucket it is padded to: a size that
+violates one runs eagerly, with the line that took the decision as the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch.fx
+
+from piecegraph.base import torch_compat
+from piecegraph.errors import TraceError
+from piecegraph.graph.signature import Signature
+
+
+@dataclass(frozen=True)
+class SizeRules:
+    """Knows which size each symbol is, and for which sizes the graph is valid."""
+
+    symbols: Mapping[sympy.Symbol, int]
+    """The index of the size each symbol stands for."""
+    fake_mode: Any
+
+    @staticmethod
+    def learn(signature: Signature, placeholders: Mapping[int, torch.fx.Node], fake_mode: Any) -> SizeRules:
+        """Read the symbols off the placeholders of the call's tensors."""
+        symbols: dict[sympy.Symbol, int] = {}
+        found: list[tuple[str, sympy.Expr]] = []
+        for index, leaf in enumerate(signature.tensors):
+            for dim, size in leaf.dynamic if index in placeholders else ():
+                value = torch_compat.meta_value(placeholders[index]).shape[dim]
+                found.append((f"{leaf.name}.shape[{dim}]", torch_compat.size_expr(value)))
+                symbol = torch_compat.original_symbol(value)
+                if symbol is not None:
+                    symbols[symbol] = size
+        for name, expr in found:  # equal sizes are written with one of their symbols, not always their own
+            if expr.free_symbols - symbols.keys():
+                raise TraceError(
+                    "PG205", f"{name} cannot vary freely", why=f"the model ties it to {expr}", hint="make it static"
+                )
+        return SizeRules(symbols, fake_mode)
+
+    def values(self, sizes: tuple[int, ...]) -> dict[sympy.Symbol, sympy.Integer]:
+        """Every symbol's value in a call of these sizes."""
+        return {symbol: sympy.Integer(sizes[size]) for symbol, size in self.symbols.items()}
+
+    def evaluate(self, expr: sympy.Expr, sizes: tuple[int, ...]) -> int:
+        """The value of a size expression in a call of these sizes."""
+        return int(expr.xreplace(self.values(sizes)))
+
+    def violated(self, sizes: tuple[int, ...]) -> str | None:
+        """The condition that these sizes violate, with its line. See Note [Dropped guards]."""
+        values = self.values(sizes)
+        for condition, line in torch_compat.size_guards(self.fake_mode):
+            # A condition on data (an unbacked symbol) is an assertion in the graph itself.
+            if condition.free_symbols <= values.keys() and condition.xreplace(values) == sympy.false:
+                return f"the plan holds only where {condition}" + (f", decided at `{line}`" if line else "")
+        return None

@@ -1,0 +1,321 @@
+"""Stage 1: a function and an example call in, one graph out.
+
+Dynamo traces once, with no gradients and no graph breaks; afterwards nothing of Dynamo runs again. So everything its
+generated code would do around the graph is written down here: where each graph input comes from (an argument, a
+weight, a size) and where each part of the result comes from (the graph, an argument, a size, a view of an argument).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from piecegraph.base import torch_compat
+from piecegraph.base.plan import SourceLine
+from piecegraph.base.structure import Structure, flatten
+from piecegraph.base.user_code import is_user_file
+from piecegraph.errors import TraceError
+from piecegraph.graph.example import Example
+from piecegraph.graph.signature import Signature, dense_strides, is_constant, with_fixed
+from piecegraph.graph.sizes import SizeRules
+from piecegraph.graph.sources import Fixed, FromCall, FromGraph, FromSize, GraphInput, Weight
+from piecegraph.graph.views import InputView, find_view
+
+EAGER_OP_REASON = "a function marked with piecegraph.eager_op cannot be traced"
+"""What such a function says when it is; see breakable.py."""
+
+ResultLeaf = FromGraph | FromCall | FromSize | InputView | Fixed
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A function as one graph."""
+
+    signature: Signature
+    graph: torch.fx.Graph
+    owner: torch.nn.Module
+    """Holds the attributes that ``get_attr`` nodes name."""
+    fake_mode: Any
+    inputs: Mapping[torch.fx.Node, GraphInput]
+    """Where each placeholder comes from, in order."""
+    results: tuple[ResultLeaf, ...]
+    structure: Structure
+    """Puts the result leaves together as the function returned them."""
+    sizes: SizeRules
+    written_calls: tuple[int, ...]
+    """Arguments the function writes to, as indices into ``signature.tensors``."""
+    written_weights: tuple[Weight, ...]
+    streams: Mapping[int, Any]
+    """The streams and events the graph refers to by number."""
+
+    @property
+    def output_nodes(self) -> tuple[torch.fx.Node, ...]:
+        """The nodes whose values the result needs, each once."""
+        return tuple(dict.fromkeys(leaf.node for leaf in self.results if isinstance(leaf, FromGraph)))
+
+
+def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, torch.Tensor]) -> Traced:
+    """Trace a function on an example call. Nothing is executed and nothing of the caller's is changed."""
+    tensors = _stand_ins(example)
+    args, kwargs = example.with_tensors(tensors)
+    capture = _capture(_traceable(function), args, kwargs)
+    graph, owner = _graph_of(capture)
+    inputs = _identify_inputs(graph, capture.example_inputs, tensors, weights)
+    by_leaf = {source.index: node for node, source in inputs.items() if isinstance(source, FromCall)}
+    signature = with_fixed(example.signature, _fixed_dims(example, by_leaf))
+    returned, marks = _dry_run(capture, graph, args, kwargs)
+    results, structure = _identify_results(returned, marks, inputs, tensors)
+    written = _written_placeholders(graph)
+    return Traced(
+        signature=signature,
+        graph=graph,
+        owner=owner,
+        fake_mode=capture.fake_mode,
+        inputs=inputs,
+        results=results,
+        structure=structure,
+        sizes=SizeRules.learn(signature, by_leaf, capture.fake_mode),
+        written_calls=tuple(s.index for n, s in inputs.items() if n in written and isinstance(s, FromCall)),
+        written_weights=tuple(s for n, s in inputs.items() if n in written and isinstance(s, Weight)),
+        streams=capture.external_objects,
+    )
+
+
+def _capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch_compat.DynamoCapture:
+    try:
+        with torch_compat.outside_inference():
+            return torch_compat.dynamo_capture(function, args, kwargs)
+    except Exception as error:
+        # Tracing runs the user's code on fake tensors: whatever that raises is why it cannot be traced.
+        raise _trace_error(function, error) from error
+
+
+def _trace_error(function: Callable[..., Any], error: Exception) -> TraceError:
+    if EAGER_OP_REASON in str(error):
+        hint = 'declare it with torch.library.custom_op, or use frontend="breakable"'
+        return TraceError("PG107", f"{_name(function)} calls an eager op", why=EAGER_OP_REASON, hint=hint)
+    lines, reason, hint = torch_compat.explain_dynamo_error(error)
+    where = next((SourceLine(*line) for line in reversed(lines) if is_user_file(line[0])), None)
+    return TraceError(
+        "PG201",
+        f"{_name(function)} cannot be traced",
+        where=f"{where} `{linecache.getline(where.file, where.line).strip()}`" if where else "",
+        why=reason,
+        hint="; or ".join(filter(None, (hint.rstrip("."), 'use frontend="breakable", which runs the code as it is'))),
+        line=str(where or ""),
+    )
+
+
+def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo starts from a Python function of the user's: builtins, partials and torch's own are called from one."""
+    if isinstance(function, (types.FunctionType, types.MethodType)) and is_user_file(function.__code__.co_filename):
+        return function
+    return lambda *args, **kwargs: function(*args, **kwargs)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", repr(function))
+
+
+def _stand_ins(example: Example) -> list[torch.Tensor]:
+    """Tensors to trace with: never the caller's own, so that no mark is left on them, and laid out as the buffers are.
+
+    Dynamo treats sizes 0 and 1 as constants, so a dynamic size that was 0 or 1 in the example is traced as 2.
+    """
+    stand_ins = []
+    with torch_compat.outside_inference():
+        for leaf, tensor in zip(example.signature.tensors, example.tensors, strict=True):
+            moving = {dim for dim, _ in leaf.dynamic}
+            shape = [max(2, size) if dim in moving else size for dim, size in enumerate(leaf.shape)]
+            strides = dense_strides(shape, leaf.dim_order)
+            if tensor.is_inference() or tuple(shape) != leaf.shape or tensor.stride() != strides:
+                tensor = torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device).zero_()
+            stand_ins.append(tensor.detach())
+            for dim in moving:
+                torch_compat.mark_dynamic(stand_ins[-1], dim)
+    return stand_ins
+
+
+def _graph_of(capture: torch_compat.DynamoCapture) -> tuple[torch.fx.Graph, torch.nn.Module]:
+    if capture.graph_module is not None:
+        return capture.graph_module.graph, capture.graph_module
+    empty = torch.fx.Graph()
+    empty.output(())
+    return empty, torch.nn.Module()
+
+
+def _identify_inputs(
+    graph: torch.fx.Graph,
+    example_inputs: Sequence[Any],
+    tensors: Sequence[torch.Tensor],
+    weights: Mapping[str, torch.Tensor],
+) -> dict[torch.fx.Node, GraphInput]:
+    """Tell arguments, weights and sizes apart by the identity of the objects Dynamo saw."""
+    call_index = {id(tensor): i for i, tensor in enumerate(tensors)}
+    weight_name = {id(tensor): name for name, tensor in weights.items()}
+    inputs: dict[torch.fx.Node, GraphInput] = {}
+    for node, example in zip(graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+        if isinstance(example, torch.Tensor):
+            if id(example) in call_index:
+                inputs[node] = FromCall(call_index[id(example)])
+            else:
+                inputs[node] = Weight(weight_name.get(id(example), str(node.target)), example)
+        else:
+            inputs[node] = FromSize(torch_compat.size_expr(torch_compat.meta_value(node)))
+    return inputs
+
+
+def _fixed_dims(example: Example, by_leaf: Mapping[int, torch.fx.Node]) -> list[tuple[str, int]]:
+    """The dynamic dimensions that the model fixes to one value after all. An error if they were asked for by name."""
+    is_explicit = any(request.is_explicit for request in example.requests)
+    fixed = []
+    for index, leaf in enumerate(example.signature.tensors):
+        for dim, _ in leaf.dynamic if index in by_leaf else ():
+            expr = torch_compat.size_expr(torch_compat.meta_value(by_leaf[index]).shape[dim])
+            if not expr.is_number:
+                continue
+            if is_explicit:
+                raise TraceError(
+                    "PG205",
+                    f"{leaf.name}.shape[{dim}] cannot vary",
+                    why=f"the model only works for {expr}",
+                    hint="leave it out of dynamic_dims, or remove what fixes it (a reshape to a number, a weight)",
+                )
+            fixed.append((leaf.name, dim))
+    return fixed
+
+
+class _SizeMark(int):
+    """Stands for a size in the dry run that shows the structure of the result."""
+
+
+def _dry_run(
+    capture: torch_compat.DynamoCapture, graph: torch.fx.Graph, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[int, Any]]:
+    """Run Dynamo's generated code around dummies for the graph's outputs: what it returns, and the dummies' nodes."""
+    outputs = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    dummies = [_dummy(node) for node in outputs]
+    with torch_compat.outside_inference(), _unchanged(capture.touched):
+        returned = capture.run_bytecode(lambda *_: tuple(dummies))(*args, **kwargs)
+    # The dummies are kept with their nodes: an id means nothing once its object is gone.
+    return returned, {id(dummy): (dummy, node) for dummy, node in zip(dummies, outputs, strict=True)}
+
+
+def _identify_results(
+    returned: Any,
+    marks: Mapping[int, tuple[Any, Any]],
+    inputs: Mapping[torch.fx.Node, GraphInput],
+    tensors: Sequence[torch.Tensor],
+) -> tuple[tuple[ResultLeaf, ...], Structure]:
+    """See where each part of the result comes from."""
+    leaves, paths, structure = flatten(returned)
+    call_index = {id(tensor): i for i, tensor in enumerate(tensors)}
+    results: list[ResultLeaf] = []
+    for leaf, path in zip(leaves, paths, strict=True):
+        if id(leaf) in marks:
+            results.append(_graph_result(marks[id(leaf)][1], inputs))
+        elif id(leaf) in call_index:
+            results.append(FromCall(call_index[id(leaf)]))
+        elif isinstance(leaf, torch.Tensor) or is_constant(leaf):
+            results.append(Fixed(leaf))
+        else:
+            raise TraceError(
+                "PG204",
+                f"the result holds a {type(leaf).__name__}" + (f" in {path}" if path else ""),
+                why="only tensors, numbers, strings, None and containers of them can be rebuilt without the function",
+                hint="return its tensors instead; for a transformers model pass use_cache=False",
+            )
+    return tuple(results), structure
+
+
+@contextlib.contextmanager
+def _unchanged(touched: Mapping[str, Any]) -> Iterator[None]:
+    """Undo what is done to Python objects inside, and refuse it. Setting something and setting it back is fine."""
+    before = {name: _state(value) for name, value in touched.items()}
+    try:
+        yield
+        changes = {name: _changes(before[name], _state(value)) for name, value in touched.items()}
+    finally:
+        for name, value in touched.items():
+            _restore(value, before[name])
+    for name, keys in changes.items():
+        if keys or touched[name] is None:
+            shown = name.replace("L['", "").replace("G['", "").replace("']", "")
+            raise TraceError(
+                "PG202",
+                f"the function changes Python state: {shown}" + (f" ({', '.join(map(str, keys))})" if keys else ""),
+                why="a replay runs no Python, so the change would happen only once",
+                hint="keep the state in a tensor (register_buffer) and change it in place",
+            )
+
+
+def _changes(old: dict[Any, Any], new: dict[Any, Any]) -> list[Any]:
+    def is_same(key: Any) -> bool:
+        if key not in old or key not in new:
+            return False
+        return old[key] is new[key] or (is_constant(old[key]) and bool(old[key] == new[key]))
+
+    return [key for key in {**old, **new} if not is_same(key)]
+
+
+def _state(value: Any) -> dict[Any, Any]:
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, list):
+        return dict(enumerate(value))
+    return dict(getattr(value, "__dict__", {}))
+
+
+def _restore(value: Any, state: dict[Any, Any]) -> None:
+    if isinstance(value, dict):
+        value.clear()
+        value.update(state)
+    elif isinstance(value, list):
+        value[:] = state.values()
+    elif hasattr(value, "__dict__"):
+        value.__dict__.clear()
+        value.__dict__.update(state)
+
+
+def _dummy(node: Any) -> Any:
+    value = torch_compat.meta_value(node) if isinstance(node, torch.fx.Node) else node
+    if isinstance(value, torch.Tensor):
+        return torch.empty(0)
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        return _SizeMark(0)
+    raise TraceError(
+        "PG204", f"the result holds a {type(value).__name__} computed from data", hint="return a tensor instead"
+    )
+
+
+def _graph_result(node: Any, inputs: Mapping[torch.fx.Node, GraphInput]) -> ResultLeaf:
+    if not isinstance(node, torch.fx.Node):
+        return Fixed(node)
+    value = torch_compat.meta_value(node)
+    if isinstance(value, (int, torch.SymInt)):
+        return FromGraph(node) if torch_compat.unbacked_symbols(value) else FromSize(torch_compat.size_expr(value))
+    return find_view(node, inputs) or FromGraph(node)
+
+
+def _written_placeholders(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Placeholders whose memory the graph writes: the fakes' version counters tell, or an op's schema."""
+    placeholders = [
+        n for n in graph.find_nodes(op="placeholder") if isinstance(torch_compat.meta_value(n), torch.Tensor)
+    ]
+    written = {n for n in placeholders if torch_compat.meta_value(n)._version > 0}
+    by_storage = {torch_compat.storage_id(torch_compat.meta_value(n)): n for n in placeholders}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        for value in torch_compat.written_args(node.target, node.args, node.kwargs):
+            fake = torch_compat.meta_value(value) if isinstance(value, torch.fx.Node) else None
+            if isinstance(fake, torch.Tensor) and torch_compat.storage_id(fake) in by_storage:
+                written.add(by_storage[torch_compat.storage_id(fake)])
+    return written

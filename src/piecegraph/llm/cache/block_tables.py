@@ -1,0 +1,101 @@
+"""Block tables on the device, changed entry by entry.
+
+Tables are by far the largest part of a batch, and from step to step almost nothing in them changes: a sequence that
+decodes gets a new block once in ``block_size`` steps. So the host keeps a mirror, and a step sends only the entries
+that differ: one copy and one scatter, or nothing at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from piecegraph.llm.cache.paged import SequenceBlocks
+
+_INDEX_BYTES, _ENTRY_BYTES = 8, 4
+
+
+class BlockTables:
+    """One table [max_seqs, max_blocks] for each group, at fixed addresses.
+
+    Args:
+        max_edits: entries that are sent one by one; if more have changed, all are sent.
+    """
+
+    def __init__(
+        self, num_groups: int, max_seqs: int, max_blocks: int, device: torch.device, max_edits: int = 1 << 16
+    ) -> None:
+        shape = (num_groups, max_seqs, max_blocks)
+        self.mirror: NDArray[np.integer] = np.zeros(shape, np.int32)
+        """What the device has, once what was placed is sent."""
+        self.device = torch.zeros(shape, dtype=torch.int32, device=device)
+        max_edits = max(1, min(max_edits, self.mirror.size))
+        edit_bytes = max_edits * (_INDEX_BYTES + _ENTRY_BYTES)
+        self._staging = torch.empty(edit_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._staged = self._staging.numpy()
+        self._edits = torch.empty(edit_bytes, dtype=torch.uint8, device=device)
+        self._max_edits = max_edits
+        self._rows: list[SequenceBlocks | None] = [None] * max_seqs
+        self._versions = [-1] * max_seqs
+        self._lengths = [0] * max_seqs
+        self._num_returned = [[0] * num_groups for _ in range(max_seqs)]
+        self._num_rows = 0
+        self._changed: list[tuple[int, int]] = []
+        """(first, end) of each changed range of the flat mirror; no two overlap."""
+
+    def place_all(self, rows: Sequence[SequenceBlocks | None]) -> None:
+        """Let the first rows show these, and the others nothing."""
+        for row, blocks in enumerate(rows):
+            self.place(row, blocks)
+        for row in range(len(rows), self._num_rows):
+            self.place(row, None)
+        self._num_rows = len(rows)
+
+    def place(self, row: int, blocks: SequenceBlocks | None) -> None:
+        """Let a row show a sequence's blocks, or nothing."""
+        is_same = blocks is self._rows[row]
+        if is_same and (blocks is None or blocks.version == self._versions[row]):
+            return
+        old_length, new_length = self._lengths[row], 0
+        for g in range(len(self.mirror)):
+            table = blocks.tables[g] if blocks is not None else []
+            new_length = len(table)
+            returned = blocks.num_returned[g] if blocks is not None else 0
+            if is_same:
+                self._write(g, row, self._num_returned[row][g], min(returned, old_length), [])
+                self._write(g, row, old_length, new_length, table[old_length:])
+            else:
+                self._write(g, row, 0, max(old_length, new_length), table)
+            self._num_returned[row][g] = returned
+        self._rows[row], self._lengths[row] = blocks, new_length
+        self._versions[row] = blocks.version if blocks is not None else -1
+
+    def _write(self, g: int, row: int, first: int, end: int, values: list[int]) -> None:
+        """Entries ``first`` to ``end`` become ``values``, followed by zeros."""
+        if first < end:
+            line = self.mirror[g, row]
+            line[first : first + len(values)] = values
+            line[first + len(values) : end] = 0
+            base = (g * self.mirror.shape[1] + row) * self.mirror.shape[2]
+            self._changed.append((base + first, base + end))
+
+    def send(self) -> None:
+        """Bring the device up to date, without waiting for it. The staging memory is in use until the copy has run."""
+        if not self._changed:
+            return
+        num = sum(end - first for first, end in self._changed)
+        flat = self.mirror.reshape(-1)
+        if num > self._max_edits:
+            self.device.view(-1).copy_(torch.from_numpy(flat))
+        else:
+            middle, end = num * _INDEX_BYTES, num * (_INDEX_BYTES + _ENTRY_BYTES)
+            index = self._staged[:middle].view(np.int64)
+            np.concatenate([np.arange(first, last) for first, last in self._changed], out=index)
+            self._staged[middle:end].view(np.int32)[:] = flat[index]
+            self._edits[:end].copy_(self._staging[:end], non_blocking=True)
+            values = self._edits[middle:end].view(torch.int32)
+            self.device.view(-1).index_copy_(0, self._edits[:middle].view(torch.int64), values)
+        self._changed.clear()

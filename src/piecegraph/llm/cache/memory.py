@@ -1,0 +1,138 @@
+"""What a model keeps on the device, and what stands behind the call sites of its ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from piecegraph.llm.cache.states import StateMemory
+from piecegraph.llm.kernels.attention.kernel import AttentionKernel
+from piecegraph.llm.specs import AttentionBatch, AttentionLayer, LatentLayer, StateBatch
+
+
+class Memory:
+    """The caches of one model, and its :class:`~piecegraph.llm.ops.Sites`.
+
+    Args:
+        layers: the attention call sites.
+        kernel: what attends.
+        experts: the modules behind the experts' call sites.
+        states: what layers with a state keep; None if there are none.
+        dtype: of keys and values.
+        device: where they live.
+        block_size: tokens in a block.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer | LatentLayer],
+        kernel: AttentionKernel,
+        experts: Sequence[torch.nn.Module],
+        states: StateMemory | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        block_size: int,
+    ) -> None:
+        self._layers = tuple(layers)
+        self._kernel = kernel
+        self._experts = tuple(experts)
+        self._states = states
+        self._dtype = dtype
+        self._device = device
+        self._block_size = block_size
+        self._caches: list[tuple[torch.Tensor, ...]] = []
+        self._batches: Sequence[AttentionBatch] = ()
+        """The batch that is running, for each group."""
+        if kernel.prepare is not None:
+            kernel.prepare(self._layers, device)
+
+    def bytes_per_block(self, group: int) -> int:
+        """What one block of a group takes, over all its layers."""
+        return sum(
+            self._dtype.itemsize * sum(torch.Size(shape).numel() for shape in _block_shapes(layer, self._block_size))
+            for layer in self._layers
+            if layer.group == group
+        )
+
+    def allocate(self, num_blocks: Sequence[int]) -> None:
+        """Make the caches, with a number of blocks for each group. The old ones are given up."""
+        self._caches.clear()
+        for layer in self._layers:
+            shapes = _block_shapes(layer, self._block_size)
+            self._caches.append(
+                tuple(
+                    torch.zeros((num_blocks[layer.group], *shape), dtype=self._dtype, device=self._device)
+                    for shape in shapes
+                )
+            )
+
+    def use_batch(self, attention: Sequence[AttentionBatch], states: Callable[[], StateBatch]) -> None:
+        """The ops that run from now on belong to this batch; ``states`` is asked if there are layers with a state."""
+        self._batches = attention
+        if self._states is not None:
+            self._states.use_batch(states())
+
+    # -- the sites
+
+    def attend(
+        self,
+        site: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        layer = self._layers[site]
+        key_cache, value_cache = self._caches[site]
+        assert isinstance(layer, AttentionLayer)
+        batch = self._batches[layer.group]
+        self._kernel.attend(query, key, value, out, sinks, key_cache, value_cache, layer, batch)
+
+    def attend_latent(
+        self,
+        site: int,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        rope: torch.Tensor,
+        up_projection: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        layer = self._layers[site]
+        assert isinstance(layer, LatentLayer)
+        assert self._kernel.attend_latent is not None
+        batch, (cache,) = self._batches[layer.group], self._caches[site]
+        self._kernel.attend_latent(query, latent, rope, up_projection, out, cache, layer, batch)
+
+    def mix_experts(
+        self, site: int, hidden: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        out.copy_(run_experts(self._experts[site], hidden, expert, weight))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether running a step twice is not the same as running it once."""
+        return self._states is not None
+
+    @property
+    def states(self) -> StateMemory:
+        assert self._states is not None, "a layer with a state ran in a model that has none"
+        return self._states
+
+
+def _block_shapes(layer: AttentionLayer | LatentLayer, block_size: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of a layer's caches for one block."""
+    if isinstance(layer, LatentLayer):
+        return ((block_size, layer.latent_width + layer.rope_width),)
+    heads = layer.num_kv_heads
+    return (block_size, heads, layer.key_width), (block_size, heads, layer.value_width)
+
+
+def run_experts(module: Any, hidden: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What the experts op does: the model's own experts, as grouped matmuls."""
+    result: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden, expert, weight)
+    return result

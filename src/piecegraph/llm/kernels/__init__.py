@@ -1,0 +1,1 @@
+"""The kernels of language models, and what calls them."""

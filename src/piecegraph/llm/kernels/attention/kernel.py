@@ -1,0 +1,111 @@
+"""What an attention kernel is: two functions that write to ``out``, and what it says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from piecegraph.llm.specs import AttentionBatch, AttentionLayer, LatentLayer, StepKind
+from piecegraph.llm.support import Rejected, Verdict
+
+
+class Attend(Protocol):
+    """Writes the new keys and values to the cache, then attends; zeros for padded rows (Note [Padding of a batch])."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        layer: AttentionLayer,
+        batch: AttentionBatch,
+    ) -> None:
+        """Attend.
+
+        Args:
+            q: [tokens, heads, key width].
+            k: [tokens, kv heads, key width].
+            v: [tokens, kv heads, value width].
+            out: [tokens, heads, value width], written to.
+            sinks: [heads], if the layer has them.
+            key_cache: [blocks, block size, kv heads, key width], written to.
+            value_cache: [blocks, block size, kv heads, value width], written to.
+            layer: what the layer sees.
+            batch: where the tokens belong.
+        """
+
+
+class AttendLatent(Protocol):
+    """The same for multi-head latent attention, in the absorbed form: the cache is never expanded to heads."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        rope: torch.Tensor,
+        up_projection: torch.Tensor,
+        out: torch.Tensor,
+        cache: torch.Tensor,
+        layer: LatentLayer,
+        batch: AttentionBatch,
+    ) -> None:
+        """Attend.
+
+        Args:
+            q: [tokens, heads, nope width + rope width].
+            latent: [tokens, latent width].
+            rope: [tokens, rope width]: the rotated part of the key, one for all heads.
+            up_projection: [heads * (nope width + value width), latent width].
+            out: [tokens, heads, value width], written to.
+            cache: [blocks, block size, latent width + rope width], written to.
+            layer: the widths.
+            batch: where the tokens belong.
+        """
+
+
+class Supports(Protocol):
+    """Whether a kernel can serve a layer."""
+
+    def __call__(self, layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Verdict: ...
+
+
+class CaptureSafe(Protocol):
+    """Whether a kernel may be captured into a CUDA graph: all it reads of a batch, it reads on the device."""
+
+    def __call__(self, kind: StepKind) -> Verdict: ...
+
+
+class Prepare(Protocol):
+    """Allocates what a kernel keeps between calls, such as a workspace: during a capture it must not be allocated.
+
+    Called before the layers run, more than once for a model: what is there already should be kept.
+    """
+
+    def __call__(self, layers: Sequence[AttentionLayer | LatentLayer], device: torch.device) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKernel:
+    """One implementation of attention over the paged cache."""
+
+    name: str
+    supports: Supports
+    capture_safe: CaptureSafe
+    attend: Attend
+    attend_latent: AttendLatent | None = None
+    """None if it has no latent form."""
+    prepare: Prepare | None = None
+    """None if it keeps nothing between calls."""
+
+    def verdict(self, layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Verdict:
+        """As ``supports``, and says no to a latent layer if there is no function for it."""
+        if isinstance(layer, LatentLayer) and self.attend_latent is None:
+            return Rejected("it has no latent form")
+        return self.supports(layer, dtype, device)

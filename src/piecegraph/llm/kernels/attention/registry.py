@@ -1,0 +1,149 @@
+"""The attention kernels by name, and the choice of one for a model.
+
+One kernel serves all layers of a model. ``auto`` takes the first kernel, in the order of :func:`attention_kernels`,
+that supports every layer; the reason it gives names every kernel before it and why that was passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from piecegraph.errors import ConfigError
+from piecegraph.llm.kernels.attention import reference, triton_paged, varlen
+from piecegraph.llm.kernels.attention.kernel import (
+    Attend,
+    AttendLatent,
+    AttentionKernel,
+    CaptureSafe,
+    Prepare,
+    Supports,
+)
+from piecegraph.llm.specs import AttentionLayer, LatentLayer
+from piecegraph.llm.support import Accepted, Rejected, Verdict
+
+_kernels: dict[str, AttentionKernel] = {
+    kernel.name: kernel for kernel in (triton_paged.KERNEL, varlen.KERNEL, reference.KERNEL)
+}
+_by_name_only: set[str] = set()
+
+
+def attention_kernels() -> tuple[AttentionKernel, ...]:
+    """All kernels, in the order in which ``auto`` tries them.
+
+    >>> [kernel.name for kernel in attention_kernels()]
+    ['triton', 'varlen', 'reference']
+    """
+    return tuple(_kernels.values())
+
+
+def register_attention(
+    name: str,
+    *,
+    supports: Supports,
+    capture_safe: CaptureSafe,
+    attend: Attend,
+    attend_latent: AttendLatent | None = None,
+    prepare: Prepare | None = None,
+    automatic: bool = False,
+) -> AttentionKernel:
+    """Add a kernel of your own, to be asked for by its name.
+
+    Args:
+        name: what ``attention=`` calls it.
+        supports: whether it can serve a layer.
+        capture_safe: whether it may run inside a CUDA graph, for a kind of batch.
+        attend: the kernel.
+        attend_latent: its latent form, if it has one.
+        prepare: allocates its workspaces, if it has some. What ``attend`` allocates while it is captured belongs to
+            that graph alone.
+        automatic: ``auto`` tries it too, before all kernels registered so far.
+    """
+    if name == "auto" or name in _kernels:
+        raise ConfigError(
+            "PG101",
+            f"an attention kernel cannot be registered as {name!r}",
+            why="the name is taken",
+            hint="use another",
+        )
+    kernel = AttentionKernel(
+        name=name,
+        supports=supports,
+        capture_safe=capture_safe,
+        attend=attend,
+        attend_latent=attend_latent,
+        prepare=prepare,
+    )
+    others = dict(_kernels)
+    _kernels.clear()
+    _kernels.update({name: kernel, **others} if automatic else {**others, name: kernel})
+    if not automatic:
+        _by_name_only.add(name)
+    return kernel
+
+
+def unregister_attention(name: str) -> None:
+    """Forget a kernel that was registered."""
+    del _kernels[name]
+    _by_name_only.discard(name)
+
+
+def choose_kernel(
+    wish: str, layers: Sequence[AttentionLayer | LatentLayer], dtype: torch.dtype, device: torch.device
+) -> tuple[AttentionKernel, str]:
+    """The kernel that serves all layers, and why this one.
+
+    Args:
+        wish: ``"auto"`` or a name.
+        layers: every attention layer of the model.
+        dtype: of queries, keys, values and the cache.
+        device: where they live.
+
+    Raises:
+        ConfigError: there is no kernel of that name, or it does not support a layer.
+    """
+    if wish != "auto":
+        return _named(wish, layers, dtype, device), "asked for by name"
+    passed_over: list[str] = []
+    for kernel in attention_kernels():
+        if kernel.name in _by_name_only:
+            continue
+        verdict = _verdict_on_all(kernel, layers, dtype, device)
+        if isinstance(verdict, Accepted):
+            rejections = f"; passed over: {'; '.join(passed_over)}" if passed_over else ""
+            return kernel, f"the first that supports every layer{rejections}"
+        passed_over.append(f"{kernel.name} ({verdict.reason})")
+    raise AssertionError("the reference kernel supports everything")
+
+
+def _named(
+    name: str, layers: Iterable[AttentionLayer | LatentLayer], dtype: torch.dtype, device: torch.device
+) -> AttentionKernel:
+    if name not in _kernels:
+        known = ", ".join(["auto", *_kernels])
+        raise ConfigError(
+            "PG101", f"there is no attention kernel {name!r}", why=f"known: {known}", hint="register it, or use auto"
+        )
+    verdict = _verdict_on_all(_kernels[name], layers, dtype, device)
+    if isinstance(verdict, Rejected):
+        raise ConfigError(
+            "PG101",
+            f"the attention kernel {name!r} cannot serve this model",
+            why=verdict.reason,
+            hint='use attention="auto"',
+        )
+    return _kernels[name]
+
+
+def _verdict_on_all(
+    kernel: AttentionKernel,
+    layers: Iterable[AttentionLayer | LatentLayer],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Verdict:
+    for layer in layers:
+        verdict = kernel.verdict(layer, dtype, device)
+        if isinstance(verdict, Rejected):
+            return Rejected(f"attention layer {layer.index}: {verdict.reason}")
+    return Accepted()

@@ -1,0 +1,268 @@
+# mypy: ignore-errors
+# (what Triton compiles is not Python: the types of arguments are those of the device. Nor does it know structures:
+# every pointer, stride and constant is an argument of its own, which makes functions longer than elsewhere.)
+"""The Triton kernel for batches with one query in each sequence: see ``triton_steps.py`` for its tiles and
+``triton_paged.py`` for its grid.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from piecegraph.llm.kernels.attention.triton_steps import (
+    LOG2E,
+    add_score,
+    attend_keys,
+    cap,
+    columns_inside,
+    first_visible,
+    load_tile,
+)
+
+
+@triton.jit
+def _combine_splits(
+    partial,
+    partial_top,
+    partial_total,
+    part,
+    num_active,
+    sinks,
+    head,
+    used,
+    out_row,
+    out_head_stride,
+    VALUE: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COMBINE_COLUMNS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Put the results of all splits of one tile together. Loads past L1: other multiprocessors wrote what is read."""
+    splits = tl.arange(0, SPLITS)
+    rows = tl.arange(0, HEADS)
+    present = (splits[:, None] < num_active) & used[None, :]
+    places = (part + splits[:, None]) * BLOCK_M + rows[None, :]
+    tops = tl.load(partial_top + places, mask=present, other=float("-inf"), cache_modifier=".cg")
+    totals = tl.load(partial_total + places, mask=present, other=0.0, cache_modifier=".cg")
+    top = tl.max(tops, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32) * LOG2E
+        top = tl.maximum(top, sink)
+    top = tl.where(used, top, 0.0)
+    weights = tl.exp2(tops - top[None, :])
+    total = tl.sum(totals * weights, 0)
+    if HAS_SINKS:
+        total += tl.exp2(sink - top)
+    weights = weights / tl.where(total > 0, total, 1.0)[None, :]
+    for start in tl.static_range(0, VALUE_PADDED, COMBINE_COLUMNS):
+        columns = start + tl.arange(0, COMBINE_COLUMNS)
+        wanted = columns < VALUE
+        tile = tl.load(
+            partial + places[:, :, None] * VALUE_PADDED + columns[None, None, :],
+            mask=present[:, :, None] & wanted[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        result = tl.sum(tile * weights[:, :, None], 0)
+        pointers = out_row + (head * out_head_stride)[:, None] + columns[None, :]
+        tl.store(pointers, result.to(out_row.dtype.element_ty), mask=used[:, None] & wanted[None, :])
+
+
+@triton.jit
+def _store_new_token(
+    key, rest, value, key_cache, rest_cache, value_cache, writes,
+    KEY: tl.constexpr, KEY_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr, VALUES_ARE_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Write the key and value of one token and one kv head to their place in the cache."""
+    columns = tl.arange(0, KEY_PADDED)
+    tl.store(key_cache + columns, key, mask=writes & (columns < KEY))
+    if REST > 0:
+        columns = tl.arange(0, REST_PADDED)
+        tl.store(rest_cache + columns, rest, mask=writes & (columns < REST))
+    if not VALUES_ARE_KEYS:
+        columns = tl.arange(0, VALUE_PADDED)
+        tl.store(value_cache + columns, value, mask=writes & (columns < VALUE))
+
+
+@triton.jit
+def decode_kernel(
+    q,
+    q_rest,
+    k,
+    k_rest,
+    v,
+    out,
+    sinks,
+    key_cache,
+    rest_cache,
+    value_cache,
+    seq_lens,
+    block_table,
+    slots,
+    partial,
+    partial_top,
+    partial_total,
+    arrived,
+    inner_scale,
+    outer_scale,
+    q_token_stride,
+    q_head_stride,
+    q_rest_token_stride,
+    q_rest_head_stride,
+    k_token_stride,
+    k_head_stride,
+    k_rest_token_stride,
+    k_rest_head_stride,
+    v_token_stride,
+    v_head_stride,
+    out_token_stride,
+    out_head_stride,
+    key_block_stride,
+    key_token_stride,
+    key_head_stride,
+    value_block_stride,
+    value_token_stride,
+    value_head_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    REST: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    VALUES_ARE_KEYS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COMBINE_COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One query in each sequence. Grid: (sequences, kv heads * tiles of a group, splits of the keys).
+
+    The new token is not read from the cache: split 0 adds it to its softmax, and the one of the group's first tile
+    writes it to the cache. So one launch does all, and nothing is read that another program of it has written, but for
+    the partial results: see Note [The last split combines] in ``triton_paged.py``.
+    """
+    TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
+    seq = tl.program_id(0)
+    tile = tl.program_id(1) % TILES
+    kv_head = (tl.program_id(1) // TILES).to(tl.int64)
+    split = tl.program_id(2)
+    length = tl.load(seq_lens + seq)
+
+    rows = tl.arange(0, BLOCK_M)
+    head_in_group = tile * TILE_HEADS + rows
+    used = (rows < TILE_HEADS) & (head_in_group < GROUP)
+    head = kv_head * GROUP + head_in_group
+    token = seq.to(tl.int64)
+    # Loaded before the length is looked at: one wait for both.
+    q_tile = load_tile(q, token * q_token_stride + head * q_head_stride, used, KEY, KEY_PADDED, True)
+    q_rest_tile = q_tile
+    if REST > 0:
+        rest_rows = token * q_rest_token_stride + head * q_rest_head_stride
+        q_rest_tile = load_tile(q_rest, rest_rows, used, REST, REST_PADDED, True)
+
+    out_row = out + token * out_token_stride
+    columns = tl.arange(0, VALUE_PADDED)
+    out_pointers = out_row + (head * out_head_stride)[:, None] + columns[None, :]
+    out_mask = columns_inside(columns, VALUE, VALUE_PADDED, used)
+    if length == 0:
+        zeros = tl.zeros([BLOCK_M, VALUE_PADDED], dtype=out.dtype.element_ty)
+        tl.store(out_pointers, zeros, mask=out_mask & (split == 0))
+        return
+
+    last = length - 1
+    low = first_visible(last, WINDOW, CHUNK)
+    first_block = low // BLOCK_N
+    # Of keys before the new one; none, if that is all there is to see.
+    num_blocks = tl.where(low < last, (last + BLOCK_N - 1) // BLOCK_N - first_block, 0)
+    per_split = tl.maximum((num_blocks + tl.num_programs(2) - 1) // tl.num_programs(2), 1)
+    num_active = tl.maximum((num_blocks + per_split - 1) // per_split, 1)
+    if split >= num_active:
+        return
+
+    # The new token is loaded before the loop and used after it, so that the loop need not wait for it.
+    is_first = split == 0
+    key_columns = tl.arange(0, KEY_PADDED)
+    k_row = k + token * k_token_stride + kv_head * k_head_stride
+    new_key = tl.load(k_row + key_columns, mask=is_first & (key_columns < KEY), other=0.0)
+    new_rest = new_key
+    if REST > 0:
+        rest_columns = tl.arange(0, REST_PADDED)
+        k_rest_row = k_rest + token * k_rest_token_stride + kv_head * k_rest_head_stride
+        new_rest = tl.load(k_rest_row + rest_columns, mask=is_first & (rest_columns < REST), other=0.0)
+    new_value = new_key
+    if not VALUES_ARE_KEYS:
+        v_row = v + token * v_token_stride + kv_head * v_head_stride
+        new_value = tl.load(v_row + columns, mask=is_first & (columns < VALUE), other=0.0)
+    slot = tl.load(slots + seq)
+
+    key_cache += kv_head * key_head_stride
+    rest_cache += kv_head * key_head_stride
+    value_cache += kv_head * value_head_stride
+    acc = tl.zeros([BLOCK_M, VALUE_PADDED], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    begin = (first_block + split * per_split) * BLOCK_N
+    end = tl.minimum(begin + tl.minimum(per_split, num_blocks) * BLOCK_N, last)
+    acc, total, top = attend_keys(
+        acc, total, top, q_tile, q_rest_tile, rows, begin, end, low, end,
+        block_table + token * table_stride, key_cache, rest_cache, value_cache,
+        key_block_stride, key_token_stride, value_block_stride, value_token_stride, inner_scale, outer_scale,
+        KEY, KEY_PADDED, REST, REST_PADDED, VALUE, VALUE_PADDED, VALUES_ARE_KEYS,
+        SOFTCAP, WINDOW, CHUNK, BLOCK_SIZE, BLOCK_N, MASK="range",
+    )  # fmt: skip
+
+    products = tl.sum(q_tile.to(tl.float32) * new_key.to(tl.float32)[None, :], 1)
+    if REST > 0:
+        products += tl.sum(q_rest_tile.to(tl.float32) * new_rest.to(tl.float32)[None, :], 1)
+    score = cap(products, inner_scale, outer_scale) if SOFTCAP else products * inner_scale
+    score = tl.where(is_first, score, float("-inf"))
+    acc, total, top, weight = add_score(acc, total, top, score)
+    acc += weight[:, None] * new_value.to(tl.float32)[None, :]
+    key_place = (slot // BLOCK_SIZE) * key_block_stride + (slot % BLOCK_SIZE) * key_token_stride
+    value_place = (slot // BLOCK_SIZE) * value_block_stride + (slot % BLOCK_SIZE) * value_token_stride
+    _store_new_token(
+        new_key, new_rest, new_value,
+        key_cache + key_place, rest_cache + key_place, value_cache + value_place, is_first & (tile == 0),
+        KEY, KEY_PADDED, REST, REST_PADDED, VALUE, VALUE_PADDED, VALUES_ARE_KEYS,
+    )  # fmt: skip
+
+    if num_active == 1:
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32) * LOG2E
+            acc, total, top, _ = add_score(acc, total, top, sink)
+        tl.store(out_pointers, (acc / total[:, None]).to(out.dtype.element_ty), mask=out_mask)
+    else:
+        if SPLITS > 1:
+            place = seq * tl.num_programs(1) + tl.program_id(1)
+            part = place.to(tl.int64) * tl.num_programs(2)
+            row_places = (part + split) * BLOCK_M + rows
+            tl.store(partial_top + row_places, top, mask=used)
+            tl.store(partial_total + row_places, total, mask=used)
+            tl.store(partial + row_places[:, None] * VALUE_PADDED + columns[None, :], acc, mask=out_mask)
+            tl.debug_barrier()  # the atomic is one thread's: what the others stored must come before it
+            num_before = tl.atomic_add(arrived + place, 1, sem="acq_rel", scope="gpu")
+            if num_before == num_active - 1:
+                tl.store(arrived + place, 0)
+                tile_rows = tl.arange(0, HEADS)
+                tile_head_in_group = tile * TILE_HEADS + tile_rows
+                _combine_splits(
+                    partial, partial_top, partial_total, part, num_active, sinks,
+                    kv_head * GROUP + tile_head_in_group,
+                    (tile_rows < TILE_HEADS) & (tile_head_in_group < GROUP),
+                    out_row, out_head_stride,
+                    VALUE, VALUE_PADDED, HEADS, SPLITS, COMBINE_COLUMNS, HAS_SINKS, BLOCK_M,
+                )  # fmt: skip

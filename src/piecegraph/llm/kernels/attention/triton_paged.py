@@ -1,0 +1,381 @@
+"""Attention over the paged cache in Triton: the host's side, which computes nothing from the data of a batch.
+
+Note [Grid fixed by the bucket]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Grids and tiles follow from shapes and from the bounds in :class:`AttentionBatch`, all fixed by the bucket. Which
+program does what is found on the device, from ``query_starts`` and ``seq_lens``. A captured launch therefore serves
+every batch of its bucket. Programs for which a batch has no work end at once.
+
+Note [The last split combines]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The programs that share a sequence's keys leave partial results in a workspace and count themselves in; the last to
+arrive combines them and puts the count back to zero, so the next launch or replay finds it as this one did. That saves
+a launch in every layer. Launches that share a workspace must run one after another, as the layers of a model do. The
+workspace is kept for good: captured graphs know its address.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from piecegraph.llm.kernels.attention.kernel import AttentionKernel
+from piecegraph.llm.kernels.attention.latent import absorb_query, project_values, shared_key_layer
+from piecegraph.llm.kernels.attention.triton_tiles import (
+    MIN_TILE,
+    Shape,
+    Tiles,
+    combine_shape,
+    decode_tiles,
+    key_parts,
+    padded,
+    power_of_two,
+    prefill_tiles,
+)
+from piecegraph.llm.specs import AttentionBatch, AttentionLayer, LatentLayer, StepKind
+from piecegraph.llm.support import Accepted, Rejected, Verdict
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_WIDTH = 256
+MAX_LATENT = 512
+WRITTEN_AT_ONCE = 2048  # numbers that one program copies to the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What the kernels read and write; keys in two parts, see Note [Two parts of a key] in ``triton_steps.py``."""
+
+    q: torch.Tensor
+    q_rest: torch.Tensor
+    k: torch.Tensor
+    k_rest: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    sinks: torch.Tensor | None
+    key_cache: torch.Tensor
+    rest_cache: torch.Tensor
+    value_cache: torch.Tensor
+    layer: AttentionLayer
+    values_are_keys: bool
+
+    @property
+    def shape(self) -> Shape:
+        layer = self.layer
+        group = layer.num_heads // layer.num_kv_heads
+        return Shape(layer.num_kv_heads, group, layer.key_width, layer.value_width, self.q.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Workspace:
+    partial: torch.Tensor
+    tops: torch.Tensor
+    totals: torch.Tensor
+    arrived: torch.Tensor
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    layer: AttentionLayer,
+    batch: AttentionBatch,
+) -> None:
+    """See :class:`~piecegraph.llm.kernels.attention.kernel.Attend`."""
+    operands = plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer)
+    if batch.max_query_len == 1:
+        launch_decode(operands, batch)
+        return
+    write(k, v, key_cache, value_cache, batch)
+    launch_prefill(operands, batch)
+
+
+def attend_latent(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    up_projection: torch.Tensor,
+    out: torch.Tensor,
+    cache: torch.Tensor,
+    layer: LatentLayer,
+    batch: AttentionBatch,
+) -> None:
+    """See :class:`~piecegraph.llm.kernels.attention.kernel.AttendLatent`, and Note [Absorbed latent attention]."""
+    latent_cache, rope_cache = cache.unsqueeze(2).split([layer.latent_width, layer.rope_width], -1)
+    absorbed = absorb_query(q, up_projection, layer)
+    summed = torch.empty_like(absorbed)
+    operands = Operands(
+        q=absorbed,
+        q_rest=q[..., layer.nope_width :],
+        k=latent.unsqueeze(1),
+        k_rest=rope.unsqueeze(1),
+        v=latent.unsqueeze(1),
+        out=summed,
+        sinks=None,
+        key_cache=latent_cache,
+        rest_cache=rope_cache,
+        value_cache=latent_cache,
+        layer=shared_key_layer(layer),
+        values_are_keys=True,
+    )
+    if batch.max_query_len == 1:
+        launch_decode(operands, batch)
+    else:
+        write(operands.k, operands.k_rest, latent_cache, rope_cache, batch)
+        launch_prefill(operands, batch)
+    project_values(summed, up_projection, out, layer)
+
+
+def plain_operands(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    layer: AttentionLayer,
+) -> Operands:
+    """The operands of a layer that is not latent."""
+    first, _ = key_parts(layer.key_width)
+    return Operands(
+        q=q[..., :first],
+        q_rest=q[..., first:],
+        k=k[..., :first],
+        k_rest=k[..., first:],
+        v=v,
+        out=out,
+        sinks=sinks,
+        key_cache=key_cache[..., :first],
+        rest_cache=key_cache[..., first:],
+        value_cache=value_cache,
+        layer=layer,
+        values_are_keys=False,
+    )
+
+
+def write(
+    k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, batch: AttentionBatch
+) -> None:
+    """Put every token's key and value where it belongs, in one launch."""
+    num_heads, key, value = k.shape[1], k.shape[2], v.shape[2]
+    heads = min(power_of_two(num_heads), max(1, WRITTEN_AT_ONCE // padded(max(key, value))))
+    _prefill().write_kernel[(k.shape[0], -(-num_heads // heads))](
+        k,
+        v,
+        key_cache,
+        value_cache,
+        batch.slots,
+        *_row_strides(k, v),
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        NUM_HEADS=num_heads,
+        HEADS=heads,
+        KEY=key,
+        KEY_PADDED=padded(key),
+        VALUE=value,
+        VALUE_PADDED=padded(value),
+        BLOCK_SIZE=batch.block_size,
+        num_warps=4,
+    )
+
+
+def launch_prefill(operands: Operands, batch: AttentionBatch, tiles: Tiles | None = None) -> None:
+    """Attend with any number of queries in each sequence, new keys being in the cache."""
+    num_tokens, num_seqs = operands.q.shape[0], batch.seq_lens.shape[0]
+    shape = operands.shape
+    tiles = tiles or prefill_tiles(shape, num_tokens, batch.max_query_len, _num_processors(operands.q.device))
+    blocks = -(-num_tokens // (tiles.block_m // tiles.tile_heads)) + num_seqs
+    grid = (shape.num_kv_heads * -(-shape.group // tiles.tile_heads), blocks)
+    _prefill().prefill_kernel[grid](
+        operands.q,
+        operands.q_rest,
+        operands.out,
+        operands.sinks,
+        operands.key_cache,
+        operands.rest_cache,
+        operands.value_cache,
+        batch.query_starts,
+        batch.seq_lens,
+        batch.block_table,
+        num_tokens,
+        num_seqs,
+        *_score_scales(operands.layer),
+        *_row_strides(operands.q, operands.q_rest, operands.out),
+        *operands.key_cache.stride()[:3],
+        *operands.value_cache.stride()[:3],
+        batch.block_table.stride(0),
+        **_constants(operands, batch, tiles),
+    )
+
+
+def launch_decode(operands: Operands, batch: AttentionBatch, tiles: Tiles | None = None) -> None:
+    """Attend with one query in each sequence, and write the new keys and values to the cache."""
+    num_seqs, device = batch.seq_lens.shape[0], operands.q.device
+    shape = operands.shape
+    tiles = tiles or decode_tiles(shape, num_seqs, batch.max_seq_len, _num_processors(device))
+    workspace = _workspace(device, padded(shape.value_width))
+    splits, columns = combine_shape(shape, tiles)
+    grid = (num_seqs, shape.num_kv_heads * -(-shape.group // tiles.tile_heads), tiles.num_splits)
+    assert tiles.num_splits == 1 or math.prod(grid) <= workspace.arrived.shape[0]
+    _decode().decode_kernel[grid](
+        operands.q,
+        operands.q_rest,
+        operands.k,
+        operands.k_rest,
+        operands.v,
+        operands.out,
+        operands.sinks,
+        operands.key_cache,
+        operands.rest_cache,
+        operands.value_cache,
+        batch.seq_lens,
+        batch.block_table,
+        batch.slots,
+        workspace.partial,
+        workspace.tops,
+        workspace.totals,
+        workspace.arrived,
+        *_score_scales(operands.layer),
+        *_row_strides(operands.q, operands.q_rest, operands.k, operands.k_rest, operands.v, operands.out),
+        *operands.key_cache.stride()[:3],
+        *operands.value_cache.stride()[:3],
+        batch.block_table.stride(0),
+        HEADS=power_of_two(tiles.tile_heads),
+        SPLITS=splits,
+        COMBINE_COLUMNS=columns,
+        **_constants(operands, batch, tiles),
+    )
+
+
+def prepare(layers: Sequence[AttentionLayer | LatentLayer], device: torch.device) -> None:
+    """Allocate the workspaces these layers need: it may not happen while a graph is captured."""
+    for layer in layers:
+        width = layer.latent_width if isinstance(layer, LatentLayer) else layer.value_width
+        _workspace(device, padded(width))
+
+
+def _workspace(device: torch.device, width: int) -> _Workspace:
+    index = device.index if device.index is not None or device.type != "cuda" else torch.cuda.current_device()
+    return _make_workspace(torch.device(device.type, index), width)
+
+
+@functools.cache
+def _make_workspace(device: torch.device, width: int) -> _Workspace:
+    """Room for as many partial results as :func:`decode_tiles` ever makes."""
+    if device.type == "cuda":
+        assert not torch.cuda.is_current_stream_capturing(), "prepare() was not called before the capture"
+    num_parts = 2 * _num_processors(device)
+    with torch.inference_mode(False):
+        return _Workspace(
+            partial=torch.empty(num_parts, MIN_TILE, width, device=device),
+            tops=torch.empty(num_parts, MIN_TILE, device=device),
+            totals=torch.empty(num_parts, MIN_TILE, device=device),
+            arrived=torch.zeros(num_parts, dtype=torch.int32, device=device),
+        )
+
+
+def _constants(operands: Operands, batch: AttentionBatch, tiles: Tiles) -> dict[str, Any]:
+    layer = operands.layer
+    key, rest = operands.q.shape[-1], operands.q_rest.shape[-1]
+    return {
+        "GROUP": layer.num_heads // layer.num_kv_heads,
+        "TILE_HEADS": tiles.tile_heads,
+        "KEY": key,
+        "KEY_PADDED": padded(key),
+        "REST": rest,
+        "REST_PADDED": padded(rest),
+        "VALUE": layer.value_width,
+        "VALUE_PADDED": padded(layer.value_width),
+        "VALUES_ARE_KEYS": operands.values_are_keys,
+        "SOFTCAP": layer.softcap > 0,
+        "WINDOW": layer.window,
+        "CHUNK": layer.chunk,
+        "HAS_SINKS": operands.sinks is not None,
+        "BLOCK_SIZE": batch.block_size,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+
+
+def _score_scales(layer: AttentionLayer) -> tuple[float, float]:
+    """What products are multiplied by, before and after the cap, to become scores in base 2."""
+    log2e = math.log2(math.e)
+    return (layer.scale / layer.softcap, layer.softcap * log2e) if layer.softcap else (layer.scale * log2e, 1.0)
+
+
+def _row_strides(*tensors: torch.Tensor) -> list[int]:
+    """The first two strides of each; the elements of a row must lie side by side."""
+    assert all(tensor.stride(-1) == 1 for tensor in tensors)
+    return [stride for tensor in tensors for stride in tensor.stride()[:2]]
+
+
+@functools.cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+
+
+@functools.cache
+def _prefill() -> Any:
+    """Triton is imported when it is needed: where there is no GPU, it may not be installed."""
+    from piecegraph.llm.kernels.attention import triton_prefill
+
+    return triton_prefill
+
+
+@functools.cache
+def _decode() -> Any:
+    from piecegraph.llm.kernels.attention import triton_decode
+
+    return triton_decode
+
+
+def can_run(dtype: torch.dtype, device: torch.device) -> Verdict:
+    """Whether our Triton kernels run here at all."""
+    if importlib.util.find_spec("triton") is None:
+        return Rejected("Triton is not installed")
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return Rejected("Triton needs a CUDA device, or TRITON_INTERPRET=1")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return Rejected("compute capability 8.0 is needed")
+    if dtype not in DTYPES:
+        return Rejected(f"{dtype} is none of float32, float16, bfloat16")
+    return Accepted()
+
+
+def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Verdict:
+    verdict = can_run(dtype, device)
+    if isinstance(verdict, Rejected):
+        return verdict
+    if isinstance(layer, LatentLayer):
+        fits = layer.latent_width <= MAX_LATENT and layer.rope_width <= MAX_WIDTH
+        return Accepted() if fits else Rejected(f"a latent of more than {MAX_LATENT} does not fit on the chip")
+    if max(layer.key_width, layer.value_width) > MAX_WIDTH:
+        return Rejected(f"heads wider than {MAX_WIDTH} do not fit on the chip")
+    return Accepted()
+
+
+def _capture_safe(kind: StepKind) -> Verdict:
+    return Accepted()
+
+
+KERNEL = AttentionKernel(
+    name="triton",
+    supports=_supports,
+    capture_safe=_capture_safe,
+    attend=attend,
+    attend_latent=attend_latent,
+    prepare=prepare,
+)

@@ -1,0 +1,1 @@
+"""A transformers model becomes a compiled decoder and a head."""

@@ -1,0 +1,1 @@
+"""A step of a language model: requests, schedule, batch, forward, tokens."""

@@ -1,0 +1,166 @@
+"""Compiles our Triton kernels in a thread, while the pieces are being compiled.
+
+They are compiled when they are first launched, one after the other, which for a small model takes as long as Inductor
+does. What they are launched with is known as soon as the model is traced. So a thread launches each of them once, on
+dummies, with the sizes that will be recorded. Most of a compile is C++ and a process of its own, which do not hold
+Python up.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+import torch.fx
+import torch.nn.functional as F
+
+from piecegraph.base import torch_compat
+from piecegraph.base.plan import Decision
+from piecegraph.llm.cache.memory import Memory
+from piecegraph.llm.cache.states import StateKernels, StateMemory
+from piecegraph.llm.kernels.attention.kernel import AttentionKernel
+from piecegraph.llm.kernels.linear import launch_linear
+from piecegraph.llm.run.batch import BatchBuffers, BatchLimits
+from piecegraph.llm.run.step import Bucket
+from piecegraph.llm.specs import AttentionLayer, ConvLayer, DeltaLayer, LatentLayer, StatefulLayer, StateLayer
+
+_Layer = TypeVar("_Layer", AttentionLayer, ConvLayer | DeltaLayer)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """A linear layer, as far as kernels differ by it."""
+
+    columns: int
+    depth: int
+    has_bias: bool
+
+
+def linear_shapes(graph: torch.fx.Graph) -> tuple[LinearShape, ...]:
+    """The distinct linears of a traced decoder."""
+    target = torch_compat.op_of(F.linear)[0]
+    found: dict[LinearShape, None] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and torch_compat.op_of(node.target)[0] is target:
+            weight, bias = node.args[1], (*node.args, None)[2]
+            columns, depth = torch_compat.meta_value(weight).shape
+            found[LinearShape(int(columns), int(depth), bias is not None)] = None
+    return tuple(found)
+
+
+class EarlyKernels:
+    """Launches every kernel once, in a thread.
+
+    Args:
+        kernel: what attends.
+        layers: the call sites of attention.
+        states: the call sites of layers with a state, and what computes those in fine form.
+        linears: of the decoder. The head is the model's own and has none of our kernels.
+        buckets: what will be recorded.
+        limits: of the batches.
+        dtype: of everything.
+        device: a GPU.
+    """
+
+    def __init__(
+        self,
+        kernel: AttentionKernel,
+        layers: Sequence[AttentionLayer | LatentLayer],
+        states: tuple[Sequence[StateLayer], StateKernels],
+        linears: Sequence[LinearShape],
+        *,
+        buckets: Iterable[Bucket],
+        limits: BatchLimits,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._kernel = kernel
+        self._layers = _distinct(layer for layer in layers if isinstance(layer, AttentionLayer))
+        self._states = _distinct(layer for layer in states[0] if not isinstance(layer, StatefulLayer))
+        self._state_kernels = states[1]
+        self._linears = linears
+        self._buckets = tuple(buckets)
+        self._limits = limits
+        self._dtype = dtype
+        self._device = device
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="piecegraph early kernels", daemon=True)
+
+    def start(self) -> None:
+        """Begin, and return at once."""
+        self._thread.start()
+
+    def wait(self) -> Decision:
+        """Until all are compiled. If that fails, they are compiled when first used, as they would have been."""
+        self._thread.join()
+        if self._error is not None:
+            return Decision("our kernels", "compiled when first used", f"compiling them early failed: {self._error}")
+        return Decision("our kernels", "compiled early", f"for {len(self._buckets)} sizes, while the pieces were")
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
+                self._launch_all()
+                torch.cuda.synchronize()
+        except Exception as error:  # noqa: BLE001 - a thread has nobody to raise to; the kernels are launched again later
+            self._error = error
+
+    def _launch_all(self) -> None:
+        limits = self._limits
+        states = StateMemory(self._states, torch.nn.Module(), self._state_kernels, 1, self._device)
+        memory = Memory(
+            self._layers,
+            self._kernel,
+            (),
+            states,
+            dtype=self._dtype,
+            device=self._device,
+            block_size=limits.block_size,
+        )
+        memory.allocate([2] * limits.num_groups)
+        buffers = BatchBuffers(replace(limits, embed_width=0), self._device)
+        for bucket in self._buckets:
+            buffers.fill_dummy(bucket)
+            memory.use_batch(buffers.views(bucket).attention, functools.partial(buffers.state_batch, bucket))
+            for site, layer in enumerate(self._layers):
+                self._attend(memory, site, layer, bucket.num_tokens)
+            for state in self._states:
+                self._mix(states, state, bucket.num_tokens)
+            for shape in self._linears:
+                self._multiply(shape, bucket.num_tokens)
+
+    def _attend(self, memory: Memory, site: int, layer: AttentionLayer, num_tokens: int) -> None:
+        query = self._zeros(num_tokens, layer.num_heads, layer.key_width)
+        key = self._zeros(num_tokens, layer.num_kv_heads, layer.key_width)
+        value = self._zeros(num_tokens, layer.num_kv_heads, layer.value_width)
+        sinks = self._zeros(layer.num_heads) if layer.has_sinks else None
+        memory.attend(site, query, key, value, self._zeros(num_tokens, layer.num_heads, layer.value_width), sinks)
+
+    def _mix(self, states: StateMemory, layer: ConvLayer | DeltaLayer, num_tokens: int) -> None:
+        zeros = functools.partial(self._zeros, dtype=layer.dtype)
+        if isinstance(layer, ConvLayer):
+            hidden, weight = zeros(num_tokens, layer.channels), zeros(layer.channels, layer.width)
+            bias = zeros(layer.channels) if layer.has_bias else None
+            states.convolve(layer.index, hidden, weight, bias, torch.empty_like(hidden), layer.activation)
+            return
+        query, value = (zeros(num_tokens, layer.num_heads, width) for width in (layer.key_width, layer.value_width))
+        decay = zeros(num_tokens, layer.num_heads, dtype=layer.decay_dtype)
+        beta = zeros(num_tokens, layer.num_heads, dtype=layer.beta_dtype)
+        out = torch.empty_like(value)
+        states.delta_rule(layer.index, query, query, value, decay, beta, out, layer.normalises)
+
+    def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype or self._dtype, device=self._device)
+
+    def _multiply(self, shape: LinearShape, rows: int) -> None:
+        launch_linear(rows, shape.columns, shape.depth, shape.has_bias, self._dtype, self._device)
+
+
+def _distinct(layers: Iterable[_Layer]) -> list[_Layer]:
+    """Layers that differ in more than their place, numbered anew."""
+    known = dict.fromkeys(replace(layer, index=0) for layer in layers)
+    return [replace(layer, index=i) for i, layer in enumerate(known)]

@@ -1,0 +1,86 @@
+"""The prompts of one call of ``generate``: how they are given, and how what is wrong with one of them is told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from piecegraph.base.coerce import as_list
+from piecegraph.errors import ConfigError, PiecegraphError, RequestError
+from piecegraph.llm.run.results import Completion, RequestMetrics
+
+_REQUEST_ID = re.compile(r"^request '\d+'| of request '\d+'")
+"""How errors name a request. The engine numbers those of ``generate``; nobody else knows the number."""
+
+
+def one_for_each(prompts: Any) -> list[Any]:
+    """A list of prompts, also where one was given. Tensors and arrays become lists."""
+    if isinstance(prompts, str):
+        return [prompts]
+    given = as_list(prompts)
+    if given is None:
+        raise ConfigError(
+            "PG101", f"prompts is {prompts!r}", why="it must be a text, a list of token ids, or a list of these"
+        )
+    found = [item.tolist() if hasattr(item, "tolist") else item for item in given]
+    return [found] if found and all(isinstance(item, int) for item in found) else found
+
+
+def check_lengths(lists: Mapping[str, list[Any]], num_prompts: int) -> None:
+    """Raise if a list does not have a value for each prompt."""
+    for name, values in lists.items():
+        if len(values) != num_prompts:
+            raise ConfigError("PG108", f"{name} has {len(values)} values", why=f"there are {num_prompts} prompts")
+
+
+def tokens_of(text: str, tokenizer: Any) -> Sequence[int]:
+    """The tokens of a prompt, or an error of this prompt alone."""
+    try:
+        found: Sequence[int] = tokenizer(text)["input_ids"]
+    except Exception as error:  # tokenizers raise plain Exceptions, too
+        raise RequestError(
+            "PG653",
+            "the prompt is no text that the tokenizer takes",
+            why=f"{type(error).__name__}: {error}",
+            hint="a text must be valid Unicode",
+        ) from error
+    return found
+
+
+def in_words_of_the_call(error: PiecegraphError, index: int) -> PiecegraphError:
+    """The same error, of a prompt and not of a request."""
+    if not isinstance(error, RequestError) and error.code != "PG108":
+        return error  # no prompt's: the model has no tokenizer, or was closed
+    what = _REQUEST_ID.sub(lambda found: "the request" if found.start() == 0 else "", error.what)
+    worded = type(error)(error.code, what, where=f"prompts[{index}]", why=error.why, hint=error.hint)
+    worded.__cause__ = error.__cause__
+    return worded
+
+
+def refused(text: str | None, prompt: Any, error: PiecegraphError) -> Completion:
+    """The answer to a prompt that cannot be served."""
+    given = prompt if isinstance(prompt, (list, tuple)) else ()
+    tokens = [token for token in given if isinstance(token, int)]
+    metrics = RequestMetrics(
+        num_prompt_tokens=len(tokens),
+        num_new_tokens=0,
+        num_cached_tokens=0,
+        num_preemptions=0,
+        time_to_first_token_s=None,
+        seconds_per_token=None,
+        total_s=0.0,
+        graph_coverage=0.0,
+    )
+    return Completion(
+        prompt=text,
+        prompt_token_ids=tokens,
+        text=None,
+        token_ids=[],
+        finish_reason="error",
+        error=error,
+        logprobs=None,
+        prompt_logprobs=None,
+        hidden_states=None,
+        metrics=metrics,
+    )

@@ -1,0 +1,254 @@
+"""One request to a language model: what was asked for, and how far it has come.
+
+:class:`SamplingParams` is validated once and never changes. A :class:`Request` is changed by the scheduler; the engine
+only says so where the text, which the scheduler does not know, is why a request ended.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from piecegraph.base.coerce import as_integer, as_real
+from piecegraph.errors import ConfigError, RequestError
+from piecegraph.llm.cache.blocks import Digest
+from piecegraph.llm.cache.paged import SequenceBlocks
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+RequestState = Literal["waiting", "running", "finished", "failed"]
+
+_LARGEST_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, when it ends, and what is told about it.
+
+    >>> SamplingParams(temperature=0.7, stop="###").stop
+    ('###',)
+    >>> SamplingParams(top_p=1.5)
+    Traceback (most recent call last):
+        ...
+    piecegraph.errors.ConfigError: PG108 top_p is 1.5: it must be a number above 0 and at most 1
+    """
+
+    max_new_tokens: int = 16
+    temperature: float = 0.0
+    """0: always the most likely token."""
+    top_p: float = 1.0
+    """Only the most likely tokens that together reach this probability. 1: all."""
+    top_k: int = 0
+    """Only so many of the most likely tokens. 0: all."""
+    seed: int | None = None
+    """Fixes what is sampled, whatever else runs beside it. None: the engine chooses one."""
+    stop: tuple[str, ...] = ()
+    """Texts at which the answer ends; they are not part of it."""
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """For each new token: its log-probability, and those of so many most likely tokens."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    return_hidden_states: bool = False
+
+    def __post_init__(self) -> None:
+        plain: dict[str, Any] = {
+            "max_new_tokens": _integer("max_new_tokens", self.max_new_tokens, 1),
+            "top_k": _integer("top_k", self.top_k, 0),
+            "temperature": _temperature(self.temperature),
+            "top_p": _top_p(self.top_p),
+            "stop": _stop_texts(self.stop),
+        }
+        for name, largest in (("logprobs", None), ("prompt_logprobs", None), ("seed", _LARGEST_SEED)):
+            if getattr(self, name) is not None:
+                plain[name] = _integer(name, getattr(self, name), 0, largest)
+        for name in ("ignore_eos", "return_hidden_states"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad(name, getattr(self, name), "True or False")
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def wants_every_row(self) -> bool:
+        """Whether something is told about every token of the prompt, so that each has to be computed."""
+        return self.prompt_logprobs is not None or self.return_hidden_states
+
+
+class Request:
+    """A prompt and the progress made on it.
+
+    Args:
+        request_id: tells requests apart until they are finished.
+        prompt: token ids.
+        params: how to go on from the prompt.
+        seed: used if ``params`` has none.
+        cache_key: requests share cached prefixes only if their keys are equal; None: never. With embeddings or
+            positions of its own a request shares nothing unless it has a key, which must then tell what they were made
+            from.
+        input_embeds: [tokens of the prompt, hidden size], used in place of the embeddings of the prompt's ids.
+        mrope_positions: [3, tokens of the prompt] (time, height, width), for models that place tokens in three
+            dimensions. New tokens go on behind the largest of them. Without them, all three are those of the text.
+
+    Raises:
+        RequestError: the prompt is empty or not made of integers.
+    """
+
+    __slots__ = (
+        "arrival_time",
+        "blocks",
+        "cache_key",
+        "digests",
+        "error",
+        "finish_reason",
+        "finish_time",
+        "first_token_time",
+        "id",
+        "input_embeds",
+        "max_len",
+        "mrope_delta",
+        "mrope_positions",
+        "num_cached",
+        "num_computed",
+        "num_delivered",
+        "num_preemptions",
+        "num_prompt",
+        "params",
+        "seed",
+        "state",
+        "state_slot",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int = 0,
+        cache_key: str | None = "",
+        input_embeds: torch.Tensor | None = None,
+        mrope_positions: NDArray[np.integer] | torch.Tensor | None = None,
+    ) -> None:
+        self.id = request_id
+        self.params = params
+        self.tokens = _token_array(request_id, prompt)
+        """The prompt and what was generated. A preempted request keeps them all, and computes them again."""
+        self.num_prompt = len(self.tokens)
+        self.seed = seed if params.seed is None else params.seed
+        has_own_inputs = input_embeds is not None or mrope_positions is not None
+        self.cache_key = None if has_own_inputs and not cache_key else cache_key
+        self.input_embeds = input_embeds
+        self.mrope_positions = None if mrope_positions is None else _mrope_array(self, mrope_positions)
+        self.mrope_delta = 0 if self.mrope_positions is None else int(self.mrope_positions.max()) + 1 - self.num_prompt
+        """What is added to the position of a new token."""
+        self.max_len = self.num_prompt + params.max_new_tokens
+        """Tokens in all at which the request ends; the scheduler lowers it to the model's limit."""
+
+        self.state: RequestState = "waiting"
+        self.finish_reason: FinishReason | None = None
+        self.error: RequestError | None = None
+        self.num_computed = 0
+        """Tokens whose keys and values are in the cache."""
+        self.num_delivered = 0
+        """The highest ``num_computed`` so far: rows below it are not told about again after a preemption."""
+        self.num_cached = 0
+        """Tokens found in the prefix cache when the request first ran."""
+        self.num_preemptions = 0
+        self.blocks: SequenceBlocks | None = None
+        self.digests: list[Digest] = []
+        self.state_slot = 0
+        """Where layers with a state keep the request's; 0 while it does not run."""
+        self.arrival_time = time.perf_counter()
+        self.first_token_time: float | None = None
+        self.finish_time: float | None = None
+
+    @property
+    def generated(self) -> list[int]:
+        """The new tokens so far, the one that ended the request included."""
+        return self.tokens[self.num_prompt :].tolist()
+
+    @property
+    def is_done(self) -> bool:
+        return self.finish_reason is not None
+
+    def __repr__(self) -> str:
+        num_new = len(self.tokens) - self.num_prompt
+        return f"Request({self.id!r}, {self.state}, {self.num_prompt} + {num_new} tokens, {self.num_computed} computed)"
+
+
+def _token_array(request_id: str, prompt: Sequence[int]) -> array[int]:
+    try:
+        if isinstance(prompt, (bytes, bytearray)):  # an array would take them for its memory
+            raise TypeError("it is bytes")
+        tokens = array("q", prompt)
+    except (TypeError, OverflowError) as error:
+        raise RequestError(
+            "PG653", f"the prompt of request {request_id!r} is not a list of token ids", why=str(error)
+        ) from error
+    if not tokens:
+        raise RequestError(
+            "PG651",
+            f"the prompt of request {request_id!r} is empty",
+            why="a model needs a token to go on from",
+            hint="begin with the model's token for the beginning of a text",
+        )
+    return tokens
+
+
+def _mrope_array(request: Request, given: NDArray[np.integer] | torch.Tensor) -> NDArray[np.integer]:
+    positions = given.cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
+    shape, why = (3, request.num_prompt), ""
+    if positions.shape != shape:
+        why = f"they are of shape {positions.shape}, not {shape}"
+    elif not np.issubdtype(positions.dtype, np.integer):
+        why = f"they are of type {positions.dtype}"
+    elif positions.min() < 0:
+        why = f"one of them is {positions.min()}"
+    if why:
+        what = f"the mrope_positions of request {request.id!r} are not positions"
+        hint = "give integers that are not negative, one column for each token of the prompt"
+        raise RequestError("PG653", what, why=why, hint=hint)
+    return positions
+
+
+def _stop_texts(given: Any) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    texts = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (None,)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise _bad("stop", given, "a text or a list of texts, none of them empty")
+    return texts
+
+
+def _temperature(given: Any) -> float:
+    found = as_real(given)
+    if found is None or not 0 <= found < math.inf:
+        raise _bad("temperature", given, "a finite number that is not negative")
+    return found
+
+
+def _top_p(given: Any) -> float:
+    found = as_real(given)
+    if found is None or not 0 < found <= 1:
+        raise _bad("top_p", given, "a number above 0 and at most 1")
+    return found
+
+
+def _integer(name: str, given: Any, smallest: int, largest: int | None = None) -> int:
+    found = as_integer(given)
+    if found is None or found < smallest or (largest is not None and found > largest):
+        limits = f"an integer that is at least {smallest}" + (f" and at most {largest}" if largest is not None else "")
+        raise _bad(name, given, limits)
+    return found
+
+
+def _bad(name: str, value: Any, must_be: str) -> ConfigError:
+    return ConfigError("PG108", f"{name} is {value!r}", why=f"it must be {must_be}")

@@ -1,0 +1,81 @@
+"""What a user gets for a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from piecegraph.errors import PiecegraphError
+from piecegraph.llm.run.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log-probability, and the most likely tokens in its place."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token, log-probability), most likely first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """What a request cost."""
+
+    num_prompt_tokens: int
+    num_new_tokens: int
+    num_cached_tokens: int
+    """Of the prompt, found in the cache."""
+    num_preemptions: int
+    time_to_first_token_s: float | None
+    seconds_per_token: float | None
+    """After the first."""
+    total_s: float
+    graph_coverage: float
+    """The share of the request's steps that were replayed from a tape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The answer to one prompt."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    text: str | None
+    """None without a tokenizer."""
+    token_ids: list[int]
+    finish_reason: FinishReason
+    error: PiecegraphError | None
+    """Why the request could not be served, or not to its end."""
+    logprobs: list[TokenLogprob] | None
+    prompt_logprobs: list[TokenLogprob | None] | None
+    """The first token of a prompt has none."""
+    hidden_states: torch.Tensor | None
+    """[tokens, hidden size] of the prompt and all generated tokens but the last."""
+    metrics: RequestMetrics
+
+
+class StepResult(NamedTuple):
+    """What one step of the model gives, on the device."""
+
+    tokens: torch.Tensor
+    """The chosen token of each sequence."""
+    logits: torch.Tensor
+    """Of the last token of each sequence."""
+    hidden: torch.Tensor
+    """Of every token, or, if they were not asked for, of the last token of each sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New text of one prompt, while it is being generated."""
+
+    index: int
+    """Which of the prompts."""
+    text: str
+    token_ids: list[int]
+    finished: Completion | None
+    """The whole answer, with the last chunk."""

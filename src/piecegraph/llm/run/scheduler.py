@@ -1,0 +1,453 @@
+"""Which tokens run next: continuous batching with chunked prefill, prefix reuse and preemption.
+
+Requests come in; :meth:`Scheduler.schedule` says what the next step computes, :meth:`Scheduler.commit` takes the tokens
+that were chosen. Both are plain Python on numbers; no tensor is seen here.
+
+Note [Arrival order]
+~~~~~~~~~~~~~~~~~~~~
+Requests are admitted strictly in the order of their arrival, and preempted in the opposite order. So everything that
+runs arrived before everything that waits, the running list is in order of arrival, and only its last request can be in
+the middle of its prompt. Hence: the victim of a preemption is the end of the running list, a preempted request goes to
+the front of the queue, and nobody is overtaken, neither a long prompt by short ones nor an old request by new ones.
+
+Note [Progress]
+~~~~~~~~~~~~~~~
+Every step moves on. The first running request is never preempted for another, and alone it always fits, because a
+request that would not fit alone is refused when it arrives. The tokens of a step are at least as many as the sequences
+that may run, so a prompt gets at least one token of every step, however many others decode.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from piecegraph.errors import ConfigError, RequestError
+from piecegraph.llm.cache.paged import PagedCache
+from piecegraph.llm.run.request import FinishReason, Request
+from piecegraph.llm.run.step import StepPlan, Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """What a step and a request may be at most."""
+
+    max_num_seqs: int
+    max_batch_tokens: int
+    max_model_len: int
+    """Tokens of a request, prompt and generated."""
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_batch_tokens", "max_model_len", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError("PG101", f"{name} is {getattr(self, name)!r}", why="it must be a positive integer")
+        if self.max_batch_tokens < self.max_num_seqs:
+            raise ConfigError(
+                "PG101",
+                f"max_batch_tokens is {self.max_batch_tokens}, less than max_num_seqs ({self.max_num_seqs})",
+                why="sequences that decode would take all tokens of a step, and prompts would wait for ever",
+                hint="raise max_batch_tokens or lower max_num_seqs",
+            )
+
+
+class Scheduler:
+    """Decides step by step what runs.
+
+    Args:
+        limits: see there.
+        cache: the blocks of all groups; empty for a model without attention.
+        eos_token_ids: tokens that end a request.
+        needs_state: give each running sequence a state slot from 1 to ``max_num_seqs`` (0 belongs to the padding).
+        release_state: told of every slot that is free again.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        cache: PagedCache,
+        *,
+        eos_token_ids: Collection[int] = (),
+        needs_state: bool = False,
+        release_state: Callable[[int], None] | None = None,
+    ) -> None:
+        if needs_state and cache.prefix_cache:
+            raise ConfigError(
+                "PG101",
+                "prefix_cache is on for a model with recurrent state",
+                why="blocks of keys and values do not bring back the state at the end of a prefix",
+                hint="set prefix_cache=False",
+            )
+        self.limits = limits
+        self.cache = cache
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.running: list[Request] = []
+        self.waiting: deque[Request] = deque()
+        self._requests: dict[str, Request] = {}
+        self.needs_state = needs_state
+        self.release_state = release_state
+        self._free_slots = self._all_slots()
+        self._rows: list[Request] = []
+        """The requests of the last plan in its order; see :func:`_keep_rows`."""
+        self._is_steady = False
+        """Nothing but decoding happened since the last plan, and nobody can be admitted."""
+        self._blocked_at = -1
+        """``cache.num_releases()`` when the front of the queue last did not fit."""
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    # ------------------------------------------------------------------ requests come and go
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it can never be served. Nothing has changed; other requests are not touched.
+        """
+        if request.id in self._requests:
+            raise RequestError("PG656", f"a request {request.id!r} is already there", hint="choose another id")
+        if request.is_done:
+            raise RequestError("PG656", f"request {request.id!r} has ended", hint="make a new one")
+        self._check(request)
+        request.max_len = min(request.max_len, self.limits.max_model_len)
+        self._requests[request.id] = request
+        self.waiting.append(request)
+        self._is_steady = False
+
+    def _check(self, request: Request) -> None:
+        limits, length = self.limits, request.num_prompt
+        if length >= limits.max_model_len:
+            raise RequestError(
+                "PG652",
+                f"the prompt of request {request.id!r} has {length} tokens",
+                why=f"max_model_len is {limits.max_model_len}, and at least one token is to be generated",
+                hint="shorten the prompt or raise max_model_len",
+            )
+        for token in (min(request.tokens), max(request.tokens)):
+            if not 0 <= token < limits.vocab_size:
+                raise RequestError(
+                    "PG653",
+                    f"the prompt of request {request.id!r} holds token {token}",
+                    why=f"the vocabulary has tokens 0 to {limits.vocab_size - 1}",
+                    hint="use the tokenizer of this model",
+                )
+        # The last token is never computed: nothing follows it.
+        longest = min(request.max_len, limits.max_model_len) - 1
+        if not self.cache.can_hold(longest):
+            raise RequestError(
+                "PG654",
+                f"request {request.id!r} may need {longest} tokens of cache",
+                why="the cache cannot hold as many, even for one request alone",
+                hint="lower max_new_tokens or give the cache more memory",
+            )
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; False if there is none of this id."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self.finish(request, "abort")
+        return True
+
+    def finish(self, request: Request, reason: FinishReason, error: RequestError | None = None) -> None:
+        """End a request and free what it holds: at a stop text, by ``abort``, or with an error of its own."""
+        if request.is_done:
+            return
+        was_running = request.state == "running"
+        request.state = "failed" if reason == "error" else "finished"
+        request.finish_reason, request.error = reason, error
+        request.finish_time = time.perf_counter()
+        del self._requests[request.id]
+        if was_running:
+            self._let_go(request)
+            self.running.remove(request)
+        self._blocked_at = -1
+        # One that waits stays in the queue until it comes to the front: removing it there would take a search.
+        self._is_steady = False
+
+    def start_over(self) -> None:
+        """Compute anew whatever runs: a step has failed, and what it left in caches and states is not known.
+
+        It may have failed anywhere, also between two lines of this class (Ctrl-C). So nothing is read here but the
+        requests themselves, which lie in order of arrival. Their tokens are kept, as in every preemption.
+        """
+        self._requests = {request.id: request for request in self._requests.values() if not request.is_done}
+        for request in self._requests.values():
+            if request.state == "running":
+                request.num_preemptions += 1
+            request.state, request.blocks, request.num_computed, request.state_slot = "waiting", None, 0, 0
+        self.waiting = deque(self._requests.values())
+        self.running = []
+        self._rows = []
+        self._is_steady, self._blocked_at = False, -1
+        self.cache.reset()
+        self._free_slots = self._all_slots()
+        if self.release_state is not None:
+            for slot in self._free_slots or ():
+                self.release_state(slot)
+
+    # ------------------------------------------------------------------ one step
+
+    def schedule(self) -> StepPlan | None:
+        """What to compute next, or None if there is nothing to do. Each plan is committed before the next is made."""
+        if self._is_steady and self.cache.has_free(len(self.running)) and not self._may_admit():
+            works = self._steady_decode()
+            return StepPlan(works, len(works), "decode")
+        return self._schedule_anew()
+
+    def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step behind one that has not been committed yet, if it can be known: the same sequences go on decoding.
+
+        Nobody may be about to be admitted or to reach its length, and there must be blocks. A request that ends with
+        ``plan`` all the same, at a token nobody could foresee, is then computed once too often; ``commit`` ignores it.
+        """
+        works = plan.works
+        if self._may_admit() or len(works) != len(self.running) or not self.cache.has_free(len(works)):
+            return None
+        for request, _, _, samples in works:
+            if not samples or request.blocks is None or len(request.tokens) + 1 >= request.max_len:
+                return None
+        return StepPlan(
+            tuple(self._next_decode(request, start + num_tokens) for request, start, num_tokens, _ in works),
+            len(works),
+            "decode",
+        )
+
+    def _may_admit(self) -> bool:
+        """Whether it is worth trying to admit the front of the queue."""
+        return (
+            len(self.waiting) > 0
+            and len(self.running) < self.limits.max_num_seqs
+            and (not self.running or self._blocked_at != self.cache.num_releases())
+        )
+
+    def _steady_decode(self) -> tuple[Work, ...]:
+        """The same sequences as before, one token each, in the same order."""
+        return tuple(self._next_decode(request, request.num_computed) for request in self._rows)
+
+    def _next_decode(self, request: Request, start: int) -> Work:
+        blocks = request.blocks
+        assert blocks is not None
+        if start >= blocks.capacity:
+            self.cache.give_back(blocks, start)
+            self.cache.extend(blocks, start + 1)
+        return Work(request, start, 1, True)
+
+    def _schedule_anew(self) -> StepPlan | None:
+        works, preempted = self._decodes()
+        num_decodes = len(works)
+        budget = self.limits.max_batch_tokens - num_decodes
+        if num_decodes < len(self.running):
+            budget -= self._prefill(self.running[-1], budget, works)
+        # If a prompt stopped short for want of a block, or somebody was preempted for one, there is none for the next
+        # request either: admission asks for more than that.
+        while budget > 0:
+            if (request := self._next_waiting()) is None or not self._may_admit() or not self._admit(request):
+                break
+            budget -= self._prefill(request, budget, works)
+        if not works:
+            assert not self._requests, "requests are left, but none can run"
+            self._rows = []
+            return None
+        rows = _keep_rows(self._rows, works)
+        self._rows = [work.request for work in rows]
+        self._is_steady = num_decodes == len(rows) == len(self.running)
+        is_decode = all(work.num_tokens == 1 and work.start for work in rows)
+        num_tokens = sum(work.num_tokens for work in rows)
+        return StepPlan(tuple(rows), num_tokens, "decode" if is_decode else "mixed", tuple(preempted))
+
+    def _decodes(self) -> tuple[list[Work], list[Request]]:
+        """One token for each request whose prompt is done, oldest first; the newest give way if blocks run out."""
+        works: list[Work] = []
+        preempted: list[Request] = []
+        position = 0
+        while position < len(self.running):
+            request = self.running[position]
+            start, blocks = request.num_computed, request.blocks
+            assert blocks is not None
+            if start + 1 < len(request.tokens):
+                break  # in the middle of its prompt, so it is the last
+            if start >= blocks.capacity:
+                self.cache.give_back(blocks, start)
+                while not self.cache.has_free(1) and request.state == "running":
+                    preempted.append(self._preempt_newest())
+                if request.state != "running":
+                    break
+                self.cache.extend(blocks, start + 1)
+            works.append(Work(request, start, 1, True))
+            position += 1
+        return works, preempted
+
+    def _prefill(self, request: Request, budget: int, works: list[Work]) -> int:
+        """Plan as much of a prompt as budget and blocks allow; how many tokens that is."""
+        blocks = request.blocks
+        assert blocks is not None
+        start, length = request.num_computed, len(request.tokens)
+        end = min(length, start + budget, self.cache.room(blocks))
+        if end <= start:
+            return 0
+        self.cache.extend(blocks, end)
+        works.append(Work(request, start, end - start, end == length))
+        return end - start
+
+    def _next_waiting(self) -> Request | None:
+        while self.waiting:
+            if not self.waiting[0].is_done:
+                return self.waiting[0]
+            self.waiting.popleft()
+        return None
+
+    def _admit(self, request: Request) -> bool:
+        """Let the front of the queue run, if there is room for all its tokens and for one more block of each other.
+
+        Room for all, although only a part is computed at once: a request that is let in and thrown out again has
+        computed for nothing.
+        """
+        blocks = self.cache.begin(self._reusable_digests(request))
+        missing = self.cache.num_missing(blocks, len(request.tokens))
+        # Alone it fits, in small steps if need be.
+        if self.running and not self.cache.has_free_each(missing, reserve=len(self.running)):
+            self.cache.release(blocks)
+            self._blocked_at = self.cache.num_releases()
+            return False
+        self.waiting.popleft()
+        self.running.append(request)
+        request.state = "running"
+        request.blocks, request.num_computed = blocks, blocks.capacity
+        if not request.num_preemptions:
+            request.num_cached = blocks.capacity
+        if self._free_slots is not None:
+            request.state_slot = self._free_slots.pop()
+        return True
+
+    def _reusable_digests(self, request: Request) -> list[bytes]:
+        """Digests of the blocks that need not be computed if they are known: the last token always is."""
+        if not self.cache.prefix_cache or request.cache_key is None:
+            return []
+        end = len(request.tokens) - 1
+        if request.params.wants_every_row:
+            end = min(end, request.num_delivered)
+        digests = self.cache.digests(request.tokens, request.digests, request.cache_key, len(request.tokens))
+        return digests[: end // self.cache.block_size]
+
+    def _preempt_newest(self) -> Request:
+        """See Note [Arrival order]. Nothing is lost but the cache: all tokens are kept and computed again."""
+        request = self.running.pop()
+        self._let_go(request)
+        request.state = "waiting"
+        request.num_computed = 0
+        request.num_preemptions += 1
+        self.waiting.appendleft(request)
+        self._blocked_at = -1
+        return request
+
+    def _all_slots(self) -> list[int] | None:
+        return list(range(self.limits.max_num_seqs, 0, -1)) if self.needs_state else None
+
+    def _let_go(self, request: Request) -> None:
+        assert request.blocks is not None
+        self.cache.release(request.blocks)
+        request.blocks = None
+        if self._free_slots is not None:
+            self._free_slots.append(request.state_slot)
+            if self.release_state is not None:
+                self.release_state(request.state_slot)
+            request.state_slot = 0
+
+    # ------------------------------------------------------------------ the step has run
+
+    def commit(self, plan: StepPlan, tokens: Sequence[int]) -> list[Request]:
+        """Take the tokens of a step, one for each work: ignored where the work does not sample, negative
+        where the logits were not numbers (:data:`piecegraph.llm.run.sampling.BAD_LOGITS`).
+
+        Returns:
+            The requests that ended with this step.
+
+        Raises:
+            RequestError: there are more or fewer tokens than works. Nothing has changed.
+        """
+        if len(tokens) != len(plan.works):
+            why = f"there are {len(tokens)} tokens for {len(plan.works)} sequences"
+            raise RequestError("PG657", "the step cannot be committed", why=why, hint="give one token for each work")
+        finished: list[Request] = []
+        block_size, prefix_cache = self.cache.block_size, self.cache.prefix_cache
+        vocab_size = self.limits.vocab_size
+        for work, token in zip(plan.works, tokens, strict=True):
+            request, start, num_tokens, samples = work
+            blocks = request.blocks
+            if blocks is None:
+                continue  # aborted while the step ran
+            computed = request.num_computed = start + num_tokens
+            if computed > request.num_delivered:
+                request.num_delivered = computed
+            if prefix_cache and computed // block_size > blocks.num_registered:
+                self._register(request)
+            if num_tokens > 1 or not samples:  # one that decodes gives back when it needs its next block
+                self.cache.give_back(blocks, computed)
+            if samples:
+                if not 0 <= token < vocab_size:
+                    self.finish(request, "error", _bad_logits(request) if token < 0 else _bad_token(request, token))
+                    finished.append(request)
+                    continue
+                request.tokens.append(token)
+                if request.first_token_time is None:
+                    request.first_token_time = time.perf_counter()
+                if token in self.eos_token_ids and not request.params.ignore_eos:
+                    self.finish(request, "stop")
+                    finished.append(request)
+                elif len(request.tokens) >= request.max_len:
+                    self.finish(request, "length")
+                    finished.append(request)
+        return finished
+
+    def _register(self, request: Request) -> None:
+        if request.cache_key is not None and request.blocks is not None:
+            num_blocks = request.num_computed // self.cache.block_size
+            digests = self.cache.digests(request.tokens, request.digests, request.cache_key, request.num_computed)
+            self.cache.register(request.blocks, digests[:num_blocks])
+
+    def check(self) -> None:
+        """Compare every record with every other, between two steps; for tests."""
+        self.cache.check([request.blocks for request in self.running if request.blocks is not None])
+        waiting = [request for request in self.waiting if not request.is_done]
+        assert all(request.state == "running" for request in self.running)
+        assert all(request.state == "waiting" and request.blocks is None for request in waiting)
+        assert all(request.num_computed == 0 for request in waiting)
+        assert {*self.running, *waiting} == set(self._requests.values())
+        assert all(request.num_computed + 1 == len(request.tokens) for request in self.running[:-1])
+        if self._free_slots is not None:
+            slots = [*self._free_slots, *(request.state_slot for request in self.running)]
+            assert sorted(slots) == list(range(1, self.limits.max_num_seqs + 1))
+
+
+def _keep_rows(last: list[Request], works: list[Work]) -> list[Work]:
+    """Order works so that a request keeps its row where it can: block tables are large, and a row that stays is not
+    copied again.
+    """
+    left = {work.request: work for work in works}
+    rows = [left.pop(request, None) for request in last[: len(works)]]
+    rows += [None] * (len(works) - len(rows))
+    rest = iter(left.values())
+    return [work if work is not None else next(rest) for work in rows]
+
+
+def _bad_logits(request: Request) -> RequestError:
+    return RequestError(
+        "PG655",
+        f"the logits of request {request.id!r} are not numbers",
+        why="the model gave NaN or infinity",
+        hint="check the weights, or use another dtype",
+    )
+
+
+def _bad_token(request: Request, token: int) -> RequestError:
+    return RequestError(
+        "PG653",
+        f"request {request.id!r} was given token {token}",
+        why="the vocabulary has none of that number",
+        hint="choose from the logits of the step",
+    )

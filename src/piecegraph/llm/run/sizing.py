@@ -1,0 +1,196 @@
+"""How many blocks the cache gets, and which sizes of steps are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from piecegraph.errors import ModelError
+from piecegraph.llm.cache.paged import CacheGroup
+from piecegraph.llm.run.batch import BatchLimits
+from piecegraph.llm.run.scheduler import SchedulerLimits
+from piecegraph.llm.run.step import Bucket, StepPlan
+from piecegraph.llm.specs import Reach
+from piecegraph.tape.buckets import ladder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheNeeds:
+    """What the sequences could use at most."""
+
+    reaches: tuple[Reach, ...]
+    bytes_per_block: tuple[int, ...]
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
+    max_batch_tokens: int
+    max_tokens: int | None = None
+    """What a group may hold at most, if that was asked for."""
+
+    def most_blocks(self, group: int) -> int:
+        """More than this many blocks of a group are never held at once. Block 0 is not counted."""
+        reach = self.reaches[group]
+        kind = CacheGroup(num_blocks=2, window=reach.window, chunk=reach.chunk)
+        per_sequence = kind.most_blocks(self.max_model_len, self.block_size)
+        # A chunk of a prompt is written before what lies behind its window is given back.
+        in_flight = -(-self.max_batch_tokens // self.block_size) + self.max_num_seqs
+        whole = -(-self.max_model_len // self.block_size)
+        most = min(self.max_num_seqs * per_sequence + in_flight, self.max_num_seqs * whole)
+        return most if self.max_tokens is None else min(most, -(-self.max_tokens // self.block_size))
+
+
+def size_cache(needs: CacheNeeds, budget_bytes: int) -> tuple[int, ...]:
+    """Blocks of each group, block 0 included: all that can be used, or as many as the budget allows.
+
+    Groups with a window are cheap and come first, but get no more than half; the others share what is left, token for
+    token.
+    """
+    if not needs.reaches:
+        return ()
+    groups = range(len(needs.reaches))
+    blocks = [needs.most_blocks(group) + 1 for group in groups]
+    limited = [group for group in groups if needs.reaches[group] != Reach()]
+    full = [group for group in groups if group not in limited]
+    total = sum(blocks[group] * needs.bytes_per_block[group] for group in groups)
+    if total > budget_bytes:
+        left = budget_bytes
+        for shrinking in filter(None, (limited, full)):
+            share = left // 2 if shrinking is limited and full else left
+            fitting = share // sum(needs.bytes_per_block[group] for group in shrinking)
+            for group in shrinking:
+                blocks[group] = min(blocks[group], fitting)
+                left -= blocks[group] * needs.bytes_per_block[group]
+    if min(blocks) < 2:
+        raise ModelError(
+            "PG665",
+            f"there is no room for the cache in {max(0, budget_bytes) / 2**20:.0f} MiB",
+            why=f"a block of {needs.block_size} tokens takes {sum(needs.bytes_per_block) / 2**20:.2f} MiB",
+            hint="free memory, raise memory_fraction, or lower max_num_seqs and max_model_len",
+        )
+    return tuple(blocks)
+
+
+_HOST_BYTES_PER_SEQ = 1024
+"""About what the host's lists and numbers of a sequence that may run take, besides the buffers."""
+
+
+def check_batch(limits: BatchLimits, free_bytes: int) -> None:
+    """Raise if the buffers of a step would not fit: allocating them might end the process, or others on the machine.
+
+    Args:
+        limits: how large they are.
+        free_bytes: what the device and the host have for them.
+    """
+    num_bytes = limits.num_bytes + limits.max_seqs * _HOST_BYTES_PER_SEQ
+    if num_bytes > free_bytes:
+        raise ModelError(
+            "PG665",
+            f"there is no room for steps of max_num_seqs={limits.max_seqs} and max_batch_tokens={limits.max_tokens}",
+            why=f"their buffers take {num_bytes // 2**20} MiB, and there is room for {free_bytes // 2**20} MiB",
+            hint="lower max_num_seqs and max_batch_tokens",
+        )
+
+
+def check_states(num_bytes: int, max_num_seqs: int, free_bytes: int) -> None:
+    """Raise if what layers with a state keep of each sequence would not fit."""
+    if num_bytes > free_bytes:
+        raise ModelError(
+            "PG665",
+            f"there is no room for the states of max_num_seqs={max_num_seqs}",
+            why=f"they take {num_bytes // 2**20} MiB, and there is room for {free_bytes // 2**20} MiB",
+            hint="lower max_num_seqs",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The sizes that steps are padded to; empty where steps run at their own size."""
+
+    decode: tuple[int, ...]
+    tokens: tuple[int, ...]
+    seqs: tuple[int, ...]
+    is_listed: bool = False
+    """Whether the sizes were asked for one by one."""
+
+    def bucket_for(self, plan: StepPlan) -> Bucket:
+        """The smallest recorded bucket, or the step's own size if none is large enough."""
+        if plan.kind == "decode":
+            return self.decode_bucket(plan.num_seqs)
+        return _mixed(_fit(plan.num_tokens, self.tokens), _fit(plan.num_seqs, self.seqs))
+
+    def decode_bucket(self, num_seqs: int) -> Bucket:
+        """The same for a step of decoding."""
+        size = _fit(num_seqs, self.decode)
+        return Bucket(size, size, "decode")
+
+    def at_start(self) -> list[Bucket]:
+        """What is recorded when the model is loaded; the rest when it is first used.
+
+        Mixed steps of many sequences are rare. Of a ladder that nobody asked for, the powers of two and the last rung
+        come first: they are two fifths of it. Who cannot wait for the others while serving lists the sizes.
+        """
+        few = [bucket for bucket in self.all() if bucket.kind == "decode" or bucket.num_seqs <= self.seqs[0]]
+        if self.is_listed:
+            return few
+        last = {*self.decode[-1:], *self.tokens[-1:]}
+        return [bucket for bucket in few if bucket.num_tokens in last or bucket.num_tokens.bit_count() == 1]
+
+    def all(self) -> list[Bucket]:
+        """Everything that may be recorded."""
+        mixed = dict.fromkeys(_mixed(size, seqs) for size in self.tokens for seqs in self.seqs)
+        return [*(Bucket(size, size, "decode") for size in self.decode), *mixed]
+
+
+_FEW_SEQS = 8
+"""Most mixed steps hold a few prompts; only those that hold more pay for as many sequences as may run."""
+
+
+def largest_buckets(limits: SchedulerLimits) -> tuple[Bucket, Bucket]:
+    """The largest step of each kind."""
+    seqs = min(_FEW_SEQS, limits.max_num_seqs)
+    return Bucket(limits.max_num_seqs, limits.max_num_seqs, "decode"), _mixed(limits.max_batch_tokens, seqs)
+
+
+def choose_step_sizes(
+    capture_sizes: str | Sequence[int], *, has_graphs: bool, max_num_seqs: int, max_batch_tokens: int
+) -> StepSizes:
+    """Without graphs nothing is gained by padding, so steps keep their own size unless sizes were listed."""
+    seqs = tuple(sorted({min(_FEW_SEQS, max_num_seqs), max_num_seqs}))
+    if isinstance(capture_sizes, str):
+        if not has_graphs:
+            return StepSizes((), (), ())
+        return StepSizes(tuple(ladder(max_num_seqs)), _token_ladder(max_batch_tokens), seqs)
+    listed = sorted(set(capture_sizes))
+    return StepSizes(
+        tuple(size for size in listed if size <= max_num_seqs) or (max_num_seqs,),
+        tuple(size for size in listed if size <= max_batch_tokens) or (max_batch_tokens,),
+        seqs,
+        is_listed=True,
+    )
+
+
+_TOKEN_STEPS = ((64, 16), (128, 32), (256, 64), (1024, 128), (2048, 256))
+_LAST_STEP = 512
+
+
+def _token_ladder(largest: int) -> tuple[int, ...]:
+    """Sizes of mixed steps. Coarser than for decode: up to some hundred tokens a step costs about the same.
+
+    >>> _token_ladder(200)
+    (16, 32, 48, 64, 96, 128, 192, 200)
+    """
+    sizes = [0]
+    for end, step in _TOKEN_STEPS:
+        sizes += range(sizes[-1] + step, end + 1, step)
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] + _LAST_STEP)
+    return (*(size for size in sizes[1:] if size < largest), largest)
+
+
+def _mixed(num_tokens: int, num_seqs: int) -> Bucket:
+    """There are never more sequences than tokens."""
+    return Bucket(num_tokens, min(num_tokens, num_seqs), "mixed")
+
+
+def _fit(size: int, sizes: Sequence[int]) -> int:
+    return next((fitting for fitting in sizes if fitting >= size), size)

@@ -1,0 +1,55 @@
+"""Chrome and Perfetto traces in which each kernel says who launched it.
+
+The trace that was read is copied, event by event, with the attribution added.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TextIO
+
+from piecegraph.provenance.launch import Launch
+
+Event = dict[str, Any]
+
+
+def launch_args(launch: Launch, group: str = "") -> dict[str, str]:
+    """What is added to an event: ``call``, ``module``, ``py``, ``group`` and ``how``, as far as they are known."""
+    origins = launch.call.origins if launch.call else ()
+    found = {
+        "call": launch.call.op if launch.call else "",
+        "module": ", ".join(dict.fromkeys(origin.module for origin in origins if origin.module)),
+        "py": ", ".join(dict.fromkeys(f"{origin.line.file}:{origin.line.line}" for origin in origins if origin.line)),
+        "group": group,
+        "how": launch.how,
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def annotate(events: Iterable[Event], extra: Callable[[Event], Mapping[str, str] | None]) -> Iterator[Event]:
+    """The same events, with ``extra(event)`` added to the ``args`` of those for which it gives something."""
+    for event in events:
+        added = extra(event)
+        yield {**event, "args": {**(event.get("args") or {}), **added}} if added else event
+
+
+def write_events(events: Iterable[Event], file: TextIO, head: Mapping[str, Any] | None = None) -> int:
+    """Write a trace, one event after the other, so that none but the current one is in memory.
+
+    Args:
+        events: in the order of the file.
+        file: where to write to.
+        head: what stands beside the events in a trace's file, such as ``deviceProperties``.
+
+    Returns:
+        How many events were written.
+    """
+    start = json.dumps({name: value for name, value in (head or {}).items() if name != "traceEvents"})[:-1]
+    file.write(start + (", " if len(start) > 1 else "") + '"traceEvents": [')
+    num_events = 0
+    for event in events:
+        file.write(("," if num_events else "") + "\n" + json.dumps(event))
+        num_events += 1
+    file.write("\n]}\n")
+    return num_events

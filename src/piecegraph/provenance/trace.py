@@ -1,0 +1,208 @@
+"""What a user calls: ``with piecegraph.trace() as t``, and what it gives."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from piecegraph.base.environment import describe_environment
+from piecegraph.base.json_text import to_json
+from piecegraph.errors import InputError, KernelError, SelectionError
+from piecegraph.provenance import groups_page
+from piecegraph.provenance.changes import Diff, diff
+from piecegraph.provenance.group import Groups
+from piecegraph.provenance.groups import mine
+from piecegraph.provenance.keep import kept_members
+from piecegraph.provenance.launch import KernelTrace, Launch
+from piecegraph.provenance.read import read_trace
+from piecegraph.provenance.session import profiled
+from piecegraph.provenance.show_chrome import annotate, launch_args, write_events
+from piecegraph.provenance.show_csv import table_csv
+from piecegraph.provenance.show_json import table_document
+from piecegraph.provenance.show_markdown import table_markdown
+from piecegraph.provenance.show_text import table_text
+from piecegraph.provenance.table import Table, tabulate
+from piecegraph.provenance.trace_event import decode_whole
+from piecegraph.provenance.trace_file import TraceFile
+
+FORMATS = (".txt", ".csv", ".json", ".md", ".trace.json", ".trace.json.gz")
+"""What a trace can be saved as: a table, a document, a page, or a trace for Perfetto."""
+
+
+class Trace:
+    """What ran while a trace was taken, and which line launched it."""
+
+    def __init__(self) -> None:
+        self._source: _Source | None = None
+        self._groups: Groups | None = None
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """Everything that ran, in the order of its launch."""
+        return self._taken.kernels.launches
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was lost, and what could not be attributed and why."""
+        return self._taken.kernels.notes
+
+    def table(
+        self,
+        *,
+        sort: str = "total",
+        module: str | None = None,
+        op: str | None = None,
+        kernel: str | None = None,
+        line: str | None = None,
+    ) -> Table:
+        """Which kernel, launched by which line, for how long; print it, or look into its rows.
+
+        Args:
+            sort: a column: ``total``, ``instances``, ``avg``, ``kernel``, ``module``, ``line``, ...
+            module: only these, and what is inside them: ``layers.*.mlp``.
+            op: only these calls: ``aten::mm``, ``aten.*``.
+            kernel: only these kernels: ``nvjet*``.
+            line: only what this line launches: ``model.py:12`` or ``model.py``.
+        """
+        table = tabulate(self._taken.kernels, self.groups().group_of_instance)
+        if module is not None or op is not None or kernel is not None or line is not None:
+            table = table.filter(module=module, op=op, kernel=kernel, line=line)
+        return table.sort(sort)
+
+    def groups(self, *, min_support: int = 5) -> Groups:
+        """Kernels that always come from one call, with the call that owns them: the place to intercept them.
+
+        Args:
+            min_support: how many calls a claim needs.
+        """
+        if min_support != _MIN_SUPPORT:
+            return mine(self._taken.kernels, min_support=min_support)
+        if self._groups is None:
+            self._groups = mine(self._taken.kernels, min_support=_MIN_SUPPORT)
+        return self._groups
+
+    def diff(self, after: Trace) -> Diff:
+        """What has changed from this trace to a later one."""
+        return diff(self.table(), after.table())
+
+    def save(self, path: str | Path) -> Path:
+        """Write the trace; the name's ending says how: ``.txt``, ``.csv`` (with the columns of ``nsys stats`` first),
+        ``.json``, ``.md``, or ``.trace.json`` and ``.trace.json.gz`` for Perfetto.
+        """
+        path = Path(path)
+        ending = ending_of(path)
+        _ = self._taken  # before a file is made
+        try:
+            with _open(path) as file:
+                if ".trace." in ending:
+                    self._write_chrome(file)
+                else:
+                    file.write(self._text(ending))
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            raise InputError("PG601", f"{path} cannot be written", why=why, hint="choose another path") from error
+        return path
+
+    def document(self, table: Table | None = None) -> dict[str, Any]:
+        """Table and groups in plain types, for programs.
+
+        Args:
+            table: one of this trace, sorted or filtered; the whole by default.
+        """
+        shown = self.table() if table is None else table
+        return {**table_document(shown), "groups": groups_page.as_document(self.groups())["groups"]}
+
+    def _text(self, ending: str) -> str:
+        if ending == ".json":
+            return to_json(self.document()) + "\n"
+        if ending == ".csv":
+            return table_csv(self.table())
+        if ending == ".md":
+            page = table_markdown(self.table(), describe_environment())
+            return page + "\n" + groups_page.as_markdown(self.groups())
+        return f"{table_text(self.table())}\n{self.groups()}\n"
+
+    def _write_chrome(self, file: TextIO) -> None:
+        labels = self.groups().group_of_instance
+        known = {
+            (launch.name, launch.start): launch_args(launch, labels.get(launch.instance, ""))
+            for launch in self.launches
+        }
+
+        def extra(event: Mapping[str, Any]) -> Mapping[str, str] | None:
+            return known.get((event["name"], event["ts"])) if event.get("ph") == "X" and "ts" in event else None
+
+        source = TraceFile(str(self._taken.path), decode_whole, make=dict)
+        events: Iterator[Any] = (event for batch in source.batches() for event in batch)
+        write_events(annotate(events, extra), file, dict(kept_members(self._taken.kernels)))
+
+    @property
+    def _taken(self) -> _Source:
+        if self._source is None:
+            raise KernelError(
+                "PG734", "there is no trace yet", why="it is still being taken", hint="look at it behind the with block"
+            )
+        return self._source
+
+
+_MIN_SUPPORT = 5
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a trace comes from."""
+
+    kernels: KernelTrace
+    path: Path
+
+
+@contextlib.contextmanager
+def trace() -> Iterator[Trace]:
+    """Find out which line of Python launches every kernel that runs inside.
+
+    Eager code, code that torch.compile compiled, and graphs of piecegraph are all attributed; graphs down to the kernel
+    if they were recorded inside, or with ``options={"provenance": True}``. What runs inside is slowed down, what the
+    GPU does is not. Without a GPU, the ops of the CPU take the place of kernels. Watched is the thread that takes the
+    trace; what others launch is seen on a GPU only, and not attributed to ops. One trace is taken at a time.
+
+    Example:
+        >>> import torch
+        >>> with trace() as t:
+        ...     _ = torch.ones(8).cumsum(0)
+        >>> t.table(op="aten::cumsum").rows[0].call
+        'aten::cumsum'
+    """
+    taken = Trace()
+    folder = tempfile.mkdtemp(prefix="piecegraph-trace-")
+    weakref.finalize(taken, shutil.rmtree, folder, ignore_errors=True)
+    with profiled(Path(folder)) as profile:
+        yield taken
+    taken._source = _Source(profile.read(), profile.path)
+
+
+def open_trace(path: str | Path) -> Trace:
+    """A trace that torch.profiler wrote, of any program, or one that was saved as ``.trace.json``."""
+    taken = Trace()
+    taken._source = _Source(read_trace(path), Path(path))
+    return taken
+
+
+def ending_of(path: Path) -> str:
+    """Which of the formats a file's name asks for."""
+    ending = next((end for end in sorted(FORMATS, key=len, reverse=True) if path.name.endswith(end)), None)
+    if ending is None:
+        raise SelectionError("PG714", f"{path.name} has no known ending", hint=f"use one of {', '.join(FORMATS)}")
+    return ending
+
+
+def _open(path: Path) -> TextIO:
+    if path.name.endswith(".gz"):
+        return gzip.open(path, "wt", encoding="utf-8")  # type: ignore[return-value]
+    return path.open("w", encoding="utf-8")

@@ -1,0 +1,158 @@
+"""What a plan runs: the common face of the two front ends.
+
+A body takes the call's tensors and sizes and gives a flat list of outputs; it can be run plainly or under a recorder.
+Where each part of the function's result comes from, an output or something else, is written in ``leaves``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from piecegraph.base import torch_compat
+from piecegraph.base.structure import Structure, atoms
+from piecegraph.graph.program import Program, RunStep, Slot, run_plainly
+from piecegraph.graph.sources import Fixed, FromCall, FromGraph, FromSize, Weight
+from piecegraph.graph.tracer import Traced
+from piecegraph.graph.views import InputView
+from piecegraph.tape.record import Recorder
+from piecegraph.tape.tape import WatchedWeight
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FromOutput:
+    """One of the body's outputs."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A leaf that is not a tensor, as it was when the function was run at the same size."""
+
+    index: int
+
+
+ResultLeaf = FromOutput | Observed | FromCall | FromSize | InputView | Fixed
+
+
+class Body(Protocol):
+    """Something that can be run, and recorded, at any size."""
+
+    @property
+    def leaves(self) -> tuple[ResultLeaf, ...]:
+        """Where each leaf of the result comes from."""
+
+    @property
+    def structure(self) -> Structure:
+        """Puts the leaves of the result together."""
+
+    @property
+    def written_calls(self) -> tuple[int, ...]:
+        """Arguments the function writes to."""
+
+    @property
+    def written_state(self) -> tuple[torch.Tensor, ...]:
+        """Weights, buffers and globals the function writes to."""
+
+    def run(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
+        """Run without recording."""
+
+    def record(self, recorder: Recorder, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
+        """Run under a recorder; returns the outputs as the tape keeps them."""
+
+    def output_shape(self, index: int, sizes: Sizes) -> tuple[int, ...] | None:
+        """The shape of an output at a size; None if it is not known before the run."""
+
+    def number(self, leaf: FromSize | InputView | Observed, sizes: Sizes) -> tuple[Any, ...]:
+        """The numbers a leaf needs at a size: its own value, or what its view is made with."""
+
+    def learn(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
+        """Called before a new size is served, with a call of that size."""
+
+    def violated(self, sizes: Sizes) -> str | None:
+        """Why the body is not valid for these sizes, or None."""
+
+    def weights(self) -> list[WatchedWeight]:
+        """The weights that graphs read by address."""
+
+
+class TracedBody:
+    """A traced, split and lowered function."""
+
+    def __init__(
+        self, traced: Traced, program: Program, current_weight: Callable[[str, torch.Tensor], torch.Tensor]
+    ) -> None:
+        self._traced = traced
+        self._program = program
+        self._current_weight = current_weight
+        self._output_nodes = traced.output_nodes
+        self.leaves: tuple[ResultLeaf, ...] = tuple(
+            FromOutput(self._output_nodes.index(leaf.node)) if isinstance(leaf, FromGraph) else leaf
+            for leaf in traced.results
+        )
+        self.structure = traced.structure
+        self.written_calls = traced.written_calls
+        self.written_state = tuple(weight.tensor for weight in traced.written_weights)
+
+    def run(self, tensors: Sequence[torch.Tensor], sizes: Sizes, run_step: RunStep = run_plainly) -> list[Any]:
+        return self._program.at(sizes).run(tensors, run_step)
+
+    def record(self, recorder: Recorder, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
+        outputs = self.run(tensors, sizes, recorder.run_step)
+        return recorder.outputs(outputs, self._program.outputs)
+
+    def output_shape(self, index: int, sizes: Sizes) -> tuple[int, ...] | None:
+        value = torch_compat.meta_value(self._output_nodes[index])
+        if not isinstance(value, torch.Tensor) or torch_compat.unbacked_symbols(value):
+            return None
+        return tuple(self._traced.sizes.evaluate(torch_compat.size_expr(size), sizes) for size in value.shape)
+
+    def learn(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
+        """Everything is in the graph already."""
+
+    def number(self, leaf: FromSize | InputView | Observed, sizes: Sizes) -> tuple[Any, ...]:
+        assert not isinstance(leaf, Observed)
+        exprs = (leaf.expr,) if isinstance(leaf, FromSize) else leaf.symbols
+        return tuple(self._traced.sizes.evaluate(expr, sizes) for expr in exprs)
+
+    def violated(self, sizes: Sizes) -> str | None:
+        return self._traced.sizes.violated(sizes)
+
+    def weights(self) -> list[WatchedWeight]:
+        readers: dict[int, str] = {}
+        for step in self._program.steps:
+            if step.is_captured:  # an eager op is handed the tensor itself, wherever it lies
+                for slot in (atom.index for atom in atoms(step.args) if type(atom) is Slot):
+                    readers.setdefault(slot, str(step.label))
+        return [
+            watch_weight(part, readers[slot], self._current_weight)
+            for slot, source in self._program.inputs.items()
+            if isinstance(source, Weight) and slot in readers
+            for part in source.parts or (source,)
+        ]
+
+
+def watch_weight(weight: Weight, reader: str, current: Callable[[str, torch.Tensor], torch.Tensor]) -> WatchedWeight:
+    """A weight that must stay where it is, and how to find out where it is now."""
+    address = weight.tensor.data_ptr()
+    return WatchedWeight(weight.name, weight.tensor, lambda: current(weight.name, weight.tensor), address, reader)
+
+
+def can_cut(body: Body, recorded: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """Whether every result of a call is the beginning of the recorded size's result."""
+    for leaf in body.leaves:
+        if isinstance(leaf, FromOutput):
+            have, want = body.output_shape(leaf.index, recorded), body.output_shape(leaf.index, sizes)
+            if (
+                have is not None
+                and want is not None
+                and (len(have) != len(want) or any(h < w for h, w in zip(have, want, strict=True)))
+            ):
+                return False
+    return True

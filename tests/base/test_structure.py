@@ -1,0 +1,90 @@
+"""Nested values are taken apart and put together again."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.modeling_outputs import BaseModelOutput
+
+from piecegraph.base.structure import atoms, flatten, map_arguments
+
+leaves = st.none() | st.booleans() | st.integers() | st.text(max_size=3)
+nested = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=3).map(collections.OrderedDict)
+    ),
+    max_leaves=12,
+)
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    a: Any
+    b: Any = dataclasses.field(default=None, init=False)
+
+
+def rebuild(value: Any) -> Any:
+    found, _, structure = flatten(value)
+    return structure.build(iter(found))
+
+
+@given(nested)
+def test_building_what_was_flattened_gives_it_back(value: Any) -> None:
+    again = rebuild(value)
+    assert again == value
+    assert type(again) is type(value)
+
+
+@given(nested, nested)
+def test_structures_are_equal_only_if_the_containers_are(first: Any, second: Any) -> None:
+    one, _, first_structure = flatten(first)
+    two, _, second_structure = flatten(second)
+    if first_structure == second_structure:
+        assert len(one) == len(two)
+        assert type(first_structure.build(iter(two))) is type(second) or first_structure.is_leaf
+
+
+def test_kinds_of_containers() -> None:
+    default = collections.defaultdict(list, a=1)
+    for value in (Point(1, (2, 3)), Frozen({"k": 1}), default, torch.Size([2, 3]), (), {}, []):
+        assert rebuild(value) == value
+        assert type(rebuild(value)) is type(value)
+    assert rebuild(default).default_factory is list
+
+
+def test_model_output() -> None:
+    output = BaseModelOutput(last_hidden_state=torch.ones(2), hidden_states=(torch.zeros(1),))
+    again = rebuild(output)
+    assert type(again) is BaseModelOutput
+    assert again.last_hidden_state is output.last_hidden_state
+    assert again.attentions is None
+
+
+def test_return_types_of_torch() -> None:
+    pair = torch.max(torch.eye(2), 1)
+    assert type(rebuild(pair)) is type(pair)
+
+
+def test_paths_are_readable() -> None:
+    _, paths, _ = flatten({"a": [Point(1, 2)], "b": Frozen(3)}, "batch")
+    assert paths == ["batch.a[0].x", "batch.a[0].y", "batch.b.a", "batch.b.b"]
+
+
+def test_atoms_of_op_arguments() -> None:
+    value = (1, [2, {"k": slice(3, None, 4)}])
+    assert atoms(value) == [1, 2, 3, None, 4]
+    assert map_arguments(value, lambda atom: atom) == value

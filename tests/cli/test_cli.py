@@ -1,0 +1,109 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from piecegraph.base.version import VERSION
+
+
+def run(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    what = ["-m", "piecegraph"] if code is None else ["-c", code]
+    return subprocess.run([sys.executable, *what, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--help",
+        "--version",
+        "env --help",
+        "explain --help",
+        "explain --list",
+        "doctor --help",
+        "generate --help",
+        "run --help",
+        "trace --help",
+    ],
+)
+def test_help_and_version_import_no_torch(arguments: str) -> None:
+    code = (
+        "import sys\nfrom piecegraph.cli.main import group\n"
+        "try:\n    group()\nfinally:\n    assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    done = run(*arguments.split(), code=code)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"piecegraph, version {VERSION}\n"
+
+
+def test_env_is_a_table_and_json() -> None:
+    table, document = run("env"), run("env", "--json")
+    assert table.returncode == document.returncode == 0
+    found = json.loads(document.stdout)
+    assert found["piecegraph"] == VERSION
+    for name, value in found.items():
+        assert f"{name} " in table.stdout
+        assert value in table.stdout
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["env"], ["explain", "--list"]])
+def test_a_full_disk_is_told_in_one_line(arguments: list[str], unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "piecegraph", *arguments],
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == "error: PG601 standard output cannot be written: no space left on device. hint: write to another place\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("generate m", "Standard input is closed"),
+        ("generate m -", "Standard input is closed"),
+        ("explain", "give the path of a log, or pipe one in"),
+        ("explain -", "PG601 standard input cannot be read: it is closed"),
+    ],
+)
+def test_a_closed_standard_input_is_told(arguments: str, said: str) -> None:
+    command = f"exec {shlex.quote(sys.executable)} -m piecegraph {arguments} <&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_command_is_a_usage_error() -> None:
+    done = run("frobnicate")
+    assert done.returncode == 2
+    assert "No such command" in done.stderr
+
+
+def test_our_own_errors_are_one_line_unless_debugging() -> None:
+    code = (
+        "from piecegraph.cli import main as m\nfrom piecegraph.errors import ConfigError\nimport click\n"
+        "@m.group.command()\ndef fail():\n    raise ConfigError('PG101', 'it failed', hint='do better')\n"
+        "m.main()"
+    )
+    done = run("fail", code=code)
+    assert (done.returncode, done.stderr) == (2, "error: PG101 it failed. hint: do better\n")
+    assert "Traceback" in run("--debug", "fail", code=code).stderr

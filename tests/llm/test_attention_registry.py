@@ -1,0 +1,103 @@
+"""Which attention kernel serves a model, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from piecegraph.errors import ConfigError
+from piecegraph.llm.cache.memory import Memory
+from piecegraph.llm.kernels.attention import reference
+from piecegraph.llm.kernels.attention.registry import (
+    attention_kernels,
+    choose_kernel,
+    register_attention,
+    unregister_attention,
+)
+from piecegraph.llm.specs import AttentionLayer, LatentLayer
+from piecegraph.llm.support import Accepted, Rejected, Verdict
+from tests.cases.attention import latent_layer, layer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def narrow() -> Iterator[str]:
+    """A kernel of a user, for narrow layers, that ``auto`` tries first."""
+
+    def supports(spec: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Verdict:
+        return Accepted() if isinstance(spec, AttentionLayer) and spec.key_width <= 16 else Rejected("too wide")
+
+    register_attention(
+        "narrow", supports=supports, capture_safe=lambda kind: Accepted(), attend=reference.attend, automatic=True
+    )
+    yield "narrow"
+    unregister_attention("narrow")
+
+
+def test_every_kernel_passed_over_is_explained() -> None:
+    kernel, reason = choose_kernel("auto", [layer(4, 2, 16)], torch.float32, CPU)
+    assert kernel is reference.KERNEL
+    for other in attention_kernels():
+        assert other is kernel or f"{other.name} (attention layer 0: " in reason
+
+
+def test_one_layer_that_is_not_supported_is_enough(narrow: str) -> None:
+    assert choose_kernel("auto", [layer(4, 2, 16)], torch.float32, CPU)[0].name == narrow
+    layers = [layer(4, 2, 16), layer(4, 2, 32, index=1)]
+    kernel, reason = choose_kernel("auto", layers, torch.float32, CPU)
+    assert kernel is reference.KERNEL
+    assert "narrow (attention layer 1: too wide)" in reason
+
+
+def test_a_kernel_without_latent_form_is_passed_over(narrow: str) -> None:
+    _, reason = choose_kernel("auto", [latent_layer(2, 8, 4, 4, 4)], torch.float32, CPU)
+    assert "narrow (attention layer 0: it has no latent form)" in reason
+
+
+def test_asked_for_by_name(narrow: str) -> None:
+    kernel, reason = choose_kernel("reference", [layer(4, 2, 16)], torch.float32, CPU)
+    assert (kernel.name, reason) == ("reference", "asked for by name")
+    with pytest.raises(ConfigError, match=r"PG101.*'narrow' cannot serve this model: attention layer 0: too wide"):
+        choose_kernel(narrow, [layer(4, 2, 32)], torch.float32, CPU)
+    with pytest.raises(ConfigError, match=r"PG101 there is no attention kernel 'flash': known: auto, narrow, "):
+        choose_kernel("flash", [], torch.float32, CPU)
+
+
+def test_a_name_is_taken_once(narrow: str) -> None:
+    for name in (narrow, "auto", "reference"):
+        with pytest.raises(ConfigError, match="the name is taken"):
+            register_attention(
+                name, supports=reference.KERNEL.supports, capture_safe=lambda kind: Accepted(), attend=reference.attend
+            )
+
+
+def test_a_kernel_that_is_not_automatic_is_used_by_name_only() -> None:
+    arguments = {"supports": reference.KERNEL.supports, "attend": reference.attend}
+    register_attention("mine", capture_safe=lambda kind: Accepted(), **arguments)  # type: ignore[arg-type]
+    try:
+        assert choose_kernel("auto", [layer(4, 2, 16)], torch.float32, CPU)[0] is reference.KERNEL
+        assert choose_kernel("mine", [layer(4, 2, 16)], torch.float32, CPU)[0].name == "mine"
+    finally:
+        unregister_attention("mine")
+
+
+def test_a_kernel_of_a_user_allocates_what_it_keeps_before_a_layer_runs() -> None:
+    prepared: list[tuple[Sequence[AttentionLayer | LatentLayer], torch.device]] = []
+    kernel = register_attention(
+        "mine",
+        supports=reference.KERNEL.supports,
+        capture_safe=lambda kind: Accepted(),
+        attend=reference.attend,
+        prepare=lambda layers, device: prepared.append((layers, device)),
+    )
+    unregister_attention("mine")
+    layers = (layer(4, 2, 16), layer(4, 2, 32, index=1))
+    Memory(layers, kernel, (), None, dtype=torch.float32, device=CPU, block_size=16)
+    assert prepared == [(layers, CPU)]
+
+
+def test_reference_may_not_be_captured() -> None:
+    assert isinstance(reference.KERNEL.capture_safe("decode"), Rejected)

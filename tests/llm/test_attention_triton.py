@@ -1,0 +1,68 @@
+"""The Triton kernels in Triton's interpreter, on the CPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import pytest
+import torch
+
+from piecegraph.llm.kernels.attention import triton_paged
+from piecegraph.llm.support import Accepted, Rejected
+from tests.cases.attention import Sequences, check, latent_layer, layer, problem, run
+from tests.cases.interpreter import needs_interpreter, print_verdicts, verdicts_of
+from tests.llm.test_attention_reference import DECODE, LAYERS, MIXED, PADDED_DECODE, PREFILL
+
+LONG_DECODE = Sequences(  # one split, several, and one that is not quite full; more blocks than one step has keys
+    name="long decode", spans=((1, 200), (1, 3), (1, 129)), padded_tokens=1, padded_seqs=1, max_seq_len=256
+)
+LARGE_BLOCKS = Sequences(
+    name="large blocks", spans=((3, 80), (1, 70), (5, 5)), padded_tokens=3, padded_seqs=1, block_size=32
+)
+MORE_LAYERS = {
+    **LAYERS,
+    "width 80": layer(2, 1, 80),
+    "more heads than a tile": layer(20, 1, 16),
+    "more latent heads than a tile": latent_layer(20, latent=24, rope=8, nope=8, value=8),
+}
+CASES = {
+    f"{name}: {sequences.name}, {dtype}": (spec, sequences, dtype)
+    for name, spec in MORE_LAYERS.items()
+    for sequences in (DECODE, PADDED_DECODE, LONG_DECODE, PREFILL, MIXED, LARGE_BLOCKS)
+    for dtype in (torch.float32, torch.float16)  # the interpreter multiplies the bits of bfloat16
+    if name in ("gqa", "latent") or (dtype == torch.float32 and sequences in (LONG_DECODE, MIXED))
+}
+
+
+@needs_interpreter
+def test_every_case_matches_the_definition() -> None:
+    expected = dict.fromkeys([*CASES, "many launches over one workspace"], "right")
+    assert verdicts_of("tests.llm.test_attention_triton") == expected
+
+
+def test_says_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    cpu = torch.device("cpu")
+    supports = triton_paged.KERNEL.supports
+    assert isinstance(supports(layer(2, 2, 64), torch.float32, cpu), Rejected)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert supports(layer(2, 2, 64), torch.float32, cpu) == Accepted()
+    for spec in (layer(2, 2, 264), latent_layer(2, 1024, 64, 128, 128)):
+        assert isinstance(supports(spec, torch.float32, cpu), Rejected)
+    assert isinstance(supports(layer(2, 2, 64), torch.float64, cpu), Rejected)
+
+
+def _many_launches() -> None:
+    """The count of arrived splits is back at zero after each launch, whatever the batch was."""
+    for seed, spans in enumerate([((1, 200), (1, 3)), ((1, 60), (1, 61)), ((1, 1), (1, 250)), ((1, 200), (1, 199))]):
+        sequences = Sequences(name="", spans=spans, max_seq_len=256)
+        case = problem(layer(4, 2, 16), sequences, torch.float32, seed=seed)
+        run(triton_paged.KERNEL, case)
+        torch.testing.assert_close(case.arguments["out"].double(), case.expected, rtol=2e-5, atol=2e-5)
+
+
+if __name__ == "__main__":
+    jobs = {name: functools.partial(check, triton_paged.KERNEL, *case) for name, case in CASES.items()}
+    print_verdicts({**jobs, "many launches over one workspace": _many_launches})

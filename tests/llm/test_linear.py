@@ -1,0 +1,44 @@
+"""The pass that puts our op in the place of linears, and what the op does without a GPU."""
+
+from __future__ import annotations
+
+import torch
+import torch.fx
+import torch.nn.functional as F
+
+from piecegraph.llm.kernels import linear
+
+
+def test_pass_replaces_linears_and_changes_nothing() -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Parameter(torch.randn(6, 4))
+            self.bias = torch.nn.Parameter(torch.randn(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(F.linear(x, self.first, self.bias).relu(), self.first.t())
+
+    module = Two()
+    traced = torch.fx.symbolic_trace(module)
+    for node in traced.graph.nodes:
+        node.meta["example_value"] = torch.empty(6, 4) if node.op != "output" else None
+    passed = linear.use_skinny_linears(traced)
+    targets = [node.target for node in passed.graph.nodes if node.op == "call_function"]
+    assert targets.count(torch.ops.piecegraph.linear.default) == 2
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(passed(x), module(x))
+
+
+def test_no_pass_without_a_gpu() -> None:
+    assert linear.linear_passes(torch.device("cpu")) == ()
+
+
+def test_tiles_cover_every_shape_they_are_chosen_for() -> None:
+    for rows in range(1, 40):
+        for columns, depth in [(64, 64), (1024, 2048), (4096, 4096), (28672, 4096), (4096, 14336)]:
+            tile = linear.choose_tile(rows, columns, depth)
+            if tile is not None and tile.num_stages == 0:
+                assert rows <= 4
+            elif tile is not None:
+                assert rows <= 32

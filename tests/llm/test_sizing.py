@@ -1,0 +1,78 @@
+"""How many blocks the cache gets, and which sizes steps are padded to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from piecegraph.errors import ModelError
+from piecegraph.llm.run.sizing import CacheNeeds, choose_step_sizes, size_cache
+from piecegraph.llm.run.step import Bucket, StepPlan
+from piecegraph.llm.specs import Reach
+
+NEEDS = CacheNeeds(
+    reaches=(Reach(), Reach(window=32)),
+    bytes_per_block=(100, 300),
+    block_size=16,
+    max_num_seqs=8,
+    max_model_len=1024,
+    max_batch_tokens=64,
+)
+ALL = 8 * 64 + 1, 8 * 3 + (4 + 8) + 1
+"""Every sequence at its longest; of the window three blocks each, and what a step writes before it gives back."""
+
+
+def test_no_more_than_can_be_used() -> None:
+    assert size_cache(NEEDS, 10**9) == ALL
+    assert size_cache(replace(NEEDS, max_tokens=320), 10**9) == (21, 21)
+
+
+def test_full_attention_gives_way_before_windows_do() -> None:
+    budget = 30_000
+    full, window = size_cache(NEEDS, budget)
+    assert window == ALL[1]
+    assert budget - 100 < full * 100 + window * 300 <= budget
+
+
+def test_windows_never_take_more_than_half() -> None:
+    many = replace(NEEDS, reaches=(Reach(), Reach(window=512)))
+    assert size_cache(many, 10_000) == (52, 16), "4,800 of 5,000 for the window"
+
+
+def test_layers_that_all_have_a_window_share_everything() -> None:
+    assert size_cache(replace(NEEDS, reaches=(Reach(chunk=512), Reach(window=512))), 10_000) == (25, 25)
+
+
+def test_a_model_without_attention_needs_no_blocks() -> None:
+    assert size_cache(replace(NEEDS, reaches=(), bytes_per_block=()), 0) == ()
+
+
+def test_one_block_for_a_sequence_is_the_least() -> None:
+    assert size_cache(NEEDS, 1600) == (10, 2)
+    with pytest.raises(ModelError, match=r"PG665 there is no room for the cache in 0 MiB: a block of 16 tokens takes"):
+        size_cache(NEEDS, 1199)
+
+
+def test_steps_keep_their_size_without_graphs() -> None:
+    sizes = choose_step_sizes("auto", has_graphs=False, max_num_seqs=8, max_batch_tokens=64)
+    assert sizes.bucket_for(StepPlan((None,) * 3, 7, "mixed")) == Bucket(7, 3)  # type: ignore[arg-type]
+    assert sizes.all() == sizes.at_start() == []
+
+
+def test_of_a_ladder_the_powers_of_two_are_recorded_at_the_start() -> None:
+    sizes = choose_step_sizes("auto", has_graphs=True, max_num_seqs=40, max_batch_tokens=200)
+    first = sizes.at_start()
+    assert [bucket.num_seqs for bucket in first if bucket.kind == "decode"] == [1, 2, 4, 8, 16, 32, 40]
+    assert [bucket.num_tokens for bucket in first if bucket.kind == "mixed"] == [16, 32, 64, 128, 200]
+    assert {Bucket(24, 24, "decode"), Bucket(48, 8)} <= set(sizes.all()) - set(first)
+
+
+def test_the_smallest_bucket_that_holds_a_step() -> None:
+    sizes = choose_step_sizes([4, 1, 32], has_graphs=True, max_num_seqs=16, max_batch_tokens=64)
+    assert [sizes.decode_bucket(n).num_seqs for n in (1, 2, 4, 5)] == [1, 4, 4, 5]
+    plans = [StepPlan((None,) * seqs, tokens, "mixed") for seqs, tokens in ((1, 1), (2, 5), (9, 9), (1, 40))]  # type: ignore[arg-type]
+    assert [sizes.bucket_for(plan) for plan in plans] == [Bucket(1, 1), Bucket(32, 8), Bucket(32, 16), Bucket(40, 8)]
+    assert Bucket(32, 8) in sizes.at_start()
+    assert Bucket(32, 16) not in sizes.at_start()
+    assert set(sizes.at_start()) < set(sizes.all())
