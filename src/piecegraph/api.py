@@ -17,6 +17,7 @@ from piecegraph.engine.engine import Engine, run_eagerly
 from piecegraph.engine.planner import Subject
 from piecegraph.engine.report import explain_engine, stats_of
 from piecegraph.errors import ConfigError
+from piecegraph.explain.ranks import report_failure
 from piecegraph.provenance.live import LiveKernels
 
 
@@ -45,7 +46,7 @@ class _Compiled:
     @property
     def plan(self) -> Plan | None:
         """The plan of the first kind of call seen, None before the first call."""
-        return self._engine.plans[0][0] if self._engine.plans else None
+        return self._engine.plans[0].plan if self._engine.plans else None
 
     @property
     def kernels(self) -> LiveKernels:
@@ -53,7 +54,7 @@ class _Compiled:
 
         It takes ``options={"provenance": True}``.
         """
-        return LiveKernels(self._engine)
+        return LiveKernels(self._engine.recorded)
 
     def close(self) -> None:
         """Give back graphs and memory. The original goes on working."""
@@ -96,12 +97,8 @@ class CompiledModule(_Compiled, torch.nn.Module):
                 state[name] = original.__dict__[name]
             else:
                 del state[name]
-        state["_engine"] = engine
+        state["_engine"] = state["forward"] = engine
         state["_original"] = original
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the plan."""
-        return self._engine(*args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CompiledModule:
         """Moving or converting the weights (``to``, ``half``) ends every plan: its graphs read the old ones."""
@@ -223,7 +220,7 @@ def _compile(model: Any, config: CompileConfig) -> CompiledModule | CompiledFunc
             why="only modules and functions can be called with tensors",
         )
     name = getattr(model, "__qualname__", type(model).__name__)
-    return CompiledFunction(model, Engine(Subject(model, name, None), config))
+    return CompiledFunction(model, Engine(Subject(model, name, None), config, report_failure))
 
 
 def install(module: torch.nn.Module, **arguments: Any) -> Installed:
@@ -246,7 +243,7 @@ def install(module: torch.nn.Module, **arguments: Any) -> Installed:
         raise ConfigError(
             "PG105", f"{type(module).__name__} has been installed already", hint="close() the first installation"
         )
-    engine = Engine(Subject(module.forward, type(module).__name__, module), make_config(**arguments))
+    engine = Engine(Subject(module.forward, type(module).__name__, module), make_config(**arguments), report_failure)
     module.forward = engine  # type: ignore[method-assign]
     return Installed(module, engine)
 
@@ -262,4 +259,6 @@ def eager() -> Iterator[None]:
 
 
 def _compile_module(module: torch.nn.Module, config: CompileConfig) -> CompiledModule:
-    return CompiledModule(module, Engine(Subject(module.forward, type(module).__name__, module), config))
+    return CompiledModule(
+        module, Engine(Subject(module.forward, type(module).__name__, module), config, report_failure)
+    )

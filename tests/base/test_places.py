@@ -63,7 +63,7 @@ class ForbidsMultiplication(SimulatedGraphs):
 
 
 def test_a_piece_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piecegraph.engine.planner.SimulatedGraphs", ForbidsMultiplication)
+    monkeypatch.setattr("piecegraph.engine.mode.SimulatedGraphs", ForbidsMultiplication)
     arguments = {"backend": "eager", "options": SIMULATED, "on_fallback": "raise", "splitting_ops": ["aten::relu"]}
     error = capture(lambda x: x.add(1).relu().mul(2), FallbackError, **arguments)
     assert place_of(error) == {"phase": "capture", "piece": 2, "size": "4", "line": "test_places.py"}

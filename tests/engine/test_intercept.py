@@ -57,7 +57,7 @@ def no_gradients_and_nothing_left() -> Iterator[None]:
     gc.collect()  # functions of other tests would be listed, too
     with torch.no_grad():
         yield
-    assert interception.live() == (), "a test left an interception behind"
+    assert interception.registry.live == (), "a test left an interception behind"
 
 
 numbers = itertools.count()
@@ -93,7 +93,7 @@ def test_observe_change_and_go_back(compile_it: Callable[..., Any]) -> None:
     fast = compile_it(model, capture_sizes=[8, 4])
     x, other = torch.randn(8, 4), torch.randn(3, 4)
     before, other_before = fast(x), fast(other)
-    compiles, runner = fast.stats()["compiles"], fast._engine.plans[0][1]
+    compiles, runner = fast.stats()["compiles"], fast._engine.plans[0]
     seen: list[Any] = []
     with piecegraph.intercept(F.linear, before=lambda *args: seen.append([tuple(a.shape) for a in args])) as handle:
         torch.testing.assert_close(fast(x), before)
@@ -110,7 +110,7 @@ def test_observe_change_and_go_back(compile_it: Callable[..., Any]) -> None:
         used = fast.stats()["compiles"]
     assert torch.equal(fast(x), before)
     assert torch.equal(fast(other), other_before)
-    assert fast._engine.plans[0][1] is runner
+    assert fast._engine.plans[0] is runner
     assert fast.stats()["compiles"] == used, "going back compiles nothing"
     assert used - compiles <= 3, "equal pieces between the cuts are compiled once, for both interceptions"
     assert fast.stats()["plans"][0]["cuts"] == 0
@@ -179,10 +179,10 @@ def test_a_function_without_the_op_keeps_its_tapes() -> None:
     fast = compile_quickly(Model())
     x = torch.randn(4, 4)
     fast(x)
-    runner = fast._engine.plans[0][1]
+    runner = fast._engine.plans[0]
     with piecegraph.intercept("aten::cumsum", before=lambda *args: None) as handle:
         fast(x)
-        assert fast._engine.plans[0][1] is runner
+        assert fast._engine.plans[0] is runner
         assert repr(handle) == "<piecegraph.intercept('aten::cumsum'): eager code; 0 calls>"
 
 
@@ -310,7 +310,7 @@ def test_the_breakable_front_end(options: dict[str, Any]) -> None:
     fast = piecegraph.compile(model, frontend="breakable", on_fallback="raise", options=options)
     x = torch.randn(3, 4)
     before = fast(x)
-    runner = fast._engine.plans[0][1]
+    runner = fast._engine.plans[0]
     shapes: list[Any] = []
     with piecegraph.intercept(
         F.linear, before=lambda x, *_: shapes.append(tuple(x.shape)), after=lambda r, *_: r * 2, module="layers.1"
@@ -324,7 +324,7 @@ def test_the_breakable_front_end(options: dict[str, Any]) -> None:
         torch.testing.assert_close(model(x), found)
         assert ("intercepted" in fast.explain()) == (options is TAPES)
     assert torch.equal(fast(x), before)
-    assert fast._engine.plans[0][1] is runner
+    assert fast._engine.plans[0] is runner
 
 
 @piecegraph.eager_op

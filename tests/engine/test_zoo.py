@@ -24,5 +24,5 @@ def test_bert_pads_the_batch_and_not_the_length() -> None:
     fast = check_zoo_model(ZOO[0], CPU, backend="eager")
     with torch.no_grad():
         fast(input_ids=torch.randint(0, 100, (3, 9)))
-    decisions = {d.subject: d.choice for d in fast._engine.plans[0][1].decisions}
+    decisions = {d.subject: d.choice for d in fast._engine.plans[0].decisions}
     assert decisions == {"padding of batch": "allowed", "padding of length": "refused"}

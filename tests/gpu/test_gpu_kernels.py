@@ -46,7 +46,7 @@ def test_every_node_has_its_call_and_every_call_its_layer(family: str, size: str
     with torch.no_grad():
         with truth:
             fast.capture(ids)
-        records = graph_records(fast._engine.tapes())
+        records = graph_records(fast._engine.recorded.tapes())
         assert all(node.call is not None for record in records for node in record.nodes)
         assert truth.modules
         assert list(matmul_modules(records, truth.names.values())) == truth.modules
@@ -166,7 +166,7 @@ def test_a_disabled_kernel_leaves_its_output_alone(backend: str, tmp_path: Path)
     fast = compiled(model, backend=backend)
     with torch.no_grad():
         expected = fast(x)
-        (tape,) = fast._engine.tapes()
+        (tape,) = fast._engine.recorded.tapes()
         chosen = fast.kernels.select(op="aten::add")
         memory = tape._outputs[0]
         for _ in range(1000):

@@ -46,7 +46,7 @@ def compile_fused(model: nn.Module, **arguments: Any) -> Any:
 
 
 def count_linears(fast: Any) -> int:
-    program = fast._engine.plans[0][1].body._program
+    program = fast._engine.plans[0].body._program
     codes = [step.function.__self__.code for step in program.steps if step.is_captured]
     return sum(code.count("linear(") for code in codes)
 

@@ -130,7 +130,7 @@ def test_a_thousand_times_off_and_on(frontend: str) -> None:
     fast = compile_known(Layers(), frontend=frontend)
     x = rows()
     expected = fast(x)
-    (tape,) = fast._engine.tapes()
+    (tape,) = fast._engine.recorded.tapes()
     memory = tape._outputs[0]
     last = fast.kernels.select(op="aten::addmm", module="layers.1.out")
     for _ in range(1000):

@@ -53,7 +53,7 @@ def record(fast: Any, x: Tensor, how: str = "call") -> list[Any]:
     """The graphs of what is compiled, after a first call."""
     with torch.no_grad():
         fast(x) if how == "call" else fast.capture(x)
-    records = graph_records(fast._engine.tapes())
+    records = graph_records(fast._engine.recorded.tapes())
     assert all(node.call is not None for each in records for node in each.nodes)
     return records
 
@@ -73,7 +73,7 @@ def test_every_node_has_its_line_and_module(frontend: str, how: str) -> None:
 def test_what_runs_between_graphs_has_its_place_too(frontend: str, how: str) -> None:
     fast = compile_known(Layers(), frontend=frontend)
     record(fast, rows(), how)
-    assert list(map(place_of, eager_calls(fast._engine.tapes()))) == [
+    assert list(map(place_of, eager_calls(fast._engine.recorded.tapes()))) == [
         Place("pgtest::unsafe", "layers.0", "x = unsafe(x)"),
         Place("pgtest::unsafe", "layers.1", "x = unsafe(x)"),
     ]
@@ -106,7 +106,7 @@ def test_matmuls_are_those_of_the_weights_that_they_read(family: str) -> None:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad(), truth:
         patch.setattr(SimulatedGraphs, "begin", remember)
         fast.capture(ids)
-    records = graph_records(fast._engine.tapes())
+    records = graph_records(fast._engine.recorded.tapes())
     assert all(node.call is not None for each in records for node in each.nodes)
     calls = [call for each in records for call in each.calls]
     assert all(map(is_known, calls))
@@ -180,9 +180,9 @@ def test_off_nothing_is_kept(frontend: str) -> None:
     fast = compile_known(Layers(), frontend=frontend, options={"provenance": False})
     with torch.no_grad():
         fast(rows())
-    steps = [step for tape in fast._engine.tapes() for step in tape.steps]
+    steps = [step for tape in fast._engine.recorded.tapes() for step in tape.steps]
     assert [step.inside for step in steps if isinstance(step, GraphStep)] == [None] * 3
-    assert list(eager_calls(fast._engine.tapes())) == []
+    assert list(eager_calls(fast._engine.recorded.tapes())) == []
 
 
 @FRONTENDS
@@ -251,7 +251,7 @@ def test_a_piece_that_cannot_be_captured_runs_eagerly_and_the_others_are_known()
     fast = compile_known(FailsInCapture(), capture_sizes=[8, 4], on_fallback="warn")
     with pytest.warns(PiecegraphWarning, match="PG401"):
         records = record(fast, rows(), "capture")
-    outside = list(eager_calls(fast._engine.tapes()))
+    outside = list(eager_calls(fast._engine.recorded.tapes()))
     assert {origin.op for call in outside for origin in call.origins} >= {"pgtest::fails_in_capture", "pgtest::unsafe"}
     assert [each.phase for each in records] == ["8", "4"]
     last = Place("aten::addmm", "layers.layers.0.out", "return self.out(x)")
@@ -404,7 +404,7 @@ def test_an_installed_module_is_its_own_root() -> None:
     )
     with torch.no_grad():
         outer(rows())
-    assert places_in(graph_records(installed._engine.tapes())) == places_in_layer("layers.0")
+    assert places_in(graph_records(installed._engine.recorded.tapes())) == places_in_layer("layers.0")
     installed.close()
 
 

@@ -188,14 +188,14 @@ def test_nothing_runs() -> None:
 def test_tapes_fall_silent_again() -> None:
     before, inside = compile_known(Layers()), compile_known(Layers())
     before(rows())
-    (tape,) = before._engine.tapes()
+    (tape,) = before._engine.recorded.tapes()
     assert tape.run == tape._replay
     with piecegraph.trace():
         assert tape.run != tape._replay
         before(rows())
         inside(rows())
     assert tape.run == tape._replay
-    (other,) = inside._engine.tapes()
+    (other,) = inside._engine.recorded.tapes()
     assert other.run == other._checked_replay  # it was not checked yet by a replay of its own
     inside(rows())
     assert other.run == other._replay
@@ -225,7 +225,7 @@ def test_state_is_written_once() -> None:
 def test_errors_inside_are_the_callers() -> None:
     fast = compile_known(Layers())
     fast(rows())
-    (tape,) = fast._engine.tapes()
+    (tape,) = fast._engine.recorded.tapes()
     broken: list[Trace] = []
 
     def fail() -> None:

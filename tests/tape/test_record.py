@@ -133,7 +133,7 @@ class ForbidsHiddenSync(SimulatedGraphs):
 
 
 def test_a_piece_that_cannot_be_captured_runs_eagerly_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piecegraph.engine.planner.SimulatedGraphs", ForbidsHiddenSync)
+    monkeypatch.setattr("piecegraph.engine.mode.SimulatedGraphs", ForbidsHiddenSync)
     model = HiddenSync()
     fast = compile_simulated(model, splitting_ops=[attention], dynamic_dims={"x": 0}, on_fallback="ignore")
     with torch.no_grad():
@@ -157,7 +157,7 @@ class RunsOutOfMemory(SimulatedGraphs):
 
 
 def test_out_of_memory_drops_the_size_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piecegraph.engine.planner.SimulatedGraphs", RunsOutOfMemory)
+    monkeypatch.setattr("piecegraph.engine.mode.SimulatedGraphs", RunsOutOfMemory)
 
     def prepare(sizes: dict[str, int]) -> None:
         RunsOutOfMemory.num_rows = sizes["s0"]

@@ -102,17 +102,6 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedSize:
-    """What recording one size cost."""
-
-    key: SizeKey
-    num_graphs: int
-    num_eager_steps: int
-    seconds: float
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """How one kind of call is run: the pieces and cuts in order, and every decision made."""
 

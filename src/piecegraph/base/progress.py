@@ -1,9 +1,10 @@
-"""Progress bars for the slow stages, on standard error, where a person is watching."""
+"""The slow stages: bars on standard error, where a person is watching, and how long each took."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
@@ -54,3 +55,17 @@ class _Rich:
 
     def advance(self, what: str) -> None:
         self._shown.update(self._task, advance=1, what=what)  # type: ignore[attr-defined]
+
+
+class StageClock:
+    """Times stages one behind the other: their sum is the time since it was made."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def lap(self, stage: str) -> None:
+        """A stage is done; one that comes again is added to."""
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now

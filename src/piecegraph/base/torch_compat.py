@@ -592,9 +592,8 @@ def storage_is_alive(tensor: torch.Tensor) -> Callable[[], bool]:
     return lambda: not reference.expired()
 
 
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy several tensors with as few kernels as their types allow."""
-    torch._foreach_copy_(targets, sources)
+copy_all: Callable[[Any, Any], None] = torch._foreach_copy_
+"""Copies several tensors with as few kernels as their types allow."""
 
 
 # --- CUDA
@@ -607,9 +606,8 @@ def driver_cuda_version() -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def raw_stream(device_index: int) -> int:
-    """The current stream's handle, without building a Stream object."""
-    return int(torch._C._cuda_getCurrentRawStream(device_index))
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device_index: 0)
+"""The handle of a device's current stream, without building a Stream object. Builds without CUDA have none."""
 
 
 _abandoned: list[torch.cuda.CUDAGraph] = []

@@ -94,7 +94,7 @@ def wanting(interceptions: Sequence[Interception], function: Any) -> list[Interc
 @contextlib.contextmanager
 def as_eager_code(root: torch.nn.Module | None) -> Iterator[None]:
     """Run the original of something compiled: what is intercepted in it is intercepted here, in any thread."""
-    interceptions = interception.live()
+    interceptions = interception.registry.live
     if not interceptions:
         yield
         return

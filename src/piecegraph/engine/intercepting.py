@@ -7,7 +7,6 @@ from typing import Any
 
 from piecegraph.base.text import count_of
 from piecegraph.engine.eager_interception import ThreadInterceptions
-from piecegraph.engine.engine import live_engines
 from piecegraph.graph import interception
 from piecegraph.graph.interception import Interception
 
@@ -19,7 +18,7 @@ class InterceptHandle:
         self._interception = added
         self._thread = ThreadInterceptions.here()
         self._is_active = True
-        interception.add(added)
+        interception.registry.add(added)
         self._thread.add(added)
 
     @property
@@ -31,7 +30,7 @@ class InterceptHandle:
         """Let the op run as before. Compiled functions go back to the graphs they had. May be called twice."""
         if self._is_active:
             self._is_active = False
-            interception.discard(self._interception)
+            interception.registry.discard(self._interception)
             self._thread.discard(self._interception)
 
     def __enter__(self) -> InterceptHandle:
@@ -67,8 +66,11 @@ def intercept(
     callback nothing is intercepted, so ``replace`` may call the op itself. Several interceptions of one op wrap each
     other, the last one outermost; a ``replace`` takes the place of those inside it, too.
 
-    Not covered: what ``torch.compile`` fused, :class:`piecegraph.LLM`, and eager code of other threads. Ops inside code
-    joined by ``fuse_linears`` are seen as they are after joining.
+    A :class:`piecegraph.LLM` is cut in the same way: in its decoder, and in its head. Its steps then run at their own
+    size, without padding, and no step is one graph.
+
+    Not covered: what ``torch.compile`` fused, and eager code of other threads. Ops inside code joined by
+    ``fuse_linears`` are seen as they are after joining; an ``LLM`` joins linears unless it is told not to.
 
     Args:
         op: ``"ns::op"``, an op or overload of ``torch.ops``, a custom op, or a function such as ``F.linear``.
@@ -93,5 +95,5 @@ def intercept(
 
 
 def _compiled_places(added: Interception) -> list[str]:
-    counted = sorted((engine.subject.name, engine.num_places(added)) for engine in live_engines)
+    counted = sorted((each.name, each.num_places(added)) for each in interception.registry.compiled)
     return [f"{count_of(number, 'cut')} in {name}" for name, number in counted if number]

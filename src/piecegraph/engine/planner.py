@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from piecegraph.base import torch_compat
 from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Cut, Decision, Piece, Plan, SizeDim
-from piecegraph.base.progress import Progress
 from piecegraph.engine.breakable import BreakableBody
+from piecegraph.engine.mode import choose_mode, make_graph_device
+from piecegraph.engine.pipeline import Pipeline
 from piecegraph.engine.runner import PlanRunner
 from piecegraph.errors import located
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.example import Example, read_example
-from piecegraph.graph.fuse import fuse_linears, separate
+from piecegraph.graph.fuse import separate
 from piecegraph.graph.interception import Interception
-from piecegraph.graph.lower import CompiledPieces, Lowering, lower
 from piecegraph.graph.signature import Binder, Call, Signature
 from piecegraph.graph.sources import Weight
-from piecegraph.graph.split import find_intercepted, split
-from piecegraph.graph.tracer import Traced, trace
-from piecegraph.provenance.observe import is_attributing
+from piecegraph.graph.split import find_intercepted
+from piecegraph.graph.tracer import Traced
 from piecegraph.tape.body import Body, TracedBody
-from piecegraph.tape.device import CudaGraphs, GraphDevice
-from piecegraph.tape.simulated import SimulatedGraphs
+from piecegraph.tape.device import GraphDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +64,7 @@ class Blueprint:
     source: Traced | BreakableBody
     device: torch.device
     decisions: tuple[Decision, ...]
-    seconds: tuple[tuple[str, float], ...]
-    compiled: CompiledPieces = field(default_factory=dict)
-    """The pieces of all its plans."""
+    pipeline: Pipeline
 
     def num_places(self, interception: Interception) -> int:
         """How many calls of the function an interception is for."""
@@ -103,38 +97,31 @@ class Planner:
             static_inputs=config.options.static_inputs,
             training=subject.training,
         )
-        clock = _Clock()
-        source, decisions = self._trace(example, clock) if config.frontend == "trace" else self._watch(example, clock)
+        is_full = config.cudagraph_mode == "full"
+        pipeline = Pipeline(config.backend, config.passes, self._rules, config.options, self._events, is_full)
+        source, decisions = (self._trace if config.frontend == "trace" else self._watch)(example, pipeline)
         signature = source.signature if isinstance(source, Traced) else example.signature
         call = signature.match(*binder.bind(args, kwargs), subject.training, args, kwargs)
         assert isinstance(call, Call), call
         device = _device_of(signature, subject)
-        return Blueprint(signature, source, device, (example.decision, *decisions), clock.seconds), call
+        return Blueprint(signature, source, device, (example.decision, *decisions), pipeline), call
 
-    def make(
-        self, blueprint: Blueprint, call: Call, interceptions: Sequence[Interception] = ()
-    ) -> tuple[Plan, PlanRunner]:
+    def make(self, blueprint: Blueprint, interceptions: Sequence[Interception], call: Call) -> PlanRunner:
         """Make a plan. Nothing is recorded yet.
 
         Args:
-            call: one of the kind; taken as an example when buffers are made.
             interceptions: ops that are cut so that callbacks run around them. Such a plan pads nothing, because what
                 callbacks do to padded rows, and padded rows to callbacks, is nobody's wish.
+            call: one of the kind; taken as an example when buffers are made.
         """
-        subject, clock = self._subject, _Clock()
-        body, steps, decisions = self._cut(blueprint, interceptions, clock)
-        signature = blueprint.signature
+        subject, signature = self._subject, blueprint.signature
+        clock = blueprint.pipeline.clock
+        before = dict(clock.seconds)
+        body, steps = self._cut(blueprint, interceptions)
         mode = self._choose_mode(signature, blueprint.device, is_cut=bool(interceptions))
-        runner = PlanRunner(
-            signature,
-            body,
-            self._graph_device(mode.choice, blueprint.device),
-            mode=mode.choice,
-            config=_without_padding(self._config) if interceptions else self._config,
-            events=self._events,
-            example=call,
-            function=subject.function,
-        )
+        intercepted = [
+            Decision("interception", _count_places(blueprint.num_places(each)), str(each)) for each in interceptions
+        ]
         plan = Plan(
             name=subject.name,
             frontend=self._config.frontend,
@@ -143,10 +130,19 @@ class Planner:
             inputs=tuple(leaf.show(signature.size_names) for leaf in signature.tensors),
             size_dims=_size_dims(signature),
             steps=steps,
-            decisions=(blueprint.decisions[0], mode, *blueprint.decisions[1:], *decisions),
-            seconds=(*blueprint.seconds, *clock.seconds),
+            decisions=(blueprint.decisions[0], mode, *blueprint.decisions[1:], *intercepted),
+            seconds=_seconds_since(before if interceptions else {}, clock.seconds),
         )
-        return plan, runner
+        return PlanRunner(
+            plan,
+            signature,
+            body,
+            self._graph_device(mode.choice, blueprint.device),
+            config=_without_padding(self._config) if interceptions else self._config,
+            events=self._events,
+            example=call,
+            function=subject.function,
+        )
 
     def close(self) -> None:
         """Give back the memory pool, and the parameters their own memory."""
@@ -155,21 +151,13 @@ class Planner:
             separate([part.tensor for part in weight.parts])
         self._joined.clear()
 
-    def _trace(self, example: Example, clock: _Clock) -> tuple[Traced, tuple[Decision, ...]]:
-        subject, config = self._subject, self._config
-        if config.backend == "inductor" and any(tensor.is_cuda for tensor in example.tensors):
-            torch_compat.start_compile_workers()
-        with located(phase="trace"):
-            traced = trace(subject.function, example, subject.weights())
-        clock.lap("trace")
-        if not config.options.fuse_linears:
-            return traced, ()
-        traced, decision = fuse_linears(traced)
+    def _trace(self, example: Example, pipeline: Pipeline) -> tuple[Traced, tuple[Decision, ...]]:
+        subject = self._subject
+        traced, decisions = pipeline.fuse(pipeline.trace(subject.function, example, subject.weights()))
         self._joined += [w for w in traced.inputs.values() if isinstance(w, Weight) and w.parts]
-        clock.lap("fuse")
-        return traced, (decision,)
+        return traced, decisions
 
-    def _watch(self, example: Example, clock: _Clock) -> tuple[BreakableBody, tuple[Decision, ...]]:
+    def _watch(self, example: Example, pipeline: Pipeline) -> tuple[BreakableBody, tuple[Decision, ...]]:
         subject, config = self._subject, self._config
         with located(phase="trace"):
             body = BreakableBody(
@@ -180,76 +168,45 @@ class Planner:
                 config.splitting_ops,
                 subject.module,
             )
-        clock.lap("watch")
+        pipeline.clock.lap("watch")
         return body, ()
 
-    def _cut(
-        self, blueprint: Blueprint, interceptions: Sequence[Interception], clock: _Clock
-    ) -> tuple[Body, tuple[Piece | Cut, ...], tuple[Decision, ...]]:
-        """What the plan runs, its steps as far as they are known, and what was decided."""
-        config, source = self._config, blueprint.source
-        decisions = tuple(
-            Decision("interception", _count_places(blueprint.num_places(each)), str(each)) for each in interceptions
-        )
+    def _cut(self, blueprint: Blueprint, interceptions: Sequence[Interception]) -> tuple[Body, tuple[Piece | Cut, ...]]:
+        """What the plan runs, and its steps as far as they are known."""
+        source = blueprint.source
         if isinstance(source, BreakableBody):
-            return source.with_interceptions(interceptions) if interceptions else source, (), decisions
-        is_full = config.cudagraph_mode == "full"
-        if interceptions and is_full:
-            reason = "callbacks are no part of a graph: it is cut at them while they are there"
-            self._events.emit(Event("PG724", self._subject.name, reason))
-        with located(phase="compile"):
-            segments = split(source, self._rules, full=is_full, interceptions=interceptions)
-            clock.lap("split")
-            provenance = config.options.provenance or is_attributing()
-            lowering = Lowering(config.backend, config.passes, config.options.inductor, provenance)
-            progress = Progress(config.options.progress)
-            program, num_compiles = lower(source, segments, lowering, self._events, progress, blueprint.compiled)
-        self.num_compiles += num_compiles
-        clock.lap("lower")
-        body = TracedBody(source, program, self._subject.current_weight)
-        return body, tuple(step.label for step in program.steps), decisions
+            return source.with_interceptions(interceptions) if interceptions else source, ()
+        if interceptions and blueprint.pipeline.is_full:
+            self._events.emit(cut_while_intercepted(self._subject.name))
+        lowered = blueprint.pipeline.cut(source, interceptions)
+        self.num_compiles += lowered.num_compiles
+        return TracedBody(source, lowered.program, self._subject.current_weight), lowered.steps
 
     def _choose_mode(self, signature: Signature, device: torch.device, *, is_cut: bool) -> Decision:
-        wish = self._config.cudagraph_mode
-        if wish == "none":
-            return Decision("mode", "none", "asked for")
-        if self._config.options.graph_device == "simulated":
-            return Decision("mode", "piecewise", "simulated graphs asked for")
-        if device.type != "cuda":
-            reason = f"{device.type} has no graphs: pieces are called directly, on the same buffers and sizes"
-            return Decision("mode", "direct", reason)
-        devices = {leaf.device for leaf in signature.tensors} | {t.device for t in self._subject.weights().values()}
-        if len({d for d in devices if d.type == "cuda"}) > 1:
-            return Decision("mode", "none", "the model is spread over several GPUs, and a graph belongs to one")
-        if wish == "auto":
-            return Decision("mode", "piecewise", "the model is on a GPU")
+        options, wish = self._config.options, self._config.cudagraph_mode
         if wish == "full" and is_cut:
-            return Decision("mode", "piecewise", "full asked for, but ops are intercepted")
-        return Decision("mode", wish, "asked for")
+            wish = "piecewise"
+        devices = {leaf.device for leaf in signature.tensors} | {t.device for t in self._subject.weights().values()}
+        if wish != "none" and len({d for d in devices if d.type == "cuda"}) > 1:
+            return Decision("mode", "none", "the model is spread over several GPUs, and a graph belongs to one")
+        is_simulated = options.graph_device == "simulated"
+        reason = "simulated graphs asked for" if is_simulated else "the model is on a GPU"
+        return choose_mode("mode", wish, device, options.graph_device, best="piecewise", reason=reason)
 
     def _graph_device(self, mode: str, device: torch.device) -> GraphDevice | None:
-        if mode in ("none", "direct"):
-            return None
-        if self.device is None:
-            self.device = SimulatedGraphs() if device.type != "cuda" else CudaGraphs(device)
-        return self.device
+        if mode not in ("none", "direct") and self.device is None:
+            self.device = make_graph_device(mode, device)
+        return None if mode in ("none", "direct") else self.device
 
 
-class _Clock:
-    """Times the stages of making a plan."""
+def cut_while_intercepted(name: str) -> Event:
+    """What is told of a full graph that is none for a while."""
+    return Event("PG724", name, "callbacks are no part of a graph: it is cut at them while they are there")
 
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self._laps: list[tuple[str, float]] = []
 
-    def lap(self, stage: str) -> None:
-        now = time.perf_counter()
-        self._laps.append((stage, now - self._last))
-        self._last = now
-
-    @property
-    def seconds(self) -> tuple[tuple[str, float], ...]:
-        return tuple(self._laps)
+def _seconds_since(before: Mapping[str, float], now: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    """The stages of one plan, of those of all plans of a trace."""
+    return tuple((stage, seconds - before.get(stage, 0.0)) for stage, seconds in now.items())
 
 
 def _without_padding(config: CompileConfig) -> CompileConfig:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from piecegraph.base.plan import Cut, Plan, RecordedSize
+from piecegraph.base.plan import Cut, SizeKey
 from piecegraph.base.text import count_of
 
 if TYPE_CHECKING:
     from piecegraph.engine.engine import Engine
     from piecegraph.engine.runner import PlanRunner
+    from piecegraph.tape.library import Recorded
 
 _MAX_ROWS = 40
 
@@ -20,8 +21,8 @@ def explain_engine(engine: Engine) -> str:
     lines = [f"piecegraph: {engine.subject.name}"]
     if not engine.plans:
         lines.append("no plan yet: it is made at the first call, or by capture()")
-    for number, (plan, runner) in enumerate(engine.plans):
-        lines += ["", *_explain_plan(f"plan {number}" if len(engine.plans) > 1 else "plan", plan, runner)]
+    for number, runner in enumerate(engine.plans):
+        lines += ["", *_explain_plan(f"plan {number}" if len(engine.plans) > 1 else "plan", runner)]
     counted = f"{count_of(engine.num_calls, 'call')}, {engine.num_replays} replayed, coverage {_coverage(engine):.1%}"
     lines += ["", "calls", f"  {counted}"]
     lines += ["", "fallbacks and other losses"]
@@ -37,7 +38,7 @@ def stats_of(engine: Engine) -> dict[str, Any]:
         "coverage": _coverage(engine),
         "compiles": engine.planner.num_compiles,
         "events": engine.events.counts,
-        "plans": [_plan_stats(plan, runner) for plan, runner in engine.plans],
+        "plans": [_plan_stats(runner) for runner in engine.plans],
     }
 
 
@@ -45,15 +46,16 @@ def _coverage(engine: Engine) -> float:
     return engine.num_replays / engine.num_calls if engine.num_calls else 0.0
 
 
-def _plan_stats(plan: Plan, runner: PlanRunner) -> dict[str, Any]:
+def _plan_stats(runner: PlanRunner) -> dict[str, Any]:
+    plan = runner.plan
     return {
         "frontend": plan.frontend,
         "device": plan.device,
         "mode": plan.mode,
         "pieces": len(plan.pieces),
         "distinct_pieces": plan.num_distinct,
-        "cuts": len(_cuts(plan, runner)),
-        "seconds": dict(_stages(plan, runner)),
+        "cuts": len(_cuts(runner)),
+        "seconds": dict(_stages(runner)),
         "sizes": {
             str(size.key): {
                 "graphs": size.num_graphs,
@@ -66,15 +68,16 @@ def _plan_stats(plan: Plan, runner: PlanRunner) -> dict[str, Any]:
     }
 
 
-def _explain_plan(title: str, plan: Plan, runner: PlanRunner) -> list[str]:
+def _explain_plan(title: str, runner: PlanRunner) -> list[str]:
+    plan = runner.plan
     lines = [
         f"{title}: {plan.frontend} front end, {plan.device}, mode {plan.mode}",
         *(f"  input   {shown}" for shown in plan.inputs),
         *(f"  size    {dim}" for dim in plan.size_dims),
-        "  built   " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in _stages(plan, runner)),
-        f"  steps   {_count_steps(plan, runner)}",
+        "  built   " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in _stages(runner)),
+        f"  steps   {_count_steps(runner)}",
     ]
-    lines += _table(("#", "what", "ops", "key or reason", "line"), _step_rows(plan, runner))
+    lines += _table(("#", "what", "ops", "key or reason", "line"), _step_rows(runner))
     lines += ["", "  recorded sizes"]
     lines += (
         _table(("size", "graphs", "eager steps", "seconds", "MiB"), map(_size_row, runner.library.recorded))
@@ -85,25 +88,25 @@ def _explain_plan(title: str, plan: Plan, runner: PlanRunner) -> list[str]:
     return lines
 
 
-def _stages(plan: Plan, runner: PlanRunner) -> list[tuple[str, float]]:
-    return [*plan.seconds, ("tune", runner.library.tune_seconds)]
+def _stages(runner: PlanRunner) -> list[tuple[str, float]]:
+    return [*runner.plan.seconds, ("tune", runner.library.tune_seconds)]
 
 
-def _cuts(plan: Plan, runner: PlanRunner) -> Sequence[Cut]:
+def _cuts(runner: PlanRunner) -> Sequence[Cut]:
     """The cuts of a plan; those of a function that runs as it is are known once it was recorded."""
-    return plan.cuts or getattr(runner.body, "cuts", ())
+    return runner.plan.cuts or getattr(runner.body, "cuts", ())
 
 
-def _count_steps(plan: Plan, runner: PlanRunner) -> str:
-    cuts = count_of(len(_cuts(plan, runner)), "cut")
+def _count_steps(runner: PlanRunner) -> str:
+    plan, cuts = runner.plan, count_of(len(_cuts(runner)), "cut")
     if plan.frontend == "breakable":
         return f"the function as it is, {cuts}"
     return f"{count_of(len(plan.pieces), 'piece')}, {plan.num_distinct} distinct (each compiled once), {cuts}"
 
 
-def _step_rows(plan: Plan, runner: PlanRunner) -> list[tuple[str, ...]]:
+def _step_rows(runner: PlanRunner) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for step in plan.steps or _cuts(plan, runner):
+    for step in runner.plan.steps or _cuts(runner):
         if isinstance(step, Cut):
             rows.append((str(step.index), f"cut {step.op}", "", step.reason, str(step.source or "")))
         else:
@@ -113,7 +116,7 @@ def _step_rows(plan: Plan, runner: PlanRunner) -> list[tuple[str, ...]]:
     return rows
 
 
-def _size_row(size: RecordedSize) -> tuple[str, ...]:
+def _size_row(size: Recorded[SizeKey]) -> tuple[str, ...]:
     return (
         str(size.key),
         str(size.num_graphs),

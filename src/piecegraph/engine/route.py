@@ -7,20 +7,30 @@ run, where the results are. Serving a call touches no FX, no symbolic size and n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from piecegraph.base import torch_compat
+from piecegraph.base.events import Event
 from piecegraph.base.plan import SizeKey
 from piecegraph.graph.signature import TensorLeaf
 from piecegraph.graph.sources import Fixed, FromCall, FromSize
 from piecegraph.tape.body import Body, FromOutput, Observed, ResultLeaf
 from piecegraph.tape.buffers import StaticInputs, conform, padded_parts, real_part
-from piecegraph.tape.tape import DirectTape, Tape
+from piecegraph.tape.device import GraphDevice
+from piecegraph.tape.tape import DirectTape, Tape, WatchedWeight
 
 MakeLeaf = Callable[[Sequence[Any], Sequence[torch.Tensor]], Any]
 """Makes one leaf of the result from the outputs and the call's tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A call that the plan cannot serve: it runs eagerly."""
+
+    event: Event
 
 
 class Route(Protocol):
@@ -28,6 +38,8 @@ class Route(Protocol):
 
     replays: bool
     """Whether it replays a tape."""
+    loss: Event | None
+    """What is lost by it."""
 
     def serve(self, tensors: Sequence[torch.Tensor]) -> Any: ...
 
@@ -46,12 +58,19 @@ class TapeRoute:
         buffers: StaticInputs,
         *,
         clone: bool,
+        device: GraphDevice | None,
+        sentinel: WatchedWeight | None,
+        loss: Event | None,
     ) -> None:
+        self.loss = loss
         self._tape = tape
         self._buffers = buffers
+        self._device = device
+        self._sentinel = sentinel
         views = buffers.views(key.values)
         copied = [i for i, leaf in enumerate(buffers.leaves) if leaf.address is None]
-        self._copied = tuple(copied)
+        self._copied = None if len(copied) == len(buffers.leaves) else tuple(copied)
+        """Which of a call's tensors; None for all."""
         self._targets = [real_part(views[i], buffers.leaves[i], sizes) for i in copied]
         self._padding = [
             (part, buffers.pad_values[i]) for i in copied for part in padded_parts(views[i], buffers.leaves[i], sizes)
@@ -59,9 +78,15 @@ class TapeRoute:
         self._written = tuple((i, self._targets[copied.index(i)]) for i in body.written_calls if i in copied)
         self._leaves = [_leaf_maker(leaf, body, key.values, sizes, clone=clone) for leaf in body.leaves]
         self._structure = body.structure
+        self._is_leaf = body.structure.is_leaf
 
     def serve(self, tensors: Sequence[torch.Tensor]) -> Any:
-        torch_compat.copy_all(self._targets, [tensors[i] for i in self._copied])
+        if self._device is not None:
+            self._device.use_caller_stream()
+            weight = self._sentinel
+            if weight is not None and weight.tensor.data_ptr() != weight.address:
+                raise weight.moved()
+        torch_compat.copy_all(self._targets, tensors if self._copied is None else [tensors[i] for i in self._copied])
         if self._buffers.filled_by is not self or self._written:
             for part, value in self._padding:
                 part.fill_(value)
@@ -69,8 +94,9 @@ class TapeRoute:
         outputs = self._tape.run()
         for i, buffer in self._written:
             tensors[i].copy_(buffer)
-        leaves = [make(outputs, tensors) for make in self._leaves]
-        return leaves[0] if self._structure.is_leaf else self._structure.build(iter(leaves))
+        if self._is_leaf:
+            return self._leaves[0](outputs, tensors)
+        return self._structure.build(iter([make(outputs, tensors) for make in self._leaves]))
 
 
 class PiecesRoute:
@@ -78,13 +104,25 @@ class PiecesRoute:
 
     replays = False
 
-    def __init__(self, body: Body, sizes: tuple[int, ...], leaves: Sequence[TensorLeaf]) -> None:
+    def __init__(
+        self,
+        body: Body,
+        sizes: tuple[int, ...],
+        leaves: Sequence[TensorLeaf],
+        *,
+        device: GraphDevice | None,
+        loss: Event | None,
+    ) -> None:
+        self.loss = loss
+        self._device = device
         self._body = body
         self._sizes = sizes
         self._inputs = tuple(leaves)
         self._leaves = [_leaf_maker(leaf, body, sizes, sizes, clone=False) for leaf in body.leaves]
 
     def serve(self, tensors: Sequence[torch.Tensor]) -> Any:
+        if self._device is not None:
+            self._device.use_caller_stream()
         conforming = [conform(tensor, leaf) for tensor, leaf in zip(tensors, self._inputs, strict=True)]
         outputs = self._body.run(conforming, self._sizes)
         for i in self._body.written_calls:

@@ -1,4 +1,4 @@
-"""Serves the calls of one plan: picks a recorded size, has it recorded if need be, and replays it.
+"""How the calls of one plan are served: which recorded size, and what has to be recorded or tried first.
 
 The slow questions (is the plan valid at this size, which bucket, may it be padded) are answered once for each size that
 occurs and kept as a :class:`~piecegraph.engine.route.Route`.
@@ -7,80 +7,75 @@ occurs and kept as a :class:`~piecegraph.engine.route.Route`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from piecegraph.base.compare import first_difference
 from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
-from piecegraph.base.plan import Decision, SizeKey
+from piecegraph.base.plan import Decision, Plan, SizeKey
+from piecegraph.base.progress import Progress
 from piecegraph.base.structure import flatten
-from piecegraph.engine.route import PiecesRoute, Route, TapeRoute
+from piecegraph.engine.route import PiecesRoute, Refusal, Route, TapeRoute
 from piecegraph.errors import ConfigError
 from piecegraph.graph import interception
 from piecegraph.graph.signature import Call, Signature
 from piecegraph.provenance.ledger import ledgers
 from piecegraph.tape.body import Body, Sizes, can_cut
 from piecegraph.tape.buckets import best_fit, ladder, next_rung
+from piecegraph.tape.buffers import preserved
+from piecegraph.tape.calls import SizedCalls
 from piecegraph.tape.device import GraphDevice
 from piecegraph.tape.library import TapeLibrary
-from piecegraph.tape.padding import preserved
+from piecegraph.tape.padding import padding_changes
 
 _MAX_ROUTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A call that the plan cannot serve: it runs eagerly."""
-
-    event: Event
-
-
-@dataclass(frozen=True, slots=True)
-class Service:
-    """How calls of one size are served, and what is lost by it."""
-
-    route: Route
-    loss: Event | None
-
-
 class PlanRunner:
-    """Serves all calls of one plan."""
+    """A plan with its tapes and its routes."""
 
     def __init__(
         self,
+        plan: Plan,
         signature: Signature,
         body: Body,
         device: GraphDevice | None,
         *,
-        mode: str,
         config: CompileConfig,
         events: EventLog,
         example: Call,
         function: Callable[..., Any],
     ) -> None:
+        self.plan = plan
         self.signature = signature
         self.body = body
-        self.mode = mode
-        self.library = TapeLibrary(
-            signature, body, device, config.options, events, example, ledgers(config.options.provenance)
+        self.calls = SizedCalls(signature, body, example, config.options)
+        self.library: TapeLibrary[SizeKey] = TapeLibrary(
+            self.calls,
+            device,
+            events,
+            make_ledger=ledgers(config.options.provenance),
+            progress=Progress(config.options.progress),
+            check_always=config.options.check_addresses == "always",
         )
         self.decisions: list[Decision] = []
+        self.routes: dict[Sizes, Route | Refusal] = {}
+        """How calls of each size are served, for sizes that have occurred."""
         self._device = device
         self._config = config
         self._events = events
         self._function = function
-        self._services: dict[Sizes, Service | Refusal] = {}
         self._valid: dict[SizeKey, bool] = {}
         pad = {"always": True, "never": False, "auto": None}[config.padding]
         self._can_pad: list[bool | None] = [pad] * len(signature.size_names)
         """For each size dimension; None until it was tried."""
         self._sentinel = next(iter(body.weights()), None) if device is not None else None
+        """``model.to(...)`` and its like move every weight: looking at one of them at each call is enough to notice."""
         self._check_sizes()
 
     def _check_sizes(self) -> None:
         sizes, names = self._config.capture_sizes, self.signature.size_names
-        if sizes != "auto" and self.mode != "none" and len(sizes[0]) != len(names):
+        if sizes != "auto" and self.plan.mode != "none" and len(sizes[0]) != len(names):
             raise ConfigError(
                 "PG102",
                 f"capture_sizes gives {len(sizes[0])} numbers for each size",
@@ -88,38 +83,18 @@ class PlanRunner:
                 hint="name the dynamic dimensions with dynamic_dims, and give one number for each",
             )
 
-    # -- serving
+    # -- a size that has not occurred
 
-    def serve(self, call: Call) -> tuple[Any, bool] | Refusal:
-        """The result and whether it came from a tape; or why the call cannot be served."""
-        service = self._services.get(call.sizes)
-        if service is None:
-            service = self._arrange(call)
-        if isinstance(service, Refusal):
-            return service
-        if service.loss is not None:
-            self._events.emit(service.loss)
-        if self._device is not None:
-            self._device.use_caller_stream()
-            self._check_sentinel()
-        return service.route.serve(call.tensors), service.route.replays
-
-    def _check_sentinel(self) -> None:
-        """``model.to(...)`` and its like move every weight: looking at one of them at each call is enough to notice."""
-        sentinel = self._sentinel
-        if sentinel is not None and sentinel.tensor.data_ptr() != sentinel.address:
-            raise sentinel.moved()
-
-    def _arrange(self, call: Call) -> Service | Refusal:
+    def arrange(self, call: Call) -> Route | Refusal:
         """Decide how calls of a new size are served."""
-        if len(self._services) >= _MAX_ROUTES:  # a server that sees every size: decide again
-            self._services.clear()
-        refusal = self._why_invalid(call.sizes)
-        if refusal is None:
+        if len(self.routes) >= _MAX_ROUTES:  # a server that sees every size: decide again
+            self.routes.clear()
+        found: Route | Refusal | None = self._why_invalid(call.sizes)
+        if found is None:
             self.body.learn(call.tensors, call.sizes)
-            service = self._choose_route(call)
-            refusal = self._why_small_differs(service.route, call)
-        self._services[call.sizes] = found = service if refusal is None else refusal
+            route = self._choose_route(call)
+            found = self._why_small_differs(route, call) or route
+        self.routes[call.sizes] = found
         return found
 
     def _why_invalid(self, sizes: Sizes) -> Refusal | None:
@@ -128,16 +103,25 @@ class PlanRunner:
         violated = self.body.violated(sizes)
         return None if violated is None else Refusal(Event("PG505", "call", f"size {SizeKey(sizes)}: {violated}"))
 
-    def _choose_route(self, call: Call) -> Service:
-        key = None if self.mode == "none" else self._bucket_for(call)
+    def _choose_route(self, call: Call) -> Route:
+        mode = self.plan.mode
+        key = None if mode == "none" else self._bucket_for(call)
         if key is None or not can_cut(self.body, key.values, call.sizes):
-            pieces = PiecesRoute(self.body, call.sizes, self.signature.tensors)
-            return Service(pieces, None if self.mode == "none" else self._why_not_recorded(call.sizes))
-        library, clone = self.library, self._config.options.clone_outputs
-        route = TapeRoute(self.body, library.tapes[key], key, call.sizes, library.buffers, clone=clone)
+            loss = None if mode == "none" else self._why_not_recorded(call.sizes)
+            return PiecesRoute(self.body, call.sizes, self.signature.tensors, device=self._device, loss=loss)
         is_heavy = any(have > 2 * want for have, want in zip(key.values, call.sizes, strict=True))
         reason = f"size {SizeKey(call.sizes)} runs as {key}"
-        return Service(route, Event("PG510", "call", reason, "add a capture size nearer to it") if is_heavy else None)
+        return TapeRoute(
+            self.body,
+            self.library.tapes[key],
+            key,
+            call.sizes,
+            self.calls.buffers,
+            clone=self._config.options.clone_outputs,
+            device=self._device,
+            sentinel=self._sentinel,
+            loss=Event("PG510", "call", reason, "add a capture size nearer to it") if is_heavy else None,
+        )
 
     def _why_not_recorded(self, sizes: Sizes) -> Event:
         wanted, options, num_tapes = SizeKey(sizes), self._config.options, len(self.library.tapes)
@@ -155,7 +139,7 @@ class PlanRunner:
         """Compare a size of one with the function itself, once: Dynamo takes 1 for a constant, so it was not traced."""
         if min(call.sizes, default=2) >= 2:
             return None
-        written = (*self.library.state, *(call.tensors[i] for i in self.body.written_calls))
+        written = (*self.calls.state, *(call.tensors[i] for i in self.body.written_calls))
         with preserved(written), interception.off():
             found, _, shape = flatten(route.serve(call.tensors))
         with preserved(written):
@@ -234,7 +218,7 @@ class PlanRunner:
         if sizes is None:
             return
         name = self.signature.size_names[dim]
-        reason = self.library.why_not_pad(key, sizes, call)
+        reason = self._why_not_pad(key, sizes, call)
         self._can_pad[dim] = reason is None
         if reason is None:
             reason = "tried: what padded rows hold does not reach real rows"
@@ -242,6 +226,15 @@ class PlanRunner:
         else:
             self.decisions.append(Decision(f"padding of {name}", "refused", reason))
             self._events.emit(Event("PG404", f"size {name}", reason, 'padding="always" accepts it'))
+
+    def _why_not_pad(self, key: SizeKey, sizes: Sizes, call: Call) -> str | None:
+        """How padding calls of ``sizes`` to a recorded size would change them, or None. See Note [Padding]."""
+        with self.library.session():
+            self.calls.prepare(sizes)
+            try:
+                return padding_changes(self.calls, self.library.tapes[key].run, key, sizes, call)
+            except RuntimeError as error:  # of a cut op that does not expect the size: see options["prepare"]
+                return f"trying {SizeKey(sizes)} rows raised {type(error).__name__}: {str(error).splitlines()[0]}"
 
     def _probe_size(self, dim: int, key: SizeKey, call: Call) -> Sizes | None:
         """A size to try padding with: half full shows most, the call's own is known to be valid."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -89,27 +90,40 @@ class Interception:
 
 # -- which are live
 
-_lock = threading.Lock()
-_live: tuple[Interception, ...] = ()
+
+class Interceptable(Protocol):
+    """Something compiled that interceptions reach."""
+
+    @property
+    def name(self) -> str:
+        """Of what is compiled."""
+
+    def num_places(self, each: Interception) -> int:
+        """How many calls in it an interception is for."""
 
 
-def live() -> tuple[Interception, ...]:
-    """The interceptions in force, in the order they were added. The tuple is a new one whenever that changes."""
-    return _live
+class _Registry:
+    """The interceptions in force, and what they reach."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.live: tuple[Interception, ...] = ()
+        """In the order they were added. The tuple is a new one whenever that changes."""
+        self.compiled: weakref.WeakSet[Interceptable] = weakref.WeakSet()
+        """Everything that is compiled and not closed."""
+
+    def add(self, each: Interception) -> None:
+        """Put an interception in force."""
+        with self._lock:
+            self.live = (*self.live, each)
+
+    def discard(self, each: Interception) -> None:
+        """End an interception; nothing happens if it has ended."""
+        with self._lock:
+            self.live = tuple(other for other in self.live if other is not each)
 
 
-def add(interception: Interception) -> None:
-    """Put an interception in force."""
-    global _live
-    with _lock:
-        _live = (*_live, interception)
-
-
-def discard(interception: Interception) -> None:
-    """End an interception; nothing happens if it has ended."""
-    global _live
-    with _lock:
-        _live = tuple(each for each in _live if each is not interception)
+registry = _Registry()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import inspect
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,9 +65,11 @@ class Constant:
 Leaf = TensorLeaf | Constant
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call that fits a plan: its tensors in the plan's order, its sizes, and the arguments as they were passed."""
+class Call(NamedTuple):
+    """A call that fits a plan: its tensors in the plan's order, its sizes, and the arguments as they were passed.
+
+    A named tuple, because one is made at every replay.
+    """
 
     tensors: list[torch.Tensor]
     sizes: tuple[int, ...]
@@ -83,7 +85,8 @@ class Binder:
             self._parameters = inspect.signature(function).parameters
         except (TypeError, ValueError):  # a builtin: any arguments
             self._parameters = inspect.signature(lambda *args, **kwargs: None).parameters
-        self._orders: dict[tuple[int, tuple[str, ...]], tuple[tuple[str, ...], tuple[int, ...], list[Any]]] = {}
+        self._orders: dict[tuple[int, tuple[str, ...]], tuple[tuple[str, ...], tuple[int, ...] | None, list[Any]]] = {}
+        """(names, order, defaults) for each way to pass arguments; no order if they lie as they were passed."""
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str, ...], list[Any]]:
         """Names and values of all arguments, defaults included, in the order of the parameters.
@@ -96,7 +99,7 @@ class Binder:
             self._orders[shape] = self._order(*shape)
         names, order, defaults = self._orders[shape]
         given = [*args, *kwargs.values(), *defaults]
-        return names, [given[i] for i in order]
+        return names, given if order is None else [given[i] for i in order]
 
     def unbind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]
@@ -104,12 +107,14 @@ class Binder:
         """Other values in place of those :meth:`bind` found, passed the same way as in this call."""
         _, order, _ = self._orders[len(args), tuple(kwargs)]
         given: list[Any] = [*args, *kwargs.values()]
-        for index, value in zip(order, values, strict=True):
+        for index, value in zip(range(len(values)) if order is None else order, values, strict=True):
             if index < len(given):  # not a default
                 given[index] = value
         return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
-    def _order(self, num_args: int, keywords: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...], list[Any]]:
+    def _order(
+        self, num_args: int, keywords: tuple[str, ...]
+    ) -> tuple[tuple[str, ...], tuple[int, ...] | None, list[Any]]:
         signature = inspect.Signature(list(self._parameters.values()))
         positions = {name: num_args + i for i, name in enumerate(keywords)}
         bound = signature.bind(
@@ -134,7 +139,7 @@ class Binder:
                 names.append(name)
                 order.append(num_args + len(keywords) + len(defaults))
                 defaults.append(parameter.default)
-        return tuple(names), tuple(order), defaults
+        return tuple(names), None if order == list(range(len(order))) else tuple(order), defaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,19 +178,45 @@ class Signature:
         tensors: list[torch.Tensor] = []
         sizes: list[int] = [-1] * len(self.size_names)
         for argument, value in zip(self.arguments, values, strict=True):
-            if isinstance(argument, tuple):
-                leaves, _, structure = flatten(value)
-                if structure != argument[0]:
-                    return f"{argument[1][0].name if argument[1] else 'a container'} has another structure than planned"
-                reason = next(filter(None, map(_misfit, argument[1], leaves, [sizes] * len(leaves))), None)
-                tensors += [leaf for leaf, spec in zip(leaves, argument[1], strict=True) if type(spec) is TensorLeaf]
-            else:
-                reason = _misfit(argument, value, sizes)
-                if type(argument) is TensorLeaf:
+            # A tensor that fits, which every replay meets, takes no further call.
+            if (
+                type(argument) is TensorLeaf
+                and type(value) in _PLAIN_TENSORS
+                and value.dtype is argument.dtype
+                and value.device == argument.device
+                and argument.address is None
+            ):
+                shape = value.shape
+                is_fitting = len(shape) == len(argument.shape)
+                for dim, size in argument.fixed if is_fitting else ():
+                    is_fitting &= shape[dim] == size
+                for dim, index in argument.dynamic if is_fitting else ():
+                    if sizes[index] == -1:
+                        sizes[index] = shape[dim]
+                    is_fitting &= sizes[index] == shape[dim]
+                if is_fitting:
                     tensors.append(value)
+                    continue
+            reason = _match_one(argument, value, tensors, sizes)
             if reason is not None:
                 return reason
         return Call(tensors, tuple(sizes), args, kwargs)
+
+
+def _match_one(
+    argument: Leaf | tuple[Structure, tuple[Leaf, ...]], value: Any, tensors: list[torch.Tensor], sizes: list[int]
+) -> str | None:
+    """Match one argument of any kind; adds its tensors. Says why it does not fit."""
+    if not isinstance(argument, tuple):
+        if type(argument) is TensorLeaf:
+            tensors.append(value)
+        return _misfit(argument, value, sizes)
+    structure, specs = argument
+    leaves, _, found = flatten(value)
+    if found != structure:
+        return f"{specs[0].name if specs else 'a container'} has another structure than planned"
+    tensors += [leaf for leaf, spec in zip(leaves, specs, strict=True) if type(spec) is TensorLeaf]
+    return next(filter(None, map(_misfit, specs, leaves, [sizes] * len(leaves))), None)
 
 
 def _misfit(leaf: Leaf, value: Any, sizes: list[int]) -> str | None:

@@ -6,7 +6,8 @@ out densely as the graph was traced. Only one size runs at a time, so all sizes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -91,3 +92,15 @@ def padded_parts(view: torch.Tensor, leaf: TensorLeaf, sizes: tuple[int, ...]) -
         for dim, size in leaf.dynamic
         if view.shape[dim] > sizes[size]
     ]
+
+
+@contextlib.contextmanager
+def preserved(written: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Put tensors back to what they were, whatever runs inside writes to them."""
+    saved = [tensor.clone() for tensor in written]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(written, saved, strict=True):
+                tensor.copy_(value)

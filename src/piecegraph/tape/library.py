@@ -1,170 +1,264 @@
-"""The tapes of one plan: recording a size, and finding out whether other sizes may be padded to it."""
+"""The tapes of one plan: recorded largest first, kept by their keys, run again.
+
+A library orders, warms up, records, drops and counts. What a key is, what data it is recorded on and what runs is
+said by a :class:`Recordable`: the sizes of a call (``calls.py``), or the steps of a language model.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from piecegraph.base import torch_compat
-from piecegraph.base.config import Options
 from piecegraph.base.events import Event, EventLog
-from piecegraph.base.plan import RecordedSize, SizeKey
 from piecegraph.base.progress import Progress
-from piecegraph.base.user_code import user_line
-from piecegraph.errors import PiecegraphError, RecordError, located
+from piecegraph.errors import KernelError, located
 from piecegraph.graph import interception
-from piecegraph.graph.signature import Call, Signature
-from piecegraph.tape.body import Body, Sizes
-from piecegraph.tape.buffers import StaticInputs
+from piecegraph.tape.buffers import preserved
 from piecegraph.tape.device import GraphDevice
-from piecegraph.tape.padding import padding_changes, preserved
 from piecegraph.tape.record import MakeLedger, Recorder
-from piecegraph.tape.tape import DirectTape, GraphStep, Rerun, Tape
+from piecegraph.tape.tape import DirectTape, GraphStep, Rerun, Tape, WatchedWeight
+
+Key = TypeVar("Key", bound=Hashable)
+_AnyKey = TypeVar("_AnyKey", bound=Hashable, contravariant=True)
+
+Way = Callable[[Recorder], list[Any]]
+"""Runs under a recorder and returns the outputs as the tape keeps them."""
 
 
-class TapeLibrary:
-    """Records tapes and keeps them."""
+class Recordable(Protocol[_AnyKey]):
+    """What a library records."""
+
+    @property
+    def devices(self) -> Iterable[torch.device]:
+        """Whose random numbers are not to change."""
+
+    def title(self, key: _AnyKey) -> str:
+        """A key in words."""
+
+    def volume(self, key: _AnyKey) -> tuple[int, ...]:
+        """How large it is: larger ones are recorded first."""
+
+    def written(self, key: _AnyKey) -> Sequence[torch.Tensor]:
+        """Memory that a run writes to and that is to be as it was after recording."""
+
+    def fill(self, key: _AnyKey, source: Any) -> None:
+        """Write data to the static buffers; ``source`` is what :meth:`TapeLibrary.record` was given."""
+
+    def run(self, key: _AnyKey) -> Sequence[Any]:
+        """Run on what the buffers hold, without graphs."""
+
+    def direct(self, key: _AnyKey, source: Any) -> Callable[[], Sequence[Any]]:
+        """What stands for a tape where nothing can be captured."""
+
+    def ways(self, key: _AnyKey) -> Sequence[Way]:
+        """How it may be recorded, the best first."""
+
+    def failed(self, key: _AnyKey, way: int | None, error: RuntimeError, place: dict[str, Any]) -> None:
+        """A way (None: the warm-up) failed. Raises, or tells it and returns: then the next way is tried, and the key is
+        dropped behind the last.
+        """
+
+    def weights(self, key: _AnyKey) -> Sequence[WatchedWeight]:
+        """The weights that graphs read by address."""
+
+    def current(self, key: _AnyKey | None) -> contextlib.AbstractContextManager[None]:
+        """Inside, ops that ask whose they are belong to this, and to the data of a key if there is one."""
+
+    def before_rerun(self, key: _AnyKey) -> None:
+        """A tape is about to be replayed for nobody: whatever it may write to must be nobody's."""
+
+    def why_gone(self, key: _AnyKey) -> tuple[str, str]:
+        """Why the data of the last run of a key cannot be used again, and what to do; empty if it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded(Generic[Key]):
+    """What recording a key cost."""
+
+    key: Key
+    num_graphs: int
+    num_eager_steps: int
+    seconds: float
+    num_bytes: int
+
+
+class TapeLibrary(Generic[Key]):
+    """Records tapes and keeps them.
+
+    Args:
+        recordable: what is recorded.
+        device: what captures; None where nothing can be.
+        events: where losses are told.
+        make_ledger: writes down who puts what into the graphs, if that is asked for.
+        progress: shows how far it is.
+        check_always: check addresses at every replay, and not only at the first.
+    """
 
     def __init__(
         self,
-        signature: Signature,
-        body: Body,
+        recordable: Recordable[Key],
         device: GraphDevice | None,
-        options: Options,
         events: EventLog,
-        example: Call,
+        *,
         make_ledger: MakeLedger,
+        progress: Progress,
+        check_always: bool = False,
     ) -> None:
-        self._signature = signature
-        self._body = body
+        self._recordable = recordable
         self._device = device
-        self._options = options
         self._events = events
         self._make_ledger = make_ledger
+        self._progress = progress
+        self._check_always = check_always
         self._uncapturable: dict[int, str] = {}
-        self.buffers = StaticInputs(signature.tensors, options.pad_values, example.tensors)
-        static = [example.tensors[i] for i in body.written_calls if signature.tensors[i].address is not None]
-        self.state = (*body.written_state, *static)
-        """Memory outside the buffers that the body writes to. Recording leaves it as it was."""
-        self.tapes: dict[SizeKey, Tape | DirectTape] = {}
-        self.dropped: set[SizeKey] = set()
-        """Sizes that ran out of memory."""
-        self.recorded: list[RecordedSize] = []
+        self.tapes: dict[Key, Tape | DirectTape] = {}
+        self.dropped: set[Key] = set()
+        """What ran out of memory, or could not be captured: not tried again."""
+        self.recorded: list[Recorded[Key]] = []
         self.tune_seconds = 0.0
-        """What the first run of the compiled pieces took: kernels are tuned and loaded then."""
+        """What the very first run took: kernels are tuned and loaded then."""
 
-    def record(self, keys: Sequence[SizeKey], call: Call) -> None:
-        """Record sizes, largest first, so that smaller ones reuse the memory of larger ones.
+    def record(self, keys: Iterable[Key], source: Any = None, *, tidies: bool = True) -> None:
+        """Record keys, largest first, so that smaller ones reuse the memory of larger ones.
 
         Args:
-            keys: the sizes.
-            call: its rows, repeated, are what the recorded runs work on.
+            keys: what to record.
+            source: what the data is made from that the recorded runs work on.
+            tidies: see :meth:`GraphDevice.session`.
         """
-        ordered = sorted(keys, key=lambda key: (key.volume, key.values), reverse=True)
-        with self._session(), Progress(self._options.progress).bar("record", len(ordered)) as bar:
-            if ordered and not self.recorded:
-                self._tune(ordered[0], call)
+        ordered = sorted(keys, key=self._recordable.volume, reverse=True)
+        with self.session(tidies=tidies), self._progress.bar("record", len(ordered)) as bar:
+            if ordered and not self.tune_seconds:
+                self._tune(ordered[0], source)
             for key in ordered:
-                try:
-                    with located(phase="capture", size=str(key)):
-                        self._record_one(key, call)
-                except torch.OutOfMemoryError as error:
-                    self.dropped.add(key)
-                    reason = str(error).partition(". ")[0]
-                    self._events.emit(Event("PG402", f"size {key}", reason, "free memory, or leave the size out"))
+                self._record_or_drop(key, source)
                 free = self._device.free_bytes() if self._device is not None else None
-                bar.advance(f"size {key}" + (f", {free / 2**30:.1f} GiB free" if free is not None else ""))
+                bar.advance(
+                    self._recordable.title(key) + (f", {free / 2**30:.1f} GiB free" if free is not None else "")
+                )
+
+    def forget(self) -> None:
+        """Drop every tape: memory that they read has moved."""
+        self.tapes.clear()
+        self.recorded.clear()
 
     @contextlib.contextmanager
-    def rerun(self, key: SizeKey) -> Iterator[Rerun]:
-        """Make a recorded size ready to be run again. What it writes to, its inputs included, is put back."""
-        assert self._device is not None, "only what is recorded can be run again"
-        self._device.use_caller_stream()
-        views, tape = self.buffers.views(key.values), self.tapes[key]
-        written = (*self.state, *(views[i] for i in self._body.written_calls))
-        with torch_compat.without_trace(leaf.device for leaf in self._signature.tensors), preserved(written):
-            # The first replay of a tape goes another way than those after it, so that its way is looked up every time.
-            yield Rerun(lambda: tape.run(), lambda: self._body.run(views, key.values), self._device.seconds_of)
+    def session(self, *, tidies: bool = True) -> Iterator[None]:
+        """What is run for recording leaves no trace: not in the caller's modes, not in random numbers, not in
+        callbacks.
+        """
+        graphs: Any = self._device.session(tidies=tidies) if self._device is not None else contextlib.nullcontext()
+        with interception.off(), torch_compat.without_trace(self._recordable.devices), graphs:
+            with self._recordable.current(None):
+                yield
 
-    def why_not_pad(self, key: SizeKey, sizes: Sizes, call: Call) -> str | None:
-        """How padding calls of ``sizes`` to a recorded size would change them, or None. See Note [Padding]."""
-        with self._session():
-            self._prepare(sizes)
-            run = self.tapes[key].run
-            try:
-                return padding_changes(self._body, run, self.buffers, key, sizes, call.tensors, self.state)
-            except RuntimeError as error:  # of a cut op that does not expect the size: see options["prepare"]
-                return f"trying {SizeKey(sizes)} rows raised {type(error).__name__}: {str(error).splitlines()[0]}"
+    @contextlib.contextmanager
+    def rerun(self, tape: Tape) -> Iterator[Rerun]:
+        """Make a tape ready to be run again. What it writes to, its inputs included, is put back."""
+        recordable, device = self._recordable, self._device
+        assert device is not None, "only what is recorded can be run again"
+        key = next(key for key, recorded in self.tapes.items() if recorded is tape)
+        is_ready = False
 
-    def _tune(self, key: SizeKey, call: Call) -> None:
+        def replay() -> Any:
+            nonlocal is_ready
+            if not is_ready:
+                is_ready = True
+                recordable.before_rerun(key)
+            # The first replay of a tape goes another way than those after it, so its way is looked up every time.
+            return tape.run()
+
+        def compute() -> Any:
+            why, hint = recordable.why_gone(key)
+            if why:
+                raise KernelError("PG733", f"the inputs of {recordable.title(key)} are gone", why=why, hint=hint)
+            return recordable.run(key)
+
+        device.use_caller_stream()
+        with torch_compat.without_trace(recordable.devices), recordable.current(key):
+            with preserved(recordable.written(key)):
+                yield Rerun(replay, compute, device.seconds_of)
+
+    def _tune(self, key: Key, source: Any) -> None:
         """Run once at the largest size, so that recording it does not count what happens only once."""
         start = time.perf_counter()
-        with contextlib.suppress(torch.OutOfMemoryError):  # told when the size is recorded
-            self._warm_up(key, self.buffers.views(key.values), call)
+        with contextlib.suppress(torch.OutOfMemoryError):  # told when it is recorded
+            self._warm_up(key, source)
         self.tune_seconds = time.perf_counter() - start
 
-    def _warm_up(self, key: SizeKey, views: list[torch.Tensor], call: Call) -> None:
-        self._prepare(key.values)
-        with preserved(self.state):
-            self.buffers.fill(views, call.tensors)
-            self._body.run(views, key.values)
+    def _warm_up(self, key: Key, source: Any) -> None:
+        recordable = self._recordable
+        with preserved(recordable.written(key)):
+            recordable.fill(key, source)
+            with recordable.current(key):
+                recordable.run(key)
 
-    def _record_one(self, key: SizeKey, call: Call) -> None:
+    def _record_or_drop(self, key: Key, source: Any) -> None:
+        device, recordable = self._device, self._recordable
         start, bytes_before = time.perf_counter(), self._reserved_bytes()
-        views = self.buffers.views(key.values)
-        if self._device is None:
-            body = self._body
-            self.buffers.fill(views, call.tensors)
-            body.learn(views, key.values)  # nothing else runs this size before its results are cut
-            self.tapes[key] = DirectTape(lambda: body.run(views, key.values))
-        else:
-            self.tapes[key] = self._record_tape(self._device, key, views, call)
-        steps = self.tapes[key].steps
-        num_graphs = sum(isinstance(step, GraphStep) for step in steps)
-        seconds, num_bytes = time.perf_counter() - start, self._reserved_bytes() - bytes_before
-        self.recorded.append(RecordedSize(key, num_graphs, len(steps) - num_graphs, seconds, num_bytes))
-
-    def _record_tape(self, device: GraphDevice, key: SizeKey, views: list[torch.Tensor], call: Call) -> Tape:
-        recorder = Recorder(device, self._events, self._uncapturable, phase=str(key), ledger=self._make_ledger(device))
         try:
-            self._warm_up(key, views, call)  # create workspaces for this size, on the capture stream
-            with preserved(self.state):
-                self.buffers.fill(views, call.tensors)
-                outputs = self._body.record(recorder, views, key.values)
-        except (torch.OutOfMemoryError, PiecegraphError):
-            recorder.abandon()
+            with located(phase="capture", size=str(key)):
+                tape = (
+                    DirectTape(recordable.direct(key, source))
+                    if device is None
+                    else self._record_tape(device, key, source)
+                )
+        except torch.OutOfMemoryError as error:
+            reason, hint = str(error).partition(". ")[0], "free memory, or leave the size out"
+            self._events.emit(Event("PG402", recordable.title(key), reason, hint))
+            tape = None
+        if tape is None:
+            self.dropped.add(key)
+            return
+        self.tapes[key] = tape
+        num_graphs = sum(isinstance(step, GraphStep) for step in tape.steps)
+        seconds, num_bytes = time.perf_counter() - start, self._reserved_bytes() - bytes_before
+        self.recorded.append(Recorded(key, num_graphs, len(tape.steps) - num_graphs, seconds, num_bytes))
+
+    def _record_tape(self, device: GraphDevice, key: Key, source: Any) -> Tape | None:
+        """None if there is no way."""
+        recordable = self._recordable
+        try:
+            try:
+                self._warm_up(key, source)  # creates workspaces for this size, on the capture stream
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                recordable.failed(key, None, error, {})
+                raise
+            for number, way in enumerate(recordable.ways(key)):
+                tape = self._try_way(device, key, number, way, source)
+                if tape is not None:
+                    return tape
+        except BaseException:
+            device.abandon()
             raise
-        except RuntimeError as error:
-            recorder.abandon()
-            line = str(user_line(error) or "")
-            raise RecordError(
-                "PG403",
-                f"size {key} could not be recorded",
-                where=line,
-                why=f"{type(error).__name__}: {str(error).splitlines()[0]}",
-                hint="mark what cannot be captured with @piecegraph.eager_op or name it in splitting_ops",
-                **(recorder.place | ({"line": line} if line else {})),
-            ) from error
         finally:
             device.end_size()
-        check_always = self._options.check_addresses == "always"
-        weights = self._body.weights()
-        return Tape(recorder.steps, outputs, weights, recorder.cells, phase=str(key), check_always=check_always)
+        return None
 
-    @contextlib.contextmanager
-    def _session(self) -> Iterator[None]:
-        """Recording leaves no trace: not in the caller's modes, not in random numbers, not in callbacks."""
-        graphs: Any = self._device.session() if self._device is not None else contextlib.nullcontext()
-        with interception.off(), torch_compat.without_trace(leaf.device for leaf in self._signature.tensors), graphs:
-            yield
-
-    def _prepare(self, sizes: Sizes) -> None:
-        if self._options.prepare is not None:
-            self._options.prepare(dict(zip(self._signature.size_names, sizes, strict=True)))
+    def _try_way(self, device: GraphDevice, key: Key, number: int, way: Way, source: Any) -> Tape | None:
+        recordable, phase = self._recordable, str(key)
+        recorder = Recorder(device, self._events, self._uncapturable, phase=phase, ledger=self._make_ledger(device))
+        try:
+            with preserved(recordable.written(key)):
+                recordable.fill(key, source)
+                with recordable.current(key):
+                    outputs = way(recorder)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            device.abandon()
+            recordable.failed(key, number, error, recorder.place)
+            return None
+        weights, check_always = recordable.weights(key), self._check_always
+        return Tape(recorder.steps, outputs, weights, recorder.cells, phase=phase, check_always=check_always)
 
     def _reserved_bytes(self) -> int:
         return self._device.reserved_bytes() if self._device is not None else 0

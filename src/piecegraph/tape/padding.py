@@ -10,34 +10,34 @@ padding. What differs in any real row refuses padding for that size dimension.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from piecegraph.base.compare import first_difference
 from piecegraph.base.plan import SizeKey
-from piecegraph.tape.body import Body, FromOutput, can_cut
-from piecegraph.tape.buffers import StaticInputs, padded_parts, real_part, repeat_to, shape_at
+from piecegraph.graph.signature import Call
+from piecegraph.tape.body import Body, FromOutput, Sizes, can_cut
+from piecegraph.tape.buffers import StaticInputs, padded_parts, preserved, real_part, repeat_to, shape_at
+from piecegraph.tape.calls import SizedCalls
 
 
 def padding_changes(
-    body: Body,
-    run_tape: Callable[[], Sequence[Any]],
-    buffers: StaticInputs,
-    key: SizeKey,
-    sizes: tuple[int, ...],
-    example: Sequence[torch.Tensor],
-    state: Sequence[torch.Tensor],
+    calls: SizedCalls, run_tape: Callable[[], Sequence[Any]], key: SizeKey, sizes: Sizes, call: Call
 ) -> str | None:
     """How padding calls of ``sizes`` to the recorded ``key`` changes them, or None if it does not.
 
     Args:
-        state: memory outside the buffers that the body writes to; left as it was.
+        calls: what is recorded.
+        run_tape: replays the key.
+        key: a recorded size.
+        sizes: what is padded to it.
+        call: its rows, repeated, are what it is tried with.
     """
+    body, buffers, state = calls.body, calls.buffers, calls.state
     leaves = buffers.leaves
-    rows = [repeat_to(tensor, shape_at(leaf, sizes)) for tensor, leaf in zip(example, leaves, strict=True)]
+    rows = [repeat_to(tensor, shape_at(leaf, sizes)) for tensor, leaf in zip(call.tensors, leaves, strict=True)]
     written = [i for i in body.written_calls if leaves[i].address is None]
     with preserved(state):
         inputs = [row if leaf.address is not None else row.clone() for row, leaf in zip(rows, leaves, strict=True)]
@@ -57,18 +57,6 @@ def padding_changes(
             what = "NaN in padded rows" if poisoned else "padding"
             return f"{what} gives {reason} (tried {SizeKey(sizes)} rows padded to {key})"
     return None
-
-
-@contextlib.contextmanager
-def preserved(state: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Put tensors back to what they were, whatever runs inside writes to them."""
-    saved = [tensor.clone() for tensor in state]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip(state, saved, strict=True):
-                tensor.copy_(value)
 
 
 def _load(

@@ -1,0 +1,82 @@
+"""The stages from a function to a program in their order: the same for any module and for a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from piecegraph.base import torch_compat
+from piecegraph.base.config import Options
+from piecegraph.base.events import EventLog
+from piecegraph.base.plan import Cut, Decision, Piece
+from piecegraph.base.progress import Progress, StageClock
+from piecegraph.errors import located
+from piecegraph.graph.cut_rules import CutRules
+from piecegraph.graph.example import Example
+from piecegraph.graph.fuse import fuse_linears
+from piecegraph.graph.interception import Interception
+from piecegraph.graph.lower import CompiledPieces, Lowering, lower
+from piecegraph.graph.program import Program
+from piecegraph.graph.split import Segment, split
+from piecegraph.graph.tracer import Traced, trace
+from piecegraph.provenance.observe import is_attributing
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A trace that was cut and compiled."""
+
+    segments: tuple[Segment, ...]
+    program: Program
+    num_compiles: int
+
+    @property
+    def steps(self) -> tuple[Piece | Cut, ...]:
+        return tuple(step.label for step in self.program.steps)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How functions are traced, cut and compiled. One serves all plans that are made of one trace."""
+
+    backend: str | Callable[..., Any]
+    passes: tuple[Callable[..., Any], ...]
+    rules: CutRules
+    options: Options
+    events: EventLog
+    is_full: bool = False
+    clock: StageClock = field(default_factory=StageClock)
+    compiled: CompiledPieces = field(default_factory=dict)
+    """The pieces of all plans."""
+
+    def trace(self, function: Callable[..., Any], example: Example, weights: Mapping[str, torch.Tensor]) -> Traced:
+        """One graph of a function."""
+        if self.backend == "inductor" and any(tensor.is_cuda for tensor in example.tensors):
+            torch_compat.start_compile_workers()  # they come up meanwhile
+        with located(phase="trace"):
+            traced = trace(function, example, weights)
+        self.clock.lap("trace")
+        return traced
+
+    def fuse(self, traced: Traced) -> tuple[Traced, tuple[Decision, ...]]:
+        """The same graph with linears joined, if that is asked for."""
+        if not self.options.fuse_linears:
+            return traced, ()
+        fused, decision = fuse_linears(traced)
+        self.clock.lap("fuse")
+        return fused, (decision,)
+
+    def cut(self, traced: Traced, interceptions: Sequence[Interception] = ()) -> Lowered:
+        """Cut a graph, at intercepted ops too, and compile the pieces that are not compiled yet."""
+        with located(phase="compile"):
+            segments = split(traced, self.rules, full=self.is_full, interceptions=interceptions)
+            self.clock.lap("split")
+            provenance = self.options.provenance or is_attributing()
+            lowering = Lowering(self.backend, self.passes, self.options.inductor, provenance)
+            progress = Progress(self.options.progress)
+            program, num_compiles = lower(traced, segments, lowering, self.events, progress, self.compiled)
+        self.clock.lap("lower")
+        return Lowered(segments, program, num_compiles)
