@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
+# One thread for each worker of pytest, and for each program it starts: threads that wait for each other spin, and two
+# workers of two threads each took twice as long on two cores. Torch reads it when it is imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 

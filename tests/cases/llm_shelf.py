@@ -65,8 +65,11 @@ def shelf(folder: Path) -> Iterator[Shelf]:
             loaded[key] = load(path, **arguments)
         return loaded[key]
 
-    def trace_once(model: Any, cache: Any, *, options: Any, events: Any, **arguments: Any) -> Any:
-        key = (id(model), cache.decisions, options.fuse_linears, *arguments.values())
+    def trace_once(
+        model: Any, cache: Any, *, options: Any, events: Any, on_traced: Any = None, **arguments: Any
+    ) -> Any:
+        arguments.pop("on_traced", None)  # starts compilers, and only on a GPU
+        key = (id(model), cache.decisions, options.fuse_linears, options.provenance, *arguments.values())
         if key not in traced:
             traced[key] = trace_model(model, cache, options=options, events=events, **arguments)
         return traced[key]

@@ -17,7 +17,7 @@ from piecegraph.llm.kernels.attention.registry import (
     unregister_attention,
 )
 from piecegraph.llm.specs import AttentionLayer, LatentLayer
-from piecegraph.llm.support import Accepted, Rejected, Verdict
+from piecegraph.llm.support import Accepted, Rejected, Support
 from tests.cases.attention import latent_layer, layer
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def narrow() -> Iterator[str]:
     """A kernel of a user, for narrow layers, that ``auto`` tries first."""
 
-    def supports(spec: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Verdict:
+    def supports(spec: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support:
         return Accepted() if isinstance(spec, AttentionLayer) and spec.key_width <= 16 else Rejected("too wide")
 
     register_attention(

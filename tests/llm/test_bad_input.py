@@ -15,7 +15,7 @@ import transformers as hf
 
 import piecegraph
 from piecegraph.errors import ConfigError, ModelError
-from piecegraph.llm import startup
+from piecegraph.llm import parts, startup
 from piecegraph.llm.model import traced_model
 from piecegraph.llm.model.loader import _read_tokenizer
 from tests.cases.llm_shelf import Shelf, shelf
@@ -165,7 +165,7 @@ def test_answers_that_differ_from_transformers(folder: Path, monkeypatch: pytest
     def scaled(model: Any) -> Any:
         return lambda hidden: 1.1 * model.lm_head(hidden)
 
-    monkeypatch.setattr(traced_model, "make_head", scaled)
+    monkeypatch.setattr(traced_model, "Head", scaled)
     with pytest.raises(ModelError, match=r"PG664 .* differ by 10.0% of their norm \(0.2% is allowed\)"):
         piecegraph.LLM(folder, backend="eager")
     unchecked = piecegraph.LLM(folder, backend="eager", options={"self_check": False})
@@ -421,7 +421,7 @@ def test_limits_beyond_any_memory_are_refused_before_anything_is_allocated(
 
 
 def test_no_room_for_states(models: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "state_bytes", lambda layers, num_slots: num_slots * 2**50)
+    monkeypatch.setattr(parts, "state_bytes", lambda layers, num_slots: num_slots * 2**50)
     with pytest.raises(ModelError, match="PG665 .*states of max_num_seqs=2: they take 3221225472 MiB, and"):
         models.load("llama", max_num_seqs=2)
 

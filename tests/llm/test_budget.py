@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from piecegraph.errors import ModelError
-from piecegraph.llm import startup
+from piecegraph.llm import parts, startup
 from piecegraph.llm.run.sampling import logprobs_bytes, rows_at_once
 from piecegraph.llm.run.scheduler import SchedulerLimits
 from tests.cases.llm_shelf import Shelf, shelf
@@ -26,8 +26,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
 
 def test_states_of_modules_in_opaque_form_are_kept_free(models: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     free = NUM_SEQS * STATE_BYTES + 100_000
-    monkeypatch.setattr(startup, "_free_host_bytes", lambda: free)
-    monkeypatch.setattr(startup, "_free_bytes_twice", lambda device: 2**30)  # the buffers of steps are not the question
+    monkeypatch.setattr(parts, "free_host_bytes", lambda: free)
+    monkeypatch.setattr(parts, "free_bytes", lambda device: free)
+    monkeypatch.setattr(startup, "free_bytes_twice", lambda device: 2**30)  # the buffers of steps are not the question
     llm = models.load("bamba", max_num_seqs=NUM_SEQS, memory_fraction=1.0)
     stats = llm.stats()
     assert stats["state_bytes"] == NUM_SEQS * STATE_BYTES
@@ -47,7 +48,7 @@ def test_states_in_fine_form_are_told(models: Shelf) -> None:
 
 def test_the_step_that_samples_from_a_sorted_vocabulary_is_measured() -> None:
     limits = SchedulerLimits(max_num_seqs=64, max_batch_tokens=512, max_model_len=128, vocab_size=1000)
-    decode, mixed = startup._dearest_steps(limits)
+    decode, mixed = parts._largest_steps(limits)
     assert (decode.bucket.kind, decode.bucket.num_seqs, decode.sampling) == ("decode", 64, "truncated")
     assert (mixed.bucket.kind, mixed.bucket.num_tokens) == ("mixed", 512)
 

@@ -15,7 +15,8 @@ from piecegraph.base.events import Event
 from piecegraph.errors import KernelError, RequestError
 from piecegraph.llm import Request, SamplingParams, Scheduler, StepPlan
 from piecegraph.llm.cache.paged import PagedCache
-from piecegraph.llm.run.engine import Engine, Generation
+from piecegraph.llm.run.engine import LLMEngine
+from piecegraph.llm.run.generation import Generation
 from tests.cases.llm_shelf import Shelf, shelf
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -93,7 +94,7 @@ def failing(call: Callable[..., Any], error: BaseException, after: int = 0) -> C
     return function
 
 
-def run_all(engine: Engine) -> None:
+def run_all(engine: LLMEngine) -> None:
     while engine.step():
         if not engine._ahead:
             engine.scheduler.check()
@@ -166,7 +167,7 @@ def test_who_ended_in_a_step_that_fails_is_told(models: Shelf, monkeypatch: pyte
 
     with torch.inference_mode():
         engine.add(PROMPT, SamplingParams(max_new_tokens=1, ignore_eos=True), seed=0, on_new=on_new)
-        monkeypatch.setattr(engine, "_tell_tokens", failing(engine._tell_tokens, RuntimeError("no words")))
+        monkeypatch.setattr(engine, "_emit_tokens", failing(engine._emit_tokens, RuntimeError("no words")))
         with pytest.raises(RuntimeError):
             engine.step()
         assert not engine.step()
@@ -196,15 +197,15 @@ def test_a_head_that_cannot_be_captured_is_run_without_graphs(models: Shelf, mon
     llm = models.load("llama", **GRAPHS)
     forward, events = llm.started.engine.forward, list[Event]()
     monkeypatch.setattr(forward._events, "emit", events.append)
-    choose, device = forward._choose, forward._device
+    choose, device = forward._sample, forward._device
 
     def choose_outside(*args: Any) -> Any:
         if device is not None and device.is_capturing:
             raise RuntimeError("operation not permitted when stream is capturing")
         return choose(*args)
 
-    monkeypatch.setattr(forward, "_choose", choose_outside)
-    forward.forget()
+    monkeypatch.setattr(forward, "_sample", choose_outside)
+    forward.library.forget()
     (answer,) = llm.generate([PROMPT], max_new_tokens=NUM_NEW, ignore_eos=True)
     assert answer.token_ids == models.greedy("llama", PROMPT, NUM_NEW)
     assert {event.code for event in events} == {"PG401", "PG503"}

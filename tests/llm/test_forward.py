@@ -158,7 +158,7 @@ def test_embeddings_share_prefixes_only_by_key(models: Shelf) -> None:
 def test_a_model_that_needs_its_tokens_takes_no_embeddings(models: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = models.load("llama")
     forward = llm.started.engine.forward
-    monkeypatch.setattr(forward, "_trace_embeds", lambda: WithoutTokens())
+    monkeypatch.setattr(forward._embeds, "_trace", lambda: WithoutTokens())
     request = make_request("mine", PROMPTS[0], input_embeds=embeds_of(models, "llama", PROMPTS[0]))
     for _ in range(2):
         scheduler = llm.make_scheduler()
@@ -167,6 +167,10 @@ def test_a_model_that_needs_its_tokens_takes_no_embeddings(models: Shelf, monkey
 
 
 class WithoutTokens:
+    @property
+    def decoder(self) -> WithoutTokens:
+        return self
+
     def run(self, inputs: Any, num_tokens: int, run_step: Any) -> list[torch.Tensor]:
         return [torch.ones(num_tokens, 64)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +277,7 @@ def test_recorded_sampling_is_used_from_its_first_decode_step(models: Shelf) -> 
 def test_a_size_between_those_of_the_start_is_recorded_by_its_first_step(models: Shelf) -> None:
     settings = {"max_batch_tokens": 64, "max_num_seqs": 2, "options": {"graph_device": "simulated"}}
     llm = models.load("llama", **settings)
-    tapes = llm.started.engine.forward.tapes
+    tapes = llm.started.engine.forward.library.tapes
     at_start = {key.bucket.num_tokens for key in tapes if key.bucket.kind == "mixed"}
     answers = [llm.generate(list(range(60, 100)), max_new_tokens=2, ignore_eos=True)[0] for _ in range(2)]
     assert {key.bucket.num_tokens for key in tapes if key.bucket.kind == "mixed"} - at_start == {48}
@@ -368,7 +367,7 @@ def test_bad_logits_end_one_request_also_when_looking_ahead(models: Shelf, monke
         logits = model.head(hidden)
         return logits.index_fill(0, torch.tensor([0]), float("nan")) if len(calls) == 3 else logits
 
-    monkeypatch.setattr(llm.started.engine.forward, "_model", replace(model, head=head))
+    monkeypatch.setattr(llm.started.engine.forward, "head", head)
     bad, good = llm.generate([prompts()[1], prompts()[3]], max_new_tokens=6, ignore_eos=True)
     assert calls[:4] == [2, 2, 2, 2], "a step was launched with the bad token"
     assert (bad.finish_reason, bad.error.code) == ("error", "PG655")

@@ -52,8 +52,7 @@ class DenseSites:
     """
 
     def __init__(self, model: TracedModel, states: StateMemory, experts: tuple[torch.nn.Module, ...]) -> None:
-        self.layers, self.memory, self.experts = model.layers, states, experts
-        self.states = self  # with checks around the memory that is tested
+        self.layers, self.memory, self.modules = model.layers, states, experts
         self.seen: dict[tuple[int, int], list[torch.Tensor]] = {}
         nothing = torch.zeros(0)
         self.batch = StateBatch(query_starts=nothing, seq_lens=nothing, state_slots=nothing, spans=(), max_query_len=1)
@@ -71,10 +70,13 @@ class DenseSites:
     def check(self, out: torch.Tensor) -> None:
         assert (out[self.batch.spans[-1].end :] == 0).all()
 
-    def attend(self, site: int, query: Any, key: Any, value: Any, out: Any, sinks: Any) -> None:
+    def run(self, op: str, site: int, inputs: tuple[Any, ...]) -> None:
+        getattr(self, op)(site, *inputs)
+
+    def attention(self, site: int, query: Any, key: Any, value: Any, out: Any, sinks: Any) -> None:
         self._attend(site, query, torch.cat((key, value), -1), out, key.shape[-1])
 
-    def attend_latent(self, site: int, query: Any, latent: Any, rope: Any, up_projection: Any, out: Any) -> None:
+    def latent_attention(self, site: int, query: Any, latent: Any, rope: Any, up_projection: Any, out: Any) -> None:
         layer = self.layers[site]
         assert isinstance(layer, LatentLayer)
         up = up_projection.view(layer.num_heads, -1, layer.latent_width)
@@ -97,23 +99,23 @@ class DenseSites:
             weights = scores.masked_fill(is_later, -torch.inf).softmax(-1)
             out[span.start : span.end] = torch.einsum("hqk,khd->qhd", weights, value)
 
-    def mix_experts(self, site: int, hidden: Any, expert: Any, weight: Any, out: Any) -> None:
-        out.copy_(memory.run_experts(self.experts[site], hidden, expert, weight))
+    def experts(self, site: int, hidden: Any, expert: Any, weight: Any, out: Any) -> None:
+        out.copy_(memory.run_experts(self.modules[site], hidden, expert, weight))
 
-    def mix_state(self, site: int, hidden: Any, out: Any) -> None:
+    def stateful(self, site: int, hidden: Any, out: Any) -> None:
         self.poison(hidden, out)
-        self.memory.mix_state(site, hidden, out)
+        self.memory.run("stateful", site, (hidden, out))
         self.check(out)
 
-    def convolve(self, site: int, hidden: Any, weight: Any, bias: Any, out: Any, activation: str) -> None:
+    def causal_conv(self, site: int, hidden: Any, weight: Any, bias: Any, out: Any, activation: str) -> None:
         self.poison(hidden, out)
-        self.memory.convolve(site, hidden, weight, bias, out, activation)
+        self.memory.run("causal_conv", site, (hidden, weight, bias, out, activation))
         self.check(out)
 
     def delta_rule(self, site: int, *tensors: Any) -> None:
-        *inputs, normalises = tensors
+        inputs = tensors[:-1]
         self.poison(*inputs)
-        self.memory.delta_rule(site, *inputs, normalises)
+        self.memory.run("delta_rule", site, tensors)
         self.check(inputs[-1])
 
 

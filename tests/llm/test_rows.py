@@ -11,8 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import piecegraph
+from piecegraph.engine import mode
 from piecegraph.errors import ModelError
-from piecegraph.llm import Request, SamplingParams, startup
+from piecegraph.llm import Request, SamplingParams
 from piecegraph.llm.model.decoder import Decoder
 from piecegraph.tape.simulated import SimulatedGraphs
 from tests.cases.llm_shelf import Shelf, shelf
@@ -127,7 +128,7 @@ def test_a_last_piece_that_cannot_be_captured_runs_between_graphs(models: Shelf)
 
     device = SimulatedGraphs()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(startup, "SimulatedGraphs", lambda: device)
+        patch.setattr(mode, "SimulatedGraphs", lambda: device)
         llm = models.load("llama", backend=uncapturable, **GRAPHS)
     (answer,) = llm.generate([PROMPTS[0]], max_new_tokens=3, ignore_eos=True)
     assert answer.token_ids == models.greedy("llama", PROMPTS[0], 3)
@@ -142,9 +143,9 @@ def test_rows_of_a_prompt_that_is_done_are_not_computed_for_others(models: Shelf
     with torch.inference_mode():
         engine.step()
         plain = engine.add(PROMPTS[1], SamplingParams(max_new_tokens=2, ignore_eos=True), seed=0)
-        keys, run = [], engine.forward.run
+        keys, run = [], engine.forward.run_step
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine.forward, "run", lambda key: [keys.append(key), run(key)][1])
+            patch.setattr(engine.forward, "run_step", lambda key: [keys.append(key), run(key)][1])
             while engine.step():
                 pass
     assert [key.bucket.kind for key in keys[:2]] == ["mixed", "decode"]

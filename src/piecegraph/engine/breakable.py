@@ -33,7 +33,7 @@ from piecegraph.tape.body import FromOutput, Observed, ResultLeaf, Sizes, watch_
 from piecegraph.tape.record import Recorder
 from piecegraph.tape.tape import WatchedWeight
 
-_recording: ContextVar[_Breaker | None] = ContextVar("piecegraph_breaker", default=None)
+_recording: ContextVar[Breaker | None] = ContextVar("piecegraph_breaker", default=None)
 
 
 def eager_op(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,14 +63,47 @@ def eager_op(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _Breaker:
-    """Hands the ops that break the capture to the recorder."""
+class Breaker:
+    """Hands the ops that break the capture to the recorder.
 
-    def __init__(self, recorder: Recorder, interceptions: Sequence[Interception]) -> None:
+    Args:
+        recorder: what captures.
+        interceptions: calls with callbacks, which run between graphs.
+        ops: (packet, overload) of ops that run between graphs, too.
+    """
+
+    def __init__(
+        self, recorder: Recorder, interceptions: Sequence[Interception], ops: Sequence[tuple[Any, Any]] = ()
+    ) -> None:
         self._recorder = recorder
         self._interceptions = interceptions
-        self.num_breaks = 0
+        self._ops = ops
         self.cuts: list[Cut] = []
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Python that runs inside is captured, but for the calls that break the capture."""
+        token = _recording.set(self)
+        watching = bool(self._ops or self._interceptions)
+        try:
+            self._recorder.begin()
+            with self._recorder.observing(), ShownCalls(self._run_or_break) if watching else contextlib.nullcontext():
+                yield
+            self._recorder.end("last graph")
+        finally:
+            _recording.reset(token)
+
+    def _run_or_break(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _recording.get() is not self:  # inside of an op that broke the capture
+            return function(*args, **kwargs)
+        packet, overload = torch_compat.op_of(function)
+        is_listed = any(packet is op and (overload is None or exact in (None, overload)) for op, exact in self._ops)
+        chain = wanting(self._interceptions, function)
+        if not is_listed and not chain:
+            return function(*args, **kwargs)
+        reasons = (["listed in splitting_ops"] if is_listed else []) + ([REASON] if chain else [])
+        run = RehearsedOp(function, chain, str(user_line() or "")) if chain else function
+        return self._run(run, args, kwargs, "; ".join(reasons))
 
     def run_marked(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function that is marked as an eager op. What it calls may be intercepted."""
@@ -81,13 +114,12 @@ class _Breaker:
             with ShownCalls(intercepting(interceptions)):
                 return function(*args, **kwargs)
 
-        return self.run(intercepted if interceptions else function, args, kwargs, "marked as an eager op")
+        return self._run(intercepted if interceptions else function, args, kwargs, "marked as an eager op")
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
         """Run a function between two graphs. Breaks inside it belong to it."""
         op = torch_compat.qualified_name(function) or getattr(function, "__qualname__", None) or str(function)
-        cut = Cut(self.num_breaks, op, reason, user_line())
-        self.num_breaks += 1
+        cut = Cut(len(self.cuts), op, reason, user_line())
         self.cuts.append(cut)
         flat = _FlatResult(function, cut)
         token = _recording.set(None)
@@ -96,6 +128,16 @@ class _Breaker:
         finally:
             _recording.reset(token)
         return flat.structure.build(iter(leaves))
+
+
+@contextlib.contextmanager
+def callbacks(interceptions: Sequence[Interception]) -> Iterator[None]:
+    """Run callbacks around the calls inside, in a run that is not recorded."""
+    if not interceptions or is_off():
+        yield
+        return
+    with ShownCalls(intercepting(interceptions)):
+        yield
 
 
 class _FlatResult:
@@ -217,7 +259,7 @@ class BreakableBody:
         self._seen[sizes] = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def run(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
-        with paths_from(self._module), self._callbacks():
+        with paths_from(self._module), callbacks(self._interceptions):
             leaves, _, structure = flatten(self._call(tensors))
         if structure != self.structure:
             raise RecordError(
@@ -227,47 +269,11 @@ class BreakableBody:
         return leaves
 
     def record(self, recorder: Recorder, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
-        breaker = _Breaker(recorder, self._interceptions)
-        token = _recording.set(breaker)
-        try:
-            recorder.begin()
-            with recorder.observing(), stacks_from_here(), self._breaks():
-                leaves = self.run(tensors, sizes)
-            recorder.end("last graph")
-        finally:
-            _recording.reset(token)
+        breaker = Breaker(recorder, self._interceptions, self._ops)
+        with breaker.recording(), stacks_from_here():
+            leaves = self.run(tensors, sizes)
         self.cuts = tuple(breaker.cuts)
         return recorder.outputs(leaves)
-
-    @contextlib.contextmanager
-    def _callbacks(self) -> Iterator[None]:
-        """Run callbacks in a run that is not recorded."""
-        if not self._interceptions or is_off():
-            yield
-            return
-        with ShownCalls(intercepting(self._interceptions)):
-            yield
-
-    @contextlib.contextmanager
-    def _breaks(self) -> Iterator[None]:
-        if not self._ops and not self._interceptions:
-            yield
-            return
-        with ShownCalls(self._run_or_break):
-            yield
-
-    def _run_or_break(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        breaker = _recording.get()
-        if breaker is None:
-            return function(*args, **kwargs)
-        packet, overload = torch_compat.op_of(function)
-        is_listed = any(packet is op and (overload is None or exact in (None, overload)) for op, exact in self._ops)
-        chain = wanting(self._interceptions, function)
-        if not is_listed and not chain:
-            return function(*args, **kwargs)
-        reasons = (["listed in splitting_ops"] if is_listed else []) + ([REASON] if chain else [])
-        run = RehearsedOp(function, chain, str(user_line() or "")) if chain else function
-        return breaker.run(run, args, kwargs, "; ".join(reasons))
 
     def output_shape(self, index: int, sizes: Sizes) -> tuple[int, ...] | None:
         shape = self._seen[sizes][index]

@@ -59,7 +59,7 @@ def resolve_op(op: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CutVerdict:
     """Why a node runs eagerly."""
 
     reason: str
@@ -82,10 +82,10 @@ class CutRules:
         )
         self._wishes = [(*torch_compat.op_of(op), reason) for op, reason in wishes.items()]
 
-    def verdicts(self, graph: torch.fx.Graph, streams: Mapping[int, Any]) -> dict[torch.fx.Node, Verdict]:
+    def verdicts(self, graph: torch.fx.Graph, streams: Mapping[int, Any]) -> dict[torch.fx.Node, CutVerdict]:
         """The verdict on every node that has to run eagerly."""
         reason = "lies between a fork to another CUDA stream and its join"
-        forked = Verdict(reason, is_region=True, is_forced=True, is_stream_bound=True)
+        forked = CutVerdict(reason, is_region=True, is_forced=True, is_stream_bound=True)
         found = dict.fromkeys(StreamRegions(graph, streams).nodes, forked)
         is_mixed = len(set().union(*(_devices(torch_compat.meta_value(node)) for node in graph.nodes))) > 1
         for node in graph.nodes:
@@ -95,40 +95,40 @@ class CutRules:
                     found[node] = verdict
         return found
 
-    def _of(self, node: torch.fx.Node) -> Verdict | None:
+    def _of(self, node: torch.fx.Node) -> CutVerdict | None:
         packet, overload = torch_compat.op_of(node.target)
         for wished_packet, wished_overload, reason in self._wishes:
             if packet is wished_packet and (overload is None or wished_overload in (None, overload)):
-                return Verdict(reason, is_region=False, is_forced=False)
+                return CutVerdict(reason, is_region=False, is_forced=False)
         if node.op == "call_function" and torch_compat.is_cudagraph_unsafe(node.target):
-            return Verdict("tagged cudagraph_unsafe by its author", is_region=False, is_forced=True)
+            return CutVerdict("tagged cudagraph_unsafe by its author", is_region=False, is_forced=True)
         if packet in _CHECKED_ON_HOST:
-            return Verdict("reads on the host whether it succeeded", is_region=False, is_forced=True)
+            return CutVerdict("reads on the host whether it succeeded", is_region=False, is_forced=True)
         return _data_dependence(node)
 
 
-def _data_dependence(node: torch.fx.Node) -> Verdict | None:
+def _data_dependence(node: torch.fx.Node) -> CutVerdict | None:
     made = torch_compat.unbacked_symbols(torch_compat.meta_value(node))
     used = frozenset().union(
         *(torch_compat.unbacked_symbols(torch_compat.meta_value(arg)) for arg in node.all_input_nodes)
     )
     if made - used:
-        return Verdict("its result's value or shape is read from data on the device", is_region=True, is_forced=True)
+        return CutVerdict("its result's value or shape is read from data on the device", is_region=True, is_forced=True)
     if made or used:
-        return Verdict("depends on a value or shape read from data", is_region=True, is_forced=True)
+        return CutVerdict("depends on a value or shape read from data", is_region=True, is_forced=True)
     return None
 
 
-def _host_work(node: torch.fx.Node) -> Verdict | None:
+def _host_work(node: torch.fx.Node) -> CutVerdict | None:
     """Work on the CPU in a model on a GPU: a graph would do it once, while it is captured, and never again."""
     results = _devices(torch_compat.meta_value(node))
     arguments = set().union(
         *(_devices(torch_compat.meta_value(arg)) for arg in node.all_input_nodes if not _is_host_constant(arg))
     )
     if len(results | arguments) > 1:
-        return Verdict(f"copies between {' and '.join(sorted(results | arguments))}", is_region=True, is_forced=True)
+        return CutVerdict(f"copies between {' and '.join(sorted(results | arguments))}", is_region=True, is_forced=True)
     if "cpu" in results and not _is_host_constant(node):
-        return Verdict("runs on the CPU", is_region=True, is_forced=True)
+        return CutVerdict("runs on the CPU", is_region=True, is_forced=True)
     return None
 
 

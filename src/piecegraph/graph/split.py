@@ -25,7 +25,7 @@ import torch.fx
 from piecegraph.base import torch_compat
 from piecegraph.base.plan import SourceLine
 from piecegraph.errors import LowerError
-from piecegraph.graph.cut_rules import CutRules, Verdict
+from piecegraph.graph.cut_rules import CutRules, CutVerdict
 from piecegraph.graph.fx_nodes import has_effect, is_size, module_path, op_name, size_parts, source_line
 from piecegraph.graph.interception import REASON, Interception
 from piecegraph.graph.sources import FromSize
@@ -39,7 +39,7 @@ class Segment:
 
     nodes: tuple[torch.fx.Node, ...]
     """The nodes of the traced graph it covers."""
-    verdict: Verdict | None
+    verdict: CutVerdict | None
     """Why it is a cut; None for a piece."""
     module: torch.fx.GraphModule
     """Takes the inputs, returns a tuple of the outputs."""
@@ -98,8 +98,8 @@ def find_intercepted(
 
 
 def _intercepted_verdict(
-    node: torch.fx.Node, verdict: Verdict | None, interceptions: tuple[Interception, ...]
-) -> Verdict:
+    node: torch.fx.Node, verdict: CutVerdict | None, interceptions: tuple[Interception, ...]
+) -> CutVerdict:
     """An intercepted op is a cut of its own, whatever else it is."""
     if verdict is not None and verdict.is_stream_bound:
         raise LowerError(
@@ -112,10 +112,10 @@ def _intercepted_verdict(
             line=str(source_line(node) or ""),
         )
     reason = REASON if verdict is None else f"{verdict.reason}; {REASON}"
-    return Verdict(reason, is_region=False, is_forced=True)
+    return CutVerdict(reason, is_region=False, is_forced=True)
 
 
-def _without_wishes(verdicts: dict[torch.fx.Node, Verdict]) -> dict[torch.fx.Node, Verdict]:
+def _without_wishes(verdicts: dict[torch.fx.Node, CutVerdict]) -> dict[torch.fx.Node, CutVerdict]:
     """The cuts of a full graph: none, or an error that names the first one that cannot be left out."""
     for node, verdict in verdicts.items():
         if verdict.is_forced:
@@ -132,10 +132,10 @@ def _without_wishes(verdicts: dict[torch.fx.Node, Verdict]) -> dict[torch.fx.Nod
 
 
 def _group(
-    graph: torch.fx.Graph, verdicts: dict[torch.fx.Node, Verdict]
-) -> list[tuple[list[torch.fx.Node], Verdict | None]]:
+    graph: torch.fx.Graph, verdicts: dict[torch.fx.Node, CutVerdict]
+) -> list[tuple[list[torch.fx.Node], CutVerdict | None]]:
     """Runs of neighbouring nodes that belong together."""
-    groups: list[tuple[list[torch.fx.Node], Verdict | None]] = []
+    groups: list[tuple[list[torch.fx.Node], CutVerdict | None]] = []
     home: dict[torch.fx.Node, list[torch.fx.Node]] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "output", "get_attr") or is_size(node) or is_stream_object(node):
@@ -160,7 +160,7 @@ def _is_one_of_several(node: torch.fx.Node) -> bool:
     return isinstance(torch_compat.meta_value(node.args[0]), (tuple, list)) and not is_size(node.args[0])
 
 
-def _belong_together(first: Verdict | None, second: Verdict | None) -> bool:
+def _belong_together(first: CutVerdict | None, second: CutVerdict | None) -> bool:
     if first is None or second is None:
         return first is second  # both are parts of a piece
     return first.is_region and second.is_region
@@ -185,7 +185,7 @@ def _symbol_values(traced: Traced) -> dict[sympy.Symbol, torch.SymInt]:
 def _build(
     traced: Traced,
     nodes: Sequence[torch.fx.Node],
-    verdict: Verdict | None,
+    verdict: CutVerdict | None,
     outputs: tuple[torch.fx.Node, ...],
     symbol_values: dict[sympy.Symbol, torch.SymInt],
 ) -> Segment:

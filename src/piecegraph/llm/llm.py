@@ -17,13 +17,13 @@ from piecegraph.base.coerce import as_list
 from piecegraph.base.config import CudagraphMode
 from piecegraph.base.events import EventLog
 from piecegraph.engine.eager_interception import unintercepted
+from piecegraph.engine.recorded import RecordedTapes
 from piecegraph.errors import ConfigError, ModelError, RequestError
 from piecegraph.llm.config import check_path, make_llm_config
 from piecegraph.llm.model.loader import LoadFormat
-from piecegraph.llm.recorded_steps import RecordedSteps
 from piecegraph.llm.report import explain_llm, stats_of_llm
 from piecegraph.llm.run.chat import chat_tokens
-from piecegraph.llm.run.engine import Generation
+from piecegraph.llm.run.generation import Generation
 from piecegraph.llm.run.prompts import check_lengths, in_words_of_the_call, one_for_each, refused, tokens_of
 from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.results import Chunk, Completion, StepResult
@@ -118,7 +118,7 @@ class LLM:
         with self._lock:
             if self._started is None:
                 return
-            self._started.engine.abort_all()
+            self._started.engine.close()
             self._started = None
             gc.collect()  # a model and its modules refer to each other
             if self.config.device.type == "cuda":
@@ -233,7 +233,7 @@ class LLM:
         It takes ``options={"provenance": True}``.
         """
         _ = self.started  # raises after close()
-        return LiveKernels(RecordedSteps(self.path, lambda: self.started.engine.forward, self._lock))
+        return LiveKernels(RecordedTapes(self.path, self._lock, lambda: self.started.engine.libraries))
 
     def make_scheduler(self, *, prefix_cache: bool = True) -> Scheduler:
         """A scheduler over this model's cache, for use with :meth:`forward`.

@@ -21,7 +21,8 @@ def explain_llm(started: Started, events: EventLog) -> str:
     lines += [f"  {count} cuts at {op}: {reason}" for (op, reason), count in _cuts(started).items()]
     lines += ["", "cache", *(f"  {line}" for line in _cache_lines(started))]
     # How steps are recorded is decided anew when a capture fails.
-    decisions = [*started.decisions, *started.engine.forward.modes.values()]
+    forward = started.engine.forward
+    decisions = [*started.decisions, *forward.modes.values(), *forward.decisions]
     lines += ["", "decisions", *(f"  {decision}" for decision in decisions)]
     lines += ["", "recorded", *(f"  {line}" for line in _recorded_lines(started))]
     lines += ["", f"steps  {stats['num_steps']}, replayed {stats['num_replays']} ({stats['coverage']:.0%})"]
@@ -32,8 +33,7 @@ def explain_llm(started: Started, events: EventLog) -> str:
 
 def stats_of_llm(started: Started, events: EventLog) -> dict[str, Any]:
     """The same as numbers."""
-    model, forward = started.loaded.model, started.engine.forward
-    steps = forward.num_steps
+    model, engine = started.loaded.model, started.engine
     return {
         "model": type(model).__name__,
         "device": str(model.device),
@@ -43,9 +43,9 @@ def stats_of_llm(started: Started, events: EventLog) -> dict[str, Any]:
         "num_compiles": started.model.num_compiles,
         "cache_bytes": started.cache_bytes,
         "state_bytes": started.state_bytes,
-        "num_steps": steps,
-        "num_replays": forward.num_replays,
-        "coverage": forward.num_replays / steps if steps else 0.0,
+        "num_steps": engine.num_steps,
+        "num_replays": engine.num_replays,
+        "coverage": engine.num_replays / engine.num_steps if engine.num_steps else 0.0,
         "fallbacks": dict(_losses(events)),
     }
 
@@ -73,7 +73,7 @@ def _cache_lines(started: Started) -> list[str]:
 
 
 def _recorded_lines(started: Started) -> list[str]:
-    recorded = started.engine.forward.recorded
+    recorded = started.engine.forward.library.recorded
     if not recorded:
         return ["nothing: steps are called directly"]
     lines = []

@@ -17,13 +17,4 @@ class Rejected:
     reason: str
 
 
-Verdict = Accepted | Rejected
-
-
-def first_rejection(*verdicts: Verdict) -> Verdict:
-    """The first of several verdicts that says no.
-
-    >>> first_rejection(Accepted(), Rejected("too wide"), Rejected("too long"))
-    Rejected(reason='too wide')
-    """
-    return next((verdict for verdict in verdicts if isinstance(verdict, Rejected)), Accepted())
+Support = Accepted | Rejected

@@ -54,7 +54,7 @@ class SizedCalls:
         if self._prepare is not None:
             self._prepare(dict(zip(self._signature.size_names, sizes, strict=True)))
 
-    def fill(self, key: SizeKey, source: Call) -> None:
+    def fill_example(self, key: SizeKey, source: Call) -> None:
         """With the rows of a call, repeated as often as needed."""
         self.prepare(key.values)
         self.buffers.fill(self.buffers.views(key.values), source.tensors)

@@ -47,7 +47,7 @@ class Recordable(Protocol[_AnyKey]):
     def written(self, key: _AnyKey) -> Sequence[torch.Tensor]:
         """Memory that a run writes to and that is to be as it was after recording."""
 
-    def fill(self, key: _AnyKey, source: Any) -> None:
+    def fill_example(self, key: _AnyKey, source: Any) -> None:
         """Write data to the static buffers; ``source`` is what :meth:`TapeLibrary.record` was given."""
 
     def run(self, key: _AnyKey) -> Sequence[Any]:
@@ -124,16 +124,18 @@ class TapeLibrary(Generic[Key]):
         self.tune_seconds = 0.0
         """What the very first run took: kernels are tuned and loaded then."""
 
-    def record(self, keys: Iterable[Key], source: Any = None, *, tidies: bool = True) -> None:
+    def record(self, keys: Iterable[Key], source: Any = None, *, tidies: bool = True, is_quiet: bool = False) -> None:
         """Record keys, largest first, so that smaller ones reuse the memory of larger ones.
 
         Args:
             keys: what to record.
             source: what the data is made from that the recorded runs work on.
             tidies: see :meth:`GraphDevice.session`.
+            is_quiet: show no progress.
         """
+        progress = Progress(False) if is_quiet else self._progress
         ordered = sorted(keys, key=self._recordable.volume, reverse=True)
-        with self.session(tidies=tidies), self._progress.bar("record", len(ordered)) as bar:
+        with self.session(tidies=tidies), progress.bar("record", len(ordered)) as bar:
             if ordered and not self.tune_seconds:
                 self._tune(ordered[0], source)
             for key in ordered:
@@ -195,7 +197,7 @@ class TapeLibrary(Generic[Key]):
     def _warm_up(self, key: Key, source: Any) -> None:
         recordable = self._recordable
         with preserved(recordable.written(key)):
-            recordable.fill(key, source)
+            recordable.fill_example(key, source)
             with recordable.current(key):
                 recordable.run(key)
 
@@ -248,7 +250,7 @@ class TapeLibrary(Generic[Key]):
         recorder = Recorder(device, self._events, self._uncapturable, phase=phase, ledger=self._make_ledger(device))
         try:
             with preserved(recordable.written(key)):
-                recordable.fill(key, source)
+                recordable.fill_example(key, source)
                 with recordable.current(key):
                     outputs = way(recorder)
         except torch.OutOfMemoryError:

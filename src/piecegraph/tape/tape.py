@@ -221,6 +221,7 @@ class Tape:
         self.phase = phase
         """What it was recorded for, in words."""
         self.steps = tuple(steps)
+        self.is_one_graph = len(self.steps) == 1 and isinstance(self.steps[0], GraphStep)
         self._outputs = tuple(outputs)
         self._weights = tuple(weights)
         self._cells = cells
@@ -296,6 +297,7 @@ class DirectTape:
     """Stands in for a tape where nothing can be captured: runs the same steps on the same buffers."""
 
     steps: tuple[GraphStep | EagerStep, ...] = ()
+    is_one_graph = False
 
     def __init__(self, run: Callable[[], Sequence[Any]]) -> None:
         self.run = run

@@ -76,52 +76,24 @@ class Memory:
         if self._states is not None:
             self._states.use_batch(states())
 
-    # -- the sites
-
-    def attend(
-        self,
-        site: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> None:
-        layer = self._layers[site]
-        key_cache, value_cache = self._caches[site]
-        assert isinstance(layer, AttentionLayer)
-        batch = self._batches[layer.group]
-        self._kernel.attend(query, key, value, out, sinks, key_cache, value_cache, layer, batch)
-
-    def attend_latent(
-        self,
-        site: int,
-        query: torch.Tensor,
-        latent: torch.Tensor,
-        rope: torch.Tensor,
-        up_projection: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        layer = self._layers[site]
-        assert isinstance(layer, LatentLayer)
-        assert self._kernel.attend_latent is not None
-        batch, (cache,) = self._batches[layer.group], self._caches[site]
-        self._kernel.attend_latent(query, latent, rope, up_projection, out, cache, layer, batch)
-
-    def mix_experts(
-        self, site: int, hidden: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        out.copy_(run_experts(self._experts[site], hidden, expert, weight))
+    def run(self, op: str, site: int, inputs: tuple[Any, ...]) -> None:
+        """An op of ``ops.py`` at one of its call sites."""
+        if op in ("attention", "latent_attention"):
+            layer = self._layers[site]
+            # Its inputs are the first arguments of either function of a kernel, one of which serves the layer.
+            attend: Any = self._kernel.attend if op == "attention" else self._kernel.attend_latent
+            attend(*inputs, *self._caches[site], layer, self._batches[layer.group])
+        elif op == "experts":
+            *routed, out = inputs
+            out.copy_(run_experts(self._experts[site], *routed))
+        else:
+            assert self._states is not None, "a layer with a state ran in a model that has none"
+            self._states.run(op, site, inputs)
 
     @property
     def has_states(self) -> bool:
         """Whether running a step twice is not the same as running it once."""
         return self._states is not None
-
-    @property
-    def states(self) -> StateMemory:
-        assert self._states is not None, "a layer with a state ran in a model that has none"
-        return self._states
 
 
 def _block_shapes(layer: AttentionLayer | LatentLayer, block_size: int) -> tuple[tuple[int, ...], ...]:

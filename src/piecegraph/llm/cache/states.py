@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -12,7 +12,7 @@ from piecegraph.llm.cache.opaque import OpaqueMixers
 from piecegraph.llm.kernels.state_plain import PlainStates
 from piecegraph.llm.kernels.state_triton import TritonStates, supports
 from piecegraph.llm.specs import ConvLayer, DeltaLayer, StateBatch, StatefulLayer, StateLayer, StepKind
-from piecegraph.llm.support import Rejected, Verdict
+from piecegraph.llm.support import Rejected, Support
 
 
 class StateKernels(Protocol):
@@ -20,7 +20,7 @@ class StateKernels(Protocol):
 
     name: str
 
-    def capture_safe(self, kind: StepKind) -> Verdict:
+    def capture_safe(self, kind: StepKind) -> Support:
         """Whether it may run inside a CUDA graph, for a kind of batch."""
 
     def use_batch(self, batch: StateBatch) -> None:
@@ -71,7 +71,7 @@ def state_bytes(layers: Sequence[StateLayer], num_slots: int) -> int:
 
 
 class StateMemory:
-    """The states of a model's layers. Its methods are those of :class:`piecegraph.llm.ops.Sites`.
+    """The states of a model's layers, and what stands behind the call sites of these.
 
     Args:
         layers: by call site.
@@ -106,7 +106,7 @@ class StateMemory:
         """What modules in opaque form will allocate for so many sequences."""
         return self._opaque.num_bytes * num_seqs if self._opaque is not None else 0
 
-    def capture_safe(self, kind: StepKind) -> Verdict:
+    def capture_safe(self, kind: StepKind) -> Support:
         """Whether a batch of a kind reads nothing on the host."""
         if self._opaque is not None:
             return Rejected("modules that keep a state are run as they are, sequence by sequence")
@@ -122,37 +122,18 @@ class StateMemory:
         if self._opaque is not None:
             self._opaque.release(slot)
 
-    def convolve(
-        self,
-        site: int,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        out: torch.Tensor,
-        activation: str,
-    ) -> None:
-        """See :meth:`StateKernels.convolve`."""
-        self._kernels.convolve(self._states[site], hidden, weight, bias, out, activation)
-
-    def delta_rule(
-        self,
-        site: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        out: torch.Tensor,
-        normalises: bool,
-    ) -> None:
-        """See :meth:`StateKernels.delta_rule`."""
-        self._kernels.delta_rule(self._states[site], query, key, value, decay, beta, out, normalises)
-
-    def mix_state(self, site: int, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """Run a module that keeps a state as it is, sequence by sequence."""
-        assert self._batch is not None, "a layer ran before the memory was given a batch"
-        assert self._opaque is not None
-        self._opaque.run(site, hidden, out, self._batch.spans)
+    def run(self, op: str, site: int, inputs: tuple[Any, ...]) -> None:
+        """An op of ``ops.py`` at one of its call sites."""
+        if op == "causal_conv":
+            self._kernels.convolve(self._states[site], *inputs)
+        elif op == "delta_rule":
+            self._kernels.delta_rule(self._states[site], *inputs)
+        else:
+            assert op == "stateful", op
+            assert self._opaque is not None, "a module in opaque form ran in a model that has none"
+            assert self._batch is not None, "a layer ran before the memory was given a batch"
+            hidden, out = inputs
+            self._opaque.run(site, hidden, out, self._batch.spans)
 
 
 def _allocate(layer: ConvLayer | DeltaLayer, num_slots: int, device: torch.device) -> torch.Tensor:

@@ -23,7 +23,7 @@ from transformers.activations import ACT2FN
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from piecegraph.llm.specs import Span, StateBatch, StepKind
-from piecegraph.llm.support import Accepted, Rejected, Verdict
+from piecegraph.llm.support import Accepted, Rejected, Support
 
 CHUNKED_DELTA_RULE: Callable[..., tuple[torch.Tensor, torch.Tensor]] = inspect.unwrap(
     modeling_qwen3_next.torch_chunk_gated_delta_rule
@@ -53,7 +53,7 @@ class PlainStates:
         self._batch: StateBatch | None = None
         self._steps: _Steps | None = None
 
-    def capture_safe(self, kind: StepKind) -> Verdict:
+    def capture_safe(self, kind: StepKind) -> Support:
         if kind == "decode":
             return Accepted()
         return Rejected("layers with a state are run sequence by sequence")

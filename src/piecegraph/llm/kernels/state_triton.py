@@ -15,7 +15,7 @@ import torch
 from piecegraph.llm.kernels.attention.triton_paged import can_run
 from piecegraph.llm.kernels.attention.triton_tiles import padded, power_of_two
 from piecegraph.llm.specs import ConvLayer, DeltaLayer, StateBatch, StepKind
-from piecegraph.llm.support import Accepted, Rejected, Verdict
+from piecegraph.llm.support import Accepted, Rejected, Support
 
 _BLOCK_VALUES = 32
 """Columns of a state that one program keeps: few enough that one sequence gives work to a whole GPU."""
@@ -27,7 +27,7 @@ _MAX_KEY_WIDTH = 256
 _ACTIVATIONS = ("", "silu", "swish")
 
 
-def supports(layers: Sequence[ConvLayer | DeltaLayer], dtype: torch.dtype, device: torch.device) -> Verdict:
+def supports(layers: Sequence[ConvLayer | DeltaLayer], dtype: torch.dtype, device: torch.device) -> Support:
     """Whether there is a kernel for every layer."""
     for layer in layers:
         if isinstance(layer, ConvLayer) and layer.activation not in _ACTIVATIONS:
@@ -45,7 +45,7 @@ class TritonStates:
     def __init__(self) -> None:
         self._batch: StateBatch | None = None
 
-    def capture_safe(self, kind: StepKind) -> Verdict:
+    def capture_safe(self, kind: StepKind) -> Support:
         return Accepted()
 
     def use_batch(self, batch: StateBatch) -> None:

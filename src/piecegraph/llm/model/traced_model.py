@@ -1,48 +1,44 @@
 """A transformers model in, a compiled decoder and a head out, and what their call sites keep for each token.
 
 The decoder takes a flat row of tokens with their positions; sequences lie one behind the other, and only attention (and
-layers that keep a state) can tell them apart. The head takes rows of hidden states and gives logits: it is the model's
-own forward with the decoder left out, so that every family's scaling and capping of logits stays.
+layers that keep a state) can tell them apart.
 
 No name in a model's configuration is relied on: what a layer keeps for a token is read from the traced graph.
 """
 
 from __future__ import annotations
 
-import copy
 import re
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx
-from transformers import PreTrainedModel
 
 from piecegraph.base import torch_compat
 from piecegraph.base.config import Options
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Cut, Decision, Piece
 from piecegraph.base.progress import Progress
+from piecegraph.engine.pipeline import Pipeline
 from piecegraph.errors import ModelError, TraceError
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.example import read_example
-from piecegraph.graph.fuse import fuse_linears
 from piecegraph.graph.fx_nodes import put_below
-from piecegraph.graph.lower import Lowering, lower
+from piecegraph.graph.interception import Interception
 from piecegraph.graph.signature import Binder
-from piecegraph.graph.split import split
-from piecegraph.graph.tracer import Traced, trace
+from piecegraph.graph.split import find_intercepted
+from piecegraph.graph.tracer import Traced
 from piecegraph.llm import ops
 from piecegraph.llm.kernels.linear import linear_passes
 from piecegraph.llm.model.decoder import Decoder, make_decoder
+from piecegraph.llm.model.head import Head, decoder_name, decoder_of
 from piecegraph.llm.model.plug import UnsupportedCallError
 from piecegraph.llm.model.positions import count_by_sequence, rows_of_positions
 from piecegraph.llm.model.state_sites import number_states
 from piecegraph.llm.model.trace_cache import TraceCache
 from piecegraph.llm.specs import AttentionLayer, LatentLayer, Reach, StateLayer
-from piecegraph.provenance.observe import is_attributing
 
 _TRACED_TOKENS = 16
 
@@ -65,9 +61,12 @@ class TracedSites:
 class TracedModel:
     """A model, ready to be given memory."""
 
+    traced: Traced
+    """Its decoder."""
+    pipeline: Pipeline
+    """What cuts and compiles it."""
     decoder: Decoder
-    head: Callable[[torch.Tensor], torch.Tensor]
-    """Rows of hidden states to rows of logits."""
+    head: Head
     layers: tuple[AttentionLayer | LatentLayer, ...]
     """By call site."""
     states: tuple[StateLayer, ...]
@@ -79,7 +78,15 @@ class TracedModel:
     steps: tuple[Piece | Cut, ...]
     num_compiles: int
     decisions: tuple[Decision, ...]
-    seconds: Mapping[str, float]
+
+    def num_places(self, interception: Interception) -> int:
+        """How many calls an interception is for."""
+        return len(find_intercepted(self.traced.graph, [interception])) + self.head.num_places(interception)
+
+    def intercepted(self, interceptions: Sequence[Interception]) -> Decoder:
+        """The decoder, cut at intercepted ops as well; pieces that are the same are not compiled again."""
+        lowered = self.pipeline.cut(self.traced, interceptions)
+        return make_decoder(self.traced, lowered.segments, lowered.program)
 
 
 def trace_model(
@@ -106,46 +113,37 @@ def trace_model(
             ``mrope_positions``, behind the positions. None: that is found out.
         on_traced: called before the pieces are compiled.
     """
-    started = time.perf_counter()
-    if backend == "inductor" and model.device.type == "cuda":
-        torch_compat.start_compile_workers()  # they come up while the model is traced
-    progress = Progress(options.progress)
-    with progress.bar("trace", 1):
-        traced, position_rows, decisions = _read_decoder(model, cache, takes_embeds, position_rows)
+    pipeline = Pipeline(backend, linear_passes(model.device), CutRules("auto"), options, events)
+    with Progress(options.progress).bar("trace", 1):
+        traced, position_rows, decisions = _read_decoder(model, cache, pipeline, takes_embeds, position_rows)
     layers, reaches = number_sites(traced.graph)
     states = number_states(traced.graph, tuple(path for path, _ in cache.opaque))
-    traced_at = time.perf_counter()
-    if options.fuse_linears:
-        traced, decision = fuse_linears(traced)
-        decisions = (*decisions, decision)
+    traced, fused = pipeline.fuse(traced)
     if on_traced is not None:
         on_traced(TracedSites(traced.graph, layers, reaches, states))
-    segments = split(traced, CutRules("auto"), full=False)
-    provenance = options.provenance or is_attributing()
-    lowering = Lowering(backend, linear_passes(model.device), options.inductor, provenance)
-    program, num_compiles = lower(traced, segments, lowering, events, progress)
-    seconds = {"trace": traced_at - started, "compile": time.perf_counter() - traced_at}
+    lowered = pipeline.cut(traced)
     return TracedModel(
-        make_decoder(traced, segments, program),
-        make_head(model),
+        traced,
+        pipeline,
+        make_decoder(traced, lowered.segments, lowered.program),
+        Head(model),
         layers,
         states,
         reaches,
         position_rows,
-        tuple(step.label for step in program.steps),
-        num_compiles,
-        decisions,
-        seconds,
+        lowered.steps,
+        lowered.num_compiles,
+        (*decisions, *fused),
     )
 
 
 def _read_decoder(
-    model: Any, cache: TraceCache, takes_embeds: bool, position_rows: int | None
+    model: Any, cache: TraceCache, pipeline: Pipeline, takes_embeds: bool, position_rows: int | None
 ) -> tuple[Traced, int, tuple[Decision, ...]]:
     """The decoder's graph, in how many rows it takes positions, and what was decided about it."""
-    traced = _trace_decoder(model, cache, takes_embeds, position_rows or 1)
+    traced = _trace_decoder(model, cache, pipeline, takes_embeds, position_rows or 1)
     if position_rows is None:
-        traced, position_rows = _with_all_rows(model, cache, traced)
+        traced, position_rows = _with_all_rows(model, cache, pipeline, traced)
     decisions = (*cache.decisions, *count_by_sequence(traced, 1, type(model).__name__))
     if position_rows == 1:
         return traced, position_rows, decisions
@@ -153,13 +151,13 @@ def _read_decoder(
     return traced, position_rows, (*decisions, Decision("positions", "in three dimensions", reason))
 
 
-def _with_all_rows(model: Any, cache: TraceCache, traced: Traced) -> tuple[Traced, int]:
+def _with_all_rows(model: Any, cache: TraceCache, pipeline: Pipeline, traced: Traced) -> tuple[Traced, int]:
     """The decoder that takes positions in as many rows as it makes of one, if it makes several."""
     num_rows = rows_of_positions(traced, 1)
-    return (traced, 1) if num_rows == 1 else (_trace_decoder(model, cache, False, num_rows), num_rows)
+    return (traced, 1) if num_rows == 1 else (_trace_decoder(model, cache, pipeline, False, num_rows), num_rows)
 
 
-def _trace_decoder(model: Any, cache: TraceCache, takes_embeds: bool, position_rows: int) -> Traced:
+def _trace_decoder(model: Any, cache: TraceCache, pipeline: Pipeline, takes_embeds: bool, position_rows: int) -> Traced:
     decoder, embed, num_tokens = decoder_of(model), model.get_input_embeddings(), _TRACED_TOKENS
 
     def forward(
@@ -203,31 +201,11 @@ def _trace_decoder(model: Any, cache: TraceCache, takes_embeds: bool, position_r
     )
     try:
         with cache.installed():
-            traced = trace(forward, example, weights)
+            traced = pipeline.trace(forward, example, weights)
     except TraceError as error:
         raise _refusal(model, error) from error
-    put_below(traced.graph, _decoder_name(model))
+    put_below(traced.graph, decoder_name(model))
     return traced
-
-
-def decoder_of(model: Any) -> torch.nn.Module:
-    """The part of a causal language model below its head."""
-    decoder: torch.nn.Module = getattr(model, _decoder_name(model))
-    return decoder
-
-
-def _decoder_name(model: Any) -> str:
-    """Under which name a model has its decoder. Most say it themselves, some of them wrongly."""
-    if model.base_model_prefix in model._modules:
-        return str(model.base_model_prefix)
-    for name, module in model._modules.items():
-        if isinstance(module, PreTrainedModel):
-            return str(name)
-    raise ModelError(
-        "PG662",
-        f"{type(model).__name__} has no decoder apart from its head",
-        why=f"it has no submodule {model.base_model_prefix!r}, nor another that is a model",
-    )
 
 
 def number_sites(graph: torch.fx.Graph) -> tuple[tuple[AttentionLayer | LatentLayer, ...], tuple[Reach, ...]]:
@@ -280,50 +258,6 @@ def _latent_layer(node: torch.fx.Node, index: int, group: int) -> LatentLayer:
         value_width=int(out.shape[2]),
         scale=node.args[7],  # type: ignore[arg-type]
     )
-
-
-class _Hidden(dict):  # type: ignore[type-arg]
-    """Whatever a head may read of its decoder's result; only the hidden states are there."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        super().__init__()
-        self.last_hidden_state = hidden
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.last_hidden_state if index == 0 else None
-
-
-class _NoDecoder(torch.nn.Module):
-    """Stands where the decoder was: gives back the hidden states it is given. Its attributes are the decoder's."""
-
-    def __init__(self, decoder: torch.nn.Module) -> None:
-        super().__init__()
-        self.__dict__["_decoder"] = decoder
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.__dict__["_decoder"], name)
-        # Some heads call a decoder within the decoder.
-        return _NoDecoder(found) if isinstance(found, PreTrainedModel) else found
-
-    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> _Hidden:
-        return _Hidden(inputs_embeds)
-
-
-def make_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The model's own forward without its decoder."""
-    headless = copy.copy(model)
-    headless.__dict__["_modules"] = dict(model._modules)
-    headless._modules[_decoder_name(model)] = _NoDecoder(decoder_of(model))
-
-    def head(hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = headless(inputs_embeds=hidden[None], use_cache=False, return_dict=True).logits
-        return logits[0]
-
-    return head
 
 
 def _refusal(model: Any, error: TraceError) -> ModelError:

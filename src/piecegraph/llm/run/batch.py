@@ -226,13 +226,13 @@ class BatchBuffers:
 
     # ------------------------------------------------------------------ what the host writes
 
-    def fill(self, plan: StepPlan, bucket: Bucket, *, fed: torch.Tensor | None = None) -> None:
+    def fill(self, plan: StepPlan, bucket: Bucket, *, sampled: torch.Tensor | None = None) -> None:
         """Write a step and send it, without waiting for the device.
 
         Args:
             plan: the step.
             bucket: the size it runs at.
-            fed: for a decode step: its tokens, which only the device knows yet.
+            sampled: for a decode step: its tokens, which only the device knows yet.
         """
         num_tokens, num_seqs = plan.num_tokens, plan.num_seqs
         assert num_tokens <= bucket.num_tokens <= self.limits.max_tokens, (num_tokens, bucket)
@@ -243,15 +243,15 @@ class BatchBuffers:
         self.works = plan.works
         self._place(plan.works)
         rows, starts = self._write_sequences(plan)
-        self._write_tokens(plan, rows, starts, is_fed=fed is not None)
+        self._write_tokens(plan, rows, starts, is_sampled=sampled is not None)
         if self.sampling_mode != "greedy":
             host = self._host
             host["uniform"][:num_seqs] = uniforms(self._seeds[:num_seqs], host["seq_lens"][:num_seqs])
         self._pad(num_tokens, num_seqs, bucket)
         self._buffer.copy_(self._staging, non_blocking=True)
-        if fed is not None:
+        if sampled is not None:
             # Where the logits were not numbers the token is negative: the step is for nothing, but must not fail.
-            torch.clamp(fed[:num_tokens], min=0, out=self._tensors["input_ids"][:num_tokens])
+            torch.clamp(sampled[:num_tokens], min=0, out=self._tensors["input_ids"][:num_tokens])
         self.tables.send()
         if self._sent is not None:
             self._sent.record()
@@ -333,14 +333,14 @@ class BatchBuffers:
         return rows, starts
 
     def _write_tokens(
-        self, plan: StepPlan, rows: NDArray[np.integer], starts: NDArray[np.integer], *, is_fed: bool
+        self, plan: StepPlan, rows: NDArray[np.integer], starts: NDArray[np.integer], *, is_sampled: bool
     ) -> None:
         """The fields of each token."""
         host, num_tokens, size = self._host, plan.num_tokens, self.limits.block_size
         positions = host["positions"][:num_tokens]
         if plan.kind == "decode":
             positions[:] = starts
-            if not is_fed:
+            if not is_sampled:
                 host["input_ids"][:num_tokens] = [work.request.tokens[work.start] for work in plan.works]
         else:
             np.add(self._count[:num_tokens], (starts - host["query_starts"][: plan.num_seqs])[rows], out=positions)

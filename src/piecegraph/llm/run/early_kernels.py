@@ -138,20 +138,22 @@ class EarlyKernels:
         key = self._zeros(num_tokens, layer.num_kv_heads, layer.key_width)
         value = self._zeros(num_tokens, layer.num_kv_heads, layer.value_width)
         sinks = self._zeros(layer.num_heads) if layer.has_sinks else None
-        memory.attend(site, query, key, value, self._zeros(num_tokens, layer.num_heads, layer.value_width), sinks)
+        out = self._zeros(num_tokens, layer.num_heads, layer.value_width)
+        memory.run("attention", site, (query, key, value, out, sinks))
 
     def _mix(self, states: StateMemory, layer: ConvLayer | DeltaLayer, num_tokens: int) -> None:
         zeros = functools.partial(self._zeros, dtype=layer.dtype)
         if isinstance(layer, ConvLayer):
             hidden, weight = zeros(num_tokens, layer.channels), zeros(layer.channels, layer.width)
             bias = zeros(layer.channels) if layer.has_bias else None
-            states.convolve(layer.index, hidden, weight, bias, torch.empty_like(hidden), layer.activation)
+            inputs = (hidden, weight, bias, torch.empty_like(hidden), layer.activation)
+            states.run("causal_conv", layer.index, inputs)
             return
         query, value = (zeros(num_tokens, layer.num_heads, width) for width in (layer.key_width, layer.value_width))
         decay = zeros(num_tokens, layer.num_heads, dtype=layer.decay_dtype)
         beta = zeros(num_tokens, layer.num_heads, dtype=layer.beta_dtype)
         out = torch.empty_like(value)
-        states.delta_rule(layer.index, query, query, value, decay, beta, out, layer.normalises)
+        states.run("delta_rule", layer.index, (query, query, value, decay, beta, out, layer.normalises))
 
     def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype or self._dtype, device=self._device)

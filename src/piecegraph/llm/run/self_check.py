@@ -31,7 +31,8 @@ from piecegraph.base.plan import Decision
 from piecegraph.errors import ModelError
 from piecegraph.llm.model.loader import without_plugs
 from piecegraph.llm.model.rotations import are_for_short, own_rotations
-from piecegraph.llm.run.engine import Engine, Generation
+from piecegraph.llm.run.engine import LLMEngine
+from piecegraph.llm.run.generation import Generation
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.sampling import rows_at_once
 
@@ -74,7 +75,7 @@ class _Finding:
         return self.difference / self.allowed
 
 
-def self_check(model: Any, engine: Engine) -> Decision:
+def self_check(model: Any, engine: LLMEngine) -> Decision:
     """Generate a few tokens for two prompts and compare the logits of every step with those of one plain forward.
 
     Returns:
@@ -104,7 +105,7 @@ def self_check(model: Any, engine: Engine) -> Decision:
     return Decision("self check", "passed", reason + "; both rotated as long sequences" * is_long)
 
 
-def _choose_lengths(engine: Engine) -> tuple[list[int], int]:
+def _choose_lengths(engine: LLMEngine) -> tuple[list[int], int]:
     """Lengths of the prompts, and how many tokens to generate: a small cache may not hold what we would like."""
     limits, reach = engine.scheduler.limits, _smallest_reach(engine)
     is_long = reach is not None and _SECOND_LEN < reach + _NEW_TOKENS <= _LONG_LEN
@@ -116,13 +117,13 @@ def _choose_lengths(engine: Engine) -> tuple[list[int], int]:
     return [min(length, room + 1 - num_new) for length in wanted], num_new
 
 
-def _smallest_reach(engine: Engine) -> int | None:
+def _smallest_reach(engine: LLMEngine) -> int | None:
     """How far back the layers see that see least."""
     groups = engine.scheduler.cache.groups
     return min((reach for group in groups for reach in (group.window, group.chunk) if reach), default=None)
 
 
-def _generate(engine: Engine, prompts: Sequence[list[int]], num_new: int) -> list[Generation]:
+def _generate(engine: LLMEngine, prompts: Sequence[list[int]], num_new: int) -> list[Generation]:
     """Run a batch of the prompts to its end, with hidden states of all tokens."""
     params = SamplingParams(max_new_tokens=num_new, ignore_eos=True, return_hidden_states=True)
     generations = [engine.add(prompt, params, seed=0) for prompt in prompts]
@@ -134,7 +135,7 @@ def _generate(engine: Engine, prompts: Sequence[list[int]], num_new: int) -> lis
     return generations
 
 
-def _plain_logits(engine: Engine, requests: Sequence[Request]) -> list[torch.Tensor]:
+def _plain_logits(engine: LLMEngine, requests: Sequence[Request]) -> list[torch.Tensor]:
     """The logits from which the same requests go on if nothing more is asked for, while their tokens are the same."""
     scheduler = engine.make_scheduler(prefix_cache=False)
     again = [
@@ -164,7 +165,7 @@ def _plain_logits(engine: Engine, requests: Sequence[Request]) -> list[torch.Ten
 
 
 def _judge(
-    model: Any, engine: Engine, generations: Sequence[Generation], plain: Sequence[torch.Tensor]
+    model: Any, engine: LLMEngine, generations: Sequence[Generation], plain: Sequence[torch.Tensor]
 ) -> list[_Finding]:
     """How much the rows of each kind differ from those of transformers, and how much may."""
     reach, length = _smallest_reach(engine), engine.scheduler.limits.max_model_len
@@ -239,14 +240,14 @@ def _hidden(generation: Generation) -> torch.Tensor:
     return torch.cat(generation.hidden_states)
 
 
-def _errors(engine: Engine, hidden: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def _errors(engine: LLMEngine, hidden: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Of the logits of hidden states: not of all at once, as a vocabulary is wide."""
     size = rows_at_once(expected.shape[-1])
     pairs = zip(hidden.split(size), expected.split(size), strict=True)
     return torch.cat([_row_errors(engine.forward.head(rows.to(logits.device)), logits) for rows, logits in pairs])
 
 
-def _plain_errors(engine: Engine, generation: Generation, plain: torch.Tensor) -> torch.Tensor:
+def _plain_errors(engine: LLMEngine, generation: Generation, plain: torch.Tensor) -> torch.Tensor:
     hidden = _hidden(generation)[generation.request.num_prompt - 1 :][: len(plain)]
     return _errors(engine, hidden, plain)
 

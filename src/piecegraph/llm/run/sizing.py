@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from piecegraph.errors import ModelError
 from piecegraph.llm.cache.paged import CacheGroup
@@ -194,3 +197,20 @@ def _mixed(num_tokens: int, num_seqs: int) -> Bucket:
 
 def _fit(size: int, sizes: Sequence[int]) -> int:
     return next((fitting for fitting in sizes if fitting >= size), size)
+
+
+def free_bytes_twice(device: torch.device) -> int:
+    """What is left for something that lies both on the host and on the device."""
+    if device.type != "cuda":
+        return free_host_bytes() // 2
+    return min(free_host_bytes(), free_bytes(device))
+
+
+def free_bytes(device: torch.device) -> int:
+    """What is left where a model runs."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+
+
+def free_host_bytes() -> int:
+    """What is left of the host's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from piecegraph.llm.specs import AttentionBatch, AttentionLayer, LatentLayer, StepKind
-from piecegraph.llm.support import Rejected, Verdict
+from piecegraph.llm.support import Rejected, Support
 
 
 class Attend(Protocol):
@@ -73,13 +73,13 @@ class AttendLatent(Protocol):
 class Supports(Protocol):
     """Whether a kernel can serve a layer."""
 
-    def __call__(self, layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Verdict: ...
+    def __call__(self, layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support: ...
 
 
 class CaptureSafe(Protocol):
     """Whether a kernel may be captured into a CUDA graph: all it reads of a batch, it reads on the device."""
 
-    def __call__(self, kind: StepKind) -> Verdict: ...
+    def __call__(self, kind: StepKind) -> Support: ...
 
 
 class Prepare(Protocol):
@@ -104,7 +104,7 @@ class AttentionKernel:
     prepare: Prepare | None = None
     """None if it keeps nothing between calls."""
 
-    def verdict(self, layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Verdict:
+    def verdict(self, layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support:
         """As ``supports``, and says no to a latent layer if there is no function for it."""
         if isinstance(layer, LatentLayer) and self.attend_latent is None:
             return Rejected("it has no latent form")

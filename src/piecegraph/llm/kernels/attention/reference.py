@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
 from piecegraph.llm.kernels.attention.latent import absorb_query, project_values, shared_key_layer
 from piecegraph.llm.specs import AttentionBatch, AttentionLayer, LatentLayer, StepKind
-from piecegraph.llm.support import Accepted, Rejected, Verdict
+from piecegraph.llm.support import Accepted, Rejected, Support
 
 
 def attend(
@@ -152,11 +152,11 @@ def _compute_type(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Verdict:
+def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support:
     return Accepted()
 
 
-def _capture_safe(kind: StepKind) -> Verdict:
+def _capture_safe(kind: StepKind) -> Support:
     return Rejected("it reads the lengths of the sequences on the host")
 
 

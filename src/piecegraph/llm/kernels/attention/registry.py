@@ -21,7 +21,7 @@ from piecegraph.llm.kernels.attention.kernel import (
     Supports,
 )
 from piecegraph.llm.specs import AttentionLayer, LatentLayer
-from piecegraph.llm.support import Accepted, Rejected, Verdict
+from piecegraph.llm.support import Accepted, Rejected, Support
 
 _kernels: dict[str, AttentionKernel] = {
     kernel.name: kernel for kernel in (triton_paged.KERNEL, varlen.KERNEL, reference.KERNEL)
@@ -141,7 +141,7 @@ def _verdict_on_all(
     layers: Iterable[AttentionLayer | LatentLayer],
     dtype: torch.dtype,
     device: torch.device,
-) -> Verdict:
+) -> Support:
     for layer in layers:
         verdict = kernel.verdict(layer, dtype, device)
         if isinstance(verdict, Rejected):

@@ -40,7 +40,7 @@ from piecegraph.llm.kernels.attention.triton_tiles import (
     prefill_tiles,
 )
 from piecegraph.llm.specs import AttentionBatch, AttentionLayer, LatentLayer, StepKind
-from piecegraph.llm.support import Accepted, Rejected, Verdict
+from piecegraph.llm.support import Accepted, Rejected, Support
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_WIDTH = 256
@@ -342,7 +342,7 @@ def _decode() -> Any:
     return triton_decode
 
 
-def can_run(dtype: torch.dtype, device: torch.device) -> Verdict:
+def can_run(dtype: torch.dtype, device: torch.device) -> Support:
     """Whether our Triton kernels run here at all."""
     if importlib.util.find_spec("triton") is None:
         return Rejected("Triton is not installed")
@@ -355,7 +355,7 @@ def can_run(dtype: torch.dtype, device: torch.device) -> Verdict:
     return Accepted()
 
 
-def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Verdict:
+def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support:
     verdict = can_run(dtype, device)
     if isinstance(verdict, Rejected):
         return verdict
@@ -367,7 +367,7 @@ def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: t
     return Accepted()
 
 
-def _capture_safe(kind: StepKind) -> Verdict:
+def _capture_safe(kind: StepKind) -> Support:
     return Accepted()
 
 

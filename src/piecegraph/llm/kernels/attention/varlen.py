@@ -21,7 +21,7 @@ from torch.nn.attention.varlen import varlen_attn
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
 from piecegraph.llm.kernels.attention.reference import write_to_cache
 from piecegraph.llm.specs import AttentionBatch, AttentionLayer, LatentLayer, StepKind
-from piecegraph.llm.support import Accepted, Rejected, Verdict
+from piecegraph.llm.support import Accepted, Rejected, Support
 
 MAX_WIDTH = 256
 
@@ -118,7 +118,7 @@ def _reads_blocks() -> bool:
     return _takes("block_table") and current_flash_attention_impl() == "FA3"
 
 
-def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Verdict:
+def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support:
     if device.type != "cuda":
         return Rejected("varlen_attn needs a CUDA device")
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -128,7 +128,7 @@ def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: t
     return _supports_layer(layer)
 
 
-def _supports_layer(layer: AttentionLayer | LatentLayer) -> Verdict:
+def _supports_layer(layer: AttentionLayer | LatentLayer) -> Support:
     if isinstance(layer, LatentLayer):
         return Rejected("it has no latent form")
     if layer.softcap or layer.has_sinks or layer.chunk:
@@ -140,7 +140,7 @@ def _supports_layer(layer: AttentionLayer | LatentLayer) -> Verdict:
     return Accepted()
 
 
-def _capture_safe(kind: StepKind) -> Verdict:
+def _capture_safe(kind: StepKind) -> Support:
     return Rejected("it reads the lengths of the sequences on the host")
 
 

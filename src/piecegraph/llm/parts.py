@@ -1,0 +1,237 @@
+"""A compiled model is given what it needs to run: memory, buffers, modes, and a cache of the size that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from piecegraph.base.events import EventLog
+from piecegraph.base.plan import Decision
+from piecegraph.base.progress import Progress
+from piecegraph.engine.mode import choose_mode, make_graph_device
+from piecegraph.llm.cache.memory import Memory
+from piecegraph.llm.cache.paged import CacheGroup, PagedCache
+from piecegraph.llm.cache.states import StateMemory, choose_states, state_bytes
+from piecegraph.llm.config import LLMConfig
+from piecegraph.llm.kernels.attention.kernel import AttentionKernel
+from piecegraph.llm.kernels.attention.registry import choose_kernel
+from piecegraph.llm.model.head import decoder_of
+from piecegraph.llm.model.loader import LoadedModel
+from piecegraph.llm.model.traced_model import TracedModel
+from piecegraph.llm.run.batch import BatchBuffers, BatchLimits
+from piecegraph.llm.run.engine import LLMEngine
+from piecegraph.llm.run.forward import Forward, StepKey
+from piecegraph.llm.run.sampling import logprobs_bytes
+from piecegraph.llm.run.scheduler import Scheduler, SchedulerLimits
+from piecegraph.llm.run.sizing import (
+    CacheNeeds,
+    StepSizes,
+    check_states,
+    choose_step_sizes,
+    free_bytes,
+    free_host_bytes,
+    largest_buckets,
+    size_cache,
+)
+from piecegraph.llm.specs import StepKind
+from piecegraph.llm.support import Accepted, Rejected, Support
+from piecegraph.tape.device import GraphDevice
+
+KINDS: tuple[StepKind, ...] = ("decode", "mixed")
+
+_SPARE_BYTES = 256 * 2**20
+"""Left free on a GPU besides what was measured: libraries allocate workspaces of their own."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All that a compiled model runs with."""
+
+    config: LLMConfig
+    model: TracedModel
+    limits: SchedulerLimits
+    memory: Memory
+    states: StateMemory | None
+    buffers: BatchBuffers
+    device: GraphDevice | None
+    forward: Forward
+    events: EventLog
+    kernels: tuple[Decision, ...]
+
+    @staticmethod
+    def make(
+        loaded: LoadedModel,
+        model: TracedModel,
+        config: LLMConfig,
+        limits: SchedulerLimits,
+        trace_embeds: Callable[[], TracedModel],
+        events: EventLog,
+    ) -> Parts:
+        dtype, options = loaded.model.dtype, config.options
+        kernel, why = choose_kernel(config.attention, model.layers, dtype, config.device)
+        state_kernels, of_states = choose_states(model.states, dtype, config.device)
+        num_slots = limits.max_num_seqs + 1
+        check_states(state_bytes(model.states, num_slots), limits.max_num_seqs, free_bytes(config.device))
+        states = (
+            StateMemory(model.states, decoder_of(loaded.model), state_kernels, num_slots, config.device)
+            if model.states
+            else None
+        )
+        memory = Memory(
+            model.layers,
+            kernel,
+            loaded.experts,
+            states,
+            dtype=dtype,
+            device=config.device,
+            block_size=options.block_size,
+        )
+        has_mrope = model.position_rows > 1
+        buffers = BatchBuffers(
+            batch_limits(loaded, config, limits, len(model.reaches), has_mrope=has_mrope), config.device
+        )
+        safe = {kind: _capture_safe(kind, kernel, states, loaded.experts, dtype) for kind in KINDS}
+        modes = {kind: _mode(kind, config, safe[kind]) for kind in KINDS}
+        device = make_graph_device(modes["decode"].choice, config.device)
+        sizes = step_sizes(config, limits, has_graphs=device is not None)
+        progress = Progress(options.progress)
+        forward = Forward(
+            model,
+            memory,
+            buffers,
+            device,
+            modes,
+            sizes,
+            trace_embeds,
+            events,
+            provenance=options.provenance,
+            progress=progress,
+        )
+        kernels = (Decision("attention", kernel.name, why), *of_states)
+        return Parts(config, model, limits, memory, states, buffers, device, forward, events, kernels)
+
+    def give_memory(self) -> tuple[CacheGroup, ...]:
+        """Size the cache by what is left once the largest steps are recorded, and allocate it."""
+        options = self.config.options
+        needs = CacheNeeds(
+            reaches=self.model.reaches,
+            bytes_per_block=tuple(self.memory.bytes_per_block(group) for group in range(len(self.model.reaches))),
+            block_size=options.block_size,
+            max_num_seqs=self.limits.max_num_seqs,
+            max_model_len=self.limits.max_model_len,
+            max_batch_tokens=self.limits.max_batch_tokens,
+            max_tokens=None if options.cache_tokens == "auto" else options.cache_tokens,
+        )
+        blocks = size_cache(needs, self._measure_budget())
+        self.memory.allocate(blocks)
+        return tuple(
+            CacheGroup(num_blocks=num, window=reach.window, chunk=reach.chunk)
+            for num, reach in zip(blocks, self.model.reaches, strict=True)
+        )
+
+    def make_engine(self, name: str, cache: PagedCache, *, eos_token_ids: set[int], looks_ahead: bool) -> LLMEngine:
+        """Put the parts together."""
+        scheduler = Scheduler(
+            self.limits,
+            cache,
+            eos_token_ids=eos_token_ids,
+            needs_state=self.states is not None,
+            release_state=self.states.release if self.states is not None else None,
+        )
+        return LLMEngine(name, self.forward, scheduler, self.buffers, self.events, looks_ahead=looks_ahead)
+
+    def cache_bytes(self, groups: tuple[CacheGroup, ...]) -> int:
+        return sum(group.num_blocks * self.memory.bytes_per_block(i) for i, group in enumerate(groups))
+
+    @property
+    def state_bytes(self) -> int:
+        states = self.states
+        return 0 if states is None else states.num_bytes + states.unallocated_bytes(self.limits.max_num_seqs)
+
+    def _measure_budget(self) -> int:
+        """Bytes for the cache.
+
+        On a GPU the largest steps are recorded with a cache of two blocks: what they take is measured, not estimated.
+        Their graphs are dropped, as they read the small cache, and recorded again; their memory stays with the pool.
+        """
+        of_states = self.states.unallocated_bytes(self.limits.max_num_seqs) if self.states is not None else 0
+        if self.config.device.type != "cuda":
+            return int(free_host_bytes() * self.config.memory_fraction) - of_states
+        self.memory.allocate([2] * len(self.model.reaches))
+        largest = _largest_steps(self.limits)
+        free_before = torch.cuda.mem_get_info(self.config.device)[0]
+        if self.device is not None:
+            self.forward.library.record(largest)  # tidied first: what tracing left behind is not to be measured
+            self.forward.library.forget()
+        else:
+            self.forward.warm_up(largest)
+        free, total = torch.cuda.mem_get_info(self.config.device)
+        # The smaller steps share the memory of the largest, but every graph also takes some of the driver's. How much
+        # all of them will take is not known yet: an eighth of what the largest took is kept for it.
+        graphs = (free_before - free) // 8
+        kept = graphs + of_states + logprobs_bytes(self.limits.max_num_seqs, self.limits.vocab_size) + _SPARE_BYTES
+        return free - int(total * (1 - self.config.memory_fraction)) - kept
+
+
+def _largest_steps(limits: SchedulerLimits) -> list[StepKey]:
+    """The steps that need most memory. Sorting a vocabulary for each sequence takes several times its logits."""
+    decode, mixed = largest_buckets(limits)
+    return [StepKey(decode, "truncated"), StepKey(mixed, "greedy")]
+
+
+def step_sizes(config: LLMConfig, limits: SchedulerLimits, *, has_graphs: bool) -> StepSizes:
+    """The sizes that steps are padded to."""
+    return choose_step_sizes(
+        config.capture_sizes,
+        has_graphs=has_graphs,
+        max_num_seqs=limits.max_num_seqs,
+        max_batch_tokens=limits.max_batch_tokens,
+    )
+
+
+def batch_limits(
+    loaded: LoadedModel, config: LLMConfig, limits: SchedulerLimits, num_groups: int, *, has_mrope: bool
+) -> BatchLimits:
+    """How large the buffers of steps are."""
+    return BatchLimits(
+        max_tokens=limits.max_batch_tokens,
+        max_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        block_size=config.options.block_size,
+        num_groups=num_groups,
+        vocab_size=limits.vocab_size,
+        has_mrope=has_mrope,
+        embed_width=loaded.model.get_input_embeddings().weight.shape[1],
+        embed_dtype=loaded.model.dtype,
+    )
+
+
+def _capture_safe(
+    kind: StepKind,
+    kernel: AttentionKernel,
+    states: StateMemory | None,
+    experts: Sequence[torch.nn.Module],
+    dtype: torch.dtype,
+) -> Support:
+    """Whether everything between the pieces may be captured with them."""
+    of_states = states.capture_safe(kind) if states is not None else Accepted()
+    if isinstance(of_states, Rejected):
+        return of_states
+    if experts and dtype != torch.bfloat16:
+        return Rejected(f"experts in {str(dtype).removeprefix('torch.')} read on the host how many tokens each has")
+    verdict = kernel.capture_safe(kind)
+    return verdict if isinstance(verdict, Accepted) else Rejected(f"{kernel.name} attention: {verdict.reason}")
+
+
+def _mode(kind: StepKind, config: LLMConfig, safe: Support) -> Decision:
+    return choose_mode(
+        f"{kind} steps",
+        config.cudagraph_mode,
+        config.device,
+        config.options.graph_device,
+        best="full",
+        reason="all that a step needs to know of its batch is read on the device",
+        why_not_full=safe.reason if isinstance(safe, Rejected) else "",
+    )

@@ -1,0 +1,139 @@
+"""A request of ``generate`` on its way, and what is collected for its answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from piecegraph.llm.run.request import Request
+from piecegraph.llm.run.results import Completion, RequestMetrics, TokenLogprob
+from piecegraph.llm.run.sampling import logprobs, rows_at_once
+from piecegraph.llm.run.step import Work
+from piecegraph.llm.run.stop import IncrementalText
+
+MakeLogits = Callable[[torch.Tensor], torch.Tensor]
+"""Rows of hidden states to rows of logits."""
+
+
+@dataclass
+class Generation:
+    """One request on its way, and what is collected for its answer."""
+
+    request: Request
+    prompt: str | None
+    text: IncrementalText | None
+    on_new: Callable[[Generation, str, list[int]], None] | None = None
+    """Called with every new token, and at the end."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    hidden_states: list[torch.Tensor] = field(default_factory=list)
+    num_steps: int = 0
+    num_replays: int = 0
+    num_read: int = 0
+    """Tokens of the request that ``text`` has, or that are not part of it."""
+    num_streamed: int = 0
+    """Tokens of the request that ``on_new`` was given, the prompt included."""
+
+    is_watched: bool = False
+    """Whether its text must be known at every step. Otherwise it is made once, at the end."""
+    wants_details: bool = False
+    """Whether more than the chosen tokens is read of its steps."""
+
+    def __post_init__(self) -> None:
+        params = self.request.params
+        self.num_read = self.num_streamed = self.request.num_prompt
+        self.is_watched = self.on_new is not None or bool(params.stop)
+        self.wants_details = params.logprobs is not None or params.wants_every_row
+
+    @property
+    def is_done(self) -> bool:
+        return self.request.is_done
+
+    def new_text(self) -> str:
+        """The text that became safe since the last call."""
+        text, request = self.text, self.request
+        if text is None:
+            return ""
+        # A token that ends the text is not part of it; a stop text is found in it, and cut off there.
+        is_ended_by_token = request.finish_reason == "stop" and not text.is_stopped
+        end = len(request.tokens) - is_ended_by_token
+        new = text.add(request.tokens[self.num_read : end])
+        self.num_read = end
+        return new + text.finish() if request.is_done else new
+
+    def new_tokens(self) -> list[int]:
+        """The tokens since the last call."""
+        tokens = self.request.tokens[self.num_streamed :].tolist()
+        self.num_streamed += len(tokens)
+        return tokens
+
+    def completion(self) -> Completion:
+        """The answer so far."""
+        request, params = self.request, self.request.params
+        self.new_text()
+        return Completion(
+            prompt=self.prompt,
+            prompt_token_ids=request.tokens[: request.num_prompt].tolist(),
+            text=self.text.text if self.text is not None else None,
+            token_ids=request.generated,
+            finish_reason=request.finish_reason or "error",
+            error=request.error,
+            logprobs=self.logprobs if params.logprobs is not None else None,
+            prompt_logprobs=self.prompt_logprobs if params.prompt_logprobs is not None else None,
+            hidden_states=torch.cat(self.hidden_states) if self.hidden_states else None,
+            metrics=self._metrics(),
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        request = self.request
+        end = request.finish_time if request.finish_time is not None else time.perf_counter()
+        first, num_new = request.first_token_time, len(request.tokens) - request.num_prompt
+        return RequestMetrics(
+            num_prompt_tokens=request.num_prompt,
+            num_new_tokens=num_new,
+            num_cached_tokens=request.num_cached,
+            num_preemptions=request.num_preemptions,
+            time_to_first_token_s=None if first is None else first - request.arrival_time,
+            seconds_per_token=(end - first) / (num_new - 1) if first is not None and num_new > 1 else None,
+            total_s=end - request.arrival_time,
+            graph_coverage=self.num_replays / self.num_steps if self.num_steps else 0.0,
+        )
+
+    def add_rows(self, work: Work, hidden: torch.Tensor, head: MakeLogits, vocab_size: int) -> None:
+        """Keep what was asked for of every token: of the rows that nothing is kept of yet.
+
+        Args:
+            work: which tokens.
+            hidden: their hidden states.
+            head: makes logits of them.
+            vocab_size: the width of these.
+        """
+        rows, request = work.new_rows, work.request
+        if not rows:
+            return
+        new = hidden[rows.start : rows.stop]
+        if request.params.return_hidden_states:
+            self.hidden_states.append(new.to("cpu", copy=True))
+        wanted = request.params.prompt_logprobs
+        if wanted is None:
+            return
+        following = request.tokens[work.start + rows.start + 1 : min(work.start + rows.stop + 1, request.num_prompt)]
+        size = rows_at_once(vocab_size)
+        for start in range(0, len(following), size):
+            tokens = following[start : start + size].tolist()
+            logits = head(new[start : start + len(tokens)])
+            self.prompt_logprobs += token_logprobs(logits, tokens, [wanted] * len(tokens))
+
+
+def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
+    """The log-probability of a token in each row, and of a number of the most likely ones."""
+    found = logprobs(logits, torch.tensor(tokens, device=logits.device), max(counts))
+    rows: Any = zip(tokens, counts, found.chosen.tolist(), found.top_tokens.tolist(), found.top.tolist(), strict=True)
+    return [
+        TokenLogprob(token, chosen, tuple(zip(ids[:count], values[:count], strict=True)))
+        for token, count, chosen, ids, values in rows
+    ]
