@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 from piecegraph.base.origin import GraphNode, GraphRecord, LaunchCall
 from piecegraph.errors import ConfigError, KernelError, SelectionError
-from piecegraph.provenance.cost import Cost, measure_costs
-from piecegraph.provenance.dump import dump_calls
-from piecegraph.provenance.where import Where
+from piecegraph.provenance.selection.cost import Cost, measure_costs
+from piecegraph.provenance.selection.dump import dump_calls
+from piecegraph.provenance.selection.where import Where
 from piecegraph.tape.tape import EagerStep, GraphStep, Inside, Rerun, Tape
 
 _MAX_LISTED = 8

@@ -15,22 +15,22 @@ from typing import Any, TextIO
 from piecegraph.base.environment import describe_environment
 from piecegraph.base.json_text import to_json
 from piecegraph.errors import InputError, KernelError, SelectionError
-from piecegraph.provenance import groups_page
-from piecegraph.provenance.changes import Diff, diff
-from piecegraph.provenance.group import Groups
-from piecegraph.provenance.groups import mine
-from piecegraph.provenance.keep import kept_members
+from piecegraph.provenance.groups.group import Groups
+from piecegraph.provenance.groups.mining import mine
 from piecegraph.provenance.launch import KernelTrace, Launch
-from piecegraph.provenance.read import read_trace
-from piecegraph.provenance.session import profiled
-from piecegraph.provenance.show_chrome import annotate, launch_args, write_events
-from piecegraph.provenance.show_csv import table_csv
-from piecegraph.provenance.show_json import table_document
-from piecegraph.provenance.show_markdown import table_markdown
-from piecegraph.provenance.show_text import table_text
-from piecegraph.provenance.table import Table, tabulate
-from piecegraph.provenance.trace_event import decode_whole
-from piecegraph.provenance.trace_file import TraceFile
+from piecegraph.provenance.profile.event import decode_whole
+from piecegraph.provenance.profile.file import TraceFile
+from piecegraph.provenance.profile.read import read_trace
+from piecegraph.provenance.profile.saved import kept_members
+from piecegraph.provenance.profile.take import profiled
+from piecegraph.provenance.show import groups_page
+from piecegraph.provenance.show.json_document import table_document
+from piecegraph.provenance.show.markdown import table_markdown
+from piecegraph.provenance.show.nsys_csv import table_csv
+from piecegraph.provenance.show.perfetto import annotate, launch_args, write_events
+from piecegraph.provenance.show.text import table_text
+from piecegraph.provenance.tables.changes import Diff, diff
+from piecegraph.provenance.tables.table import Table, tabulate
 
 FORMATS = (".txt", ".csv", ".json", ".md", ".trace.json", ".trace.json.gz")
 """What a trace can be saved as: a table, a document, a page, or a trace for Perfetto."""
