@@ -223,9 +223,8 @@ def _show(
     as_json: bool,
     with_groups: bool,
 ) -> None:
-    from piecegraph.provenance.show import groups_page
     from piecegraph.provenance.show.row import find_row, row_text
-    from piecegraph.provenance.show.text import WIDTH, diff_view, table_view
+    from piecegraph.provenance.show.text import WIDTH, diff_view, groups_view, table_view
 
     table = seen.taken.table(**selection)
     if row is not None:
@@ -241,7 +240,7 @@ def _show(
     if before is not None:
         views = [diff_view(before.diff(seen.taken), width=width, limit=limit)]
     if with_groups:
-        views.append(groups_page.as_table(seen.taken.groups()))
+        views.append(groups_view(seen.taken.groups()))
     if seen.parts:
         views.append(parts_view(seen.parts))
     _print(views, width)

@@ -17,7 +17,10 @@ from piecegraph.base.plan import SourceLine
 from piecegraph.provenance.groups.group import Group, Groups
 from piecegraph.provenance.groups.mining import mine
 from piecegraph.provenance.launch import CapturedCall, How, KernelTrace, Launch, Member
-from piecegraph.provenance.show.groups_page import as_document, as_markdown, as_table, sentence
+from piecegraph.provenance.show.group_wording import sentence
+from piecegraph.provenance.show.json_document import groups_document
+from piecegraph.provenance.show.markdown import groups_markdown
+from piecegraph.provenance.show.text import groups_view
 
 ONE: Dim3 = (8, 1, 1)
 REDUCE = "cublasLt::splitKreduce_kernel<32, 16>"
@@ -358,14 +361,13 @@ def test_the_same_facts_in_every_format() -> None:
     story = Story().call("aten::mm", CUTLASS, times=30).call("aten::mm", CUTLASS, REDUCE, times=10, grid=(1, 1, 3))
     groups = story.mine()
     out = io.StringIO()
-    Console(file=out, width=400).print(as_table(groups))
+    Console(file=out, width=400).print(groups_view(groups))
     assert "\x1b" not in out.getvalue()
-    for text in (out.getvalue(), as_markdown(groups)):
+    for text in (out.getvalue(), groups_markdown(groups)):
         assert "always given cublasLt::splitKreduce_kernel, in 10 calls of aten::mm (40 in all)" in text
         assert "with grid.z > 1: 10 of 10 launches with the group; grid.z = 1: 0 of 30." in text
         assert "fewer than 30 % are to be expected" in text
-    document = json.loads(json.dumps(as_document(groups)))
-    (group,) = document["groups"]
+    (group,) = json.loads(json.dumps(groups_document(groups)))
     assert (group["op"], group["support"], group["verdict"]) == ("aten::mm", 10, "always given")
     assert [member["confidence"] for member in group["members"]] == [0.25, 1.0]
     assert group["members"][0]["condition"]["holds"] == "grid.z > 1"
@@ -379,10 +381,10 @@ def test_a_share_is_not_rounded_up_to_all() -> None:
 def test_nothing_found_says_why() -> None:
     groups = Story().mine()
     out = io.StringIO()
-    Console(file=out, width=200).print(as_table(groups))
-    for text in (out.getvalue(), as_markdown(groups)):
+    Console(file=out, width=200).print(groups_view(groups))
+    for text in (out.getvalue(), groups_markdown(groups)):
         assert "No kernel groups: no kernel was seen. Calls looked at: 0." in text
-    assert as_document(groups)["groups"] == []
+    assert groups_document(groups) == []
 
 
 Call = tuple[str, tuple[str, ...]]

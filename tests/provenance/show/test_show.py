@@ -15,9 +15,10 @@ from rich.console import Console
 from piecegraph.base.json_text import to_json
 from piecegraph.provenance.launch import KernelTrace, Launch
 from piecegraph.provenance.show.json_document import diff_document, table_document
-from piecegraph.provenance.show.markdown import diff_markdown, table_markdown
+from piecegraph.provenance.show.markdown import table_markdown
 from piecegraph.provenance.show.nsys_csv import table_csv
 from piecegraph.provenance.show.perfetto import annotate, launch_args, write_events
+from piecegraph.provenance.show.printed import PrintedDiff, PrintedTable, printed
 from piecegraph.provenance.show.text import diff_text, diff_view, table_text, table_view
 from piecegraph.provenance.tables.changes import Diff, diff
 from piecegraph.provenance.tables.table import Table, tabulate
@@ -61,9 +62,8 @@ def test_text_word_for_word(table: Table, changes: Diff) -> None:
     check_golden("kernels.txt", "\n\n".join(texts) + "\n")
 
 
-def test_markdown_word_for_word(table: Table, changes: Diff) -> None:
-    texts = [table_markdown(table, ENVIRONMENT, limit=7), diff_markdown(changes, ENVIRONMENT, limit=2)]
-    check_golden("kernels.md", "\n".join(texts))
+def test_markdown_word_for_word(table: Table) -> None:
+    check_golden("kernels.md", table_markdown(table, ENVIRONMENT, limit=7))
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 140, 200])
@@ -83,8 +83,15 @@ def test_a_terminal_gets_colours_and_a_file_does_not(table: Table, monkeypatch: 
         assert ("\x1b[" in file.getvalue()) == is_terminal
 
 
+def test_what_a_user_is_given_prints_itself(table: Table, changes: Diff) -> None:
+    given = printed(PrintedTable, table)
+    assert str(given) == table_text(table)
+    assert str(given.filter(module="layers.0").sort("avg")) == table_text(table.filter(module="layers.0").sort("avg"))
+    assert str(printed(PrintedDiff, changes)) == diff_text(changes)
+
+
 def test_long_times_are_in_milliseconds() -> None:
-    text = str(tabulate(KernelTrace((launch("k", 0, 123456.0),))))
+    text = table_text(tabulate(KernelTrace((launch("k", 0, 123456.0),))))
     assert "(ms)" in text
     assert "123.456" in text
 
@@ -145,7 +152,8 @@ def test_every_format_of_nothing() -> None:
     assert table_csv(empty).count("\n") == 1
     assert table_document(empty)["rows"] == []
     assert "nothing ran" in table_markdown(empty, ENVIRONMENT)
-    assert "nothing ran" in diff_markdown(diff(empty, empty), ENVIRONMENT)
+    assert "nothing ran" in table_text(empty)
+    assert "nothing ran" in diff_text(diff(empty, empty))
 
 
 def test_a_trace_is_copied_with_what_is_known() -> None:

@@ -139,8 +139,3 @@ class Groups:
     """Why there are no groups; empty if there are some."""
     group_of_instance: Mapping[int, str] = field(default_factory=dict)
     """From ``Launch.instance`` to a group's label."""
-
-    def __str__(self) -> str:
-        from piecegraph.provenance.show.groups_page import as_text
-
-        return as_text(self)

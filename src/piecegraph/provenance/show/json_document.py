@@ -1,4 +1,4 @@
-"""A table of kernels, or what changed between two, as plain types for JSON. All times are in microseconds."""
+"""A table of kernels, what changed between two, and groups, as plain types for JSON. All times are in microseconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 from piecegraph.base.plan import SourceLine
 from piecegraph.base.version import VERSION
+from piecegraph.provenance.groups.group import Group, Groups
 from piecegraph.provenance.launch import Launch
+from piecegraph.provenance.show.group_wording import sentence
 from piecegraph.provenance.tables.changes import Change, Diff
 from piecegraph.provenance.tables.rows import Row, Site
 from piecegraph.provenance.tables.table import Table
@@ -52,6 +54,11 @@ def diff_document(diff: Diff) -> dict[str, Any]:
         "equal_rows": diff.num_equal,
         "changes": [_change(change) for change in diff.changes],
     }
+
+
+def groups_document(groups: Groups) -> list[dict[str, Any]]:
+    """Every group, with its claim in words."""
+    return [_group(group) for group in groups.groups]
 
 
 def _row(row: Row, with_instances: bool) -> dict[str, Any]:
@@ -111,6 +118,13 @@ def _change(change: Change) -> dict[str, Any]:
         "before_instances": change.before_instances,
         "after_instances": change.after_instances,
     }
+
+
+def _group(group: Group) -> dict[str, Any]:
+    document = dataclasses.asdict(group)
+    for member, values in zip(group.members, document["members"], strict=True):
+        values["confidence"] = member.confidence
+    return {**document, "op": group.op, "support": group.support, "bound": group.bound, "sentence": sentence(group, "")}
 
 
 def _line(line: SourceLine | None) -> dict[str, Any] | None:

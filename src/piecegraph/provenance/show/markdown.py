@@ -1,13 +1,13 @@
-"""A table of kernels, or what changed between two, for an issue or a chat."""
+"""A table of kernels, and groups, for an issue or a chat."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from piecegraph.provenance.show.columns import Column
-from piecegraph.provenance.show.text import diff_columns, table_columns
-from piecegraph.provenance.show.wording import diff_footer, printable, table_footer
-from piecegraph.provenance.tables.changes import Diff
+from piecegraph.provenance.groups.group import Group, GroupMember, Groups
+from piecegraph.provenance.show.columns import table_columns
+from piecegraph.provenance.show.group_wording import groups_footer, headline, no_groups, repeats, role, sentences, share
+from piecegraph.provenance.show.wording import printable, table_footer
 from piecegraph.provenance.tables.table import Table
 
 _NAMED = ("piecegraph", "python", "torch", "triton", "cuda (torch build)", "cuda driver")
@@ -21,16 +21,7 @@ def table_markdown(table: Table, environment: Mapping[str, str], *, limit: int |
         environment: what :func:`piecegraph.base.environment.describe_environment` says.
         limit: how many rows to show; all if None.
     """
-    return _page(table_columns(table.rows[:limit]), table_footer(table, limit), table.device, environment)
-
-
-def diff_markdown(diff: Diff, environment: Mapping[str, str], *, limit: int | None = None) -> str:
-    """The changes, the totals, and what they ran on; arguments as for :func:`table_markdown`."""
-    return _page(diff_columns(diff.changes[:limit]), diff_footer(diff, limit), diff.device, environment)
-
-
-def _page(columns: list[Column], footer: list[str], device: str, environment: Mapping[str, str]) -> str:
-    shown = [column for column in columns if any(column.cells)]
+    shown = [column for column in table_columns(table.rows[:limit]) if any(column.cells)]
     lines = []
     if shown:
         lines.append(_line([column.title for column in shown]))
@@ -40,9 +31,22 @@ def _page(columns: list[Column], footer: list[str], device: str, environment: Ma
                 _line([cell if column.is_number else _code(cell) for column, cell in zip(shown, cells, strict=True)])
             )
         lines.append("")
-    lines += [f"- {_escaped(line)}" for line in footer]
+    lines += [f"- {_escaped(line)}" for line in table_footer(table, limit)]
     versions = [f"{name} {environment[name]}" for name in _NAMED if name in environment]
-    return "\n".join([*lines, f"- {_escaped(', '.join(filter(None, [device, *versions])))}"]) + "\n"
+    return "\n".join([*lines, f"- {_escaped(', '.join(filter(None, [table.device, *versions])))}"]) + "\n"
+
+
+def groups_markdown(groups: Groups) -> str:
+    """A heading, the claim in words, and a small table for each group."""
+    lines = ["# Kernel groups", ""]
+    if not groups.groups:
+        return "\n".join([*lines, no_groups(groups), ""])
+    for group in groups.groups:
+        lines += [f"## {group.label}: {headline(group)}", "", " ".join(sentences(group, "`")), ""]
+        lines += ["| member | per call | calls | in the group |", "|---|---|---|---|"]
+        lines += [f"| {' | '.join(_member_cells(group, member))} |" for member in group.members]
+        lines.append("")
+    return "\n".join([*lines, groups_footer(groups), ""])
 
 
 def _line(cells: list[str]) -> str:
@@ -56,3 +60,14 @@ def _code(cell: str) -> str:
 
 def _escaped(text: str) -> str:
     return "".join(f"\\{char}" if char in r"\`*_[]<>#|" else char for char in printable(text))
+
+
+def _member_cells(group: Group, member: GroupMember) -> list[str]:
+    name = f"`{member.name.replace('|', chr(92) + '|')}`"
+    part = role(group, member)
+    return [
+        f"{name} ({part})" if part else name,
+        repeats(member),
+        f"{member.calls} of {group.support}",
+        f"{share(member)} ({member.launches} of {member.launches_in_all})",
+    ]

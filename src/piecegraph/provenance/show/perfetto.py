@@ -1,17 +1,43 @@
-"""Chrome and Perfetto traces in which each kernel says who launched it.
+"""A profile for Perfetto, in which each kernel says who launched it.
 
-The trace that was read is copied, event by event, with the attribution added.
+The file that was read is copied, event by event, with the attribution added; beside the events stands all that is
+known, so that it can be read again.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
-from piecegraph.provenance.launch import Launch
+from piecegraph.provenance.launch import KernelTrace, Launch
+from piecegraph.provenance.profile.event import decode_whole
+from piecegraph.provenance.profile.file import TraceFile
+from piecegraph.provenance.profile.saved import kept_members
 
-Event = dict[str, Any]
+JsonEvent = dict[str, Any]
+
+
+def write_perfetto(source: Path, kernels: KernelTrace, groups: Mapping[int, str], file: TextIO) -> None:
+    """Copy a profile with what is known of its launches.
+
+    Args:
+        source: the file that the profile was read from.
+        kernels: what was found in it.
+        groups: from :attr:`Launch.instance <piecegraph.provenance.launch.Launch.instance>` to the label of a group.
+        file: where to write to.
+    """
+    known = {
+        (launch.name, launch.start): launch_args(launch, groups.get(launch.instance, "")) for launch in kernels.launches
+    }
+
+    def extra(event: JsonEvent) -> Mapping[str, str] | None:
+        return known.get((event["name"], event["ts"])) if event.get("ph") == "X" and "ts" in event else None
+
+    copied = TraceFile(str(source), decode_whole, make=dict)
+    events: Iterator[Any] = (event for batch in copied.batches() for event in batch)
+    write_events(annotate(events, extra), file, dict(kept_members(kernels)))
 
 
 def launch_args(launch: Launch, group: str = "") -> dict[str, str]:
@@ -27,14 +53,16 @@ def launch_args(launch: Launch, group: str = "") -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def annotate(events: Iterable[Event], extra: Callable[[Event], Mapping[str, str] | None]) -> Iterator[Event]:
+def annotate(
+    events: Iterable[JsonEvent], extra: Callable[[JsonEvent], Mapping[str, str] | None]
+) -> Iterator[JsonEvent]:
     """The same events, with ``extra(event)`` added to the ``args`` of those for which it gives something."""
     for event in events:
         added = extra(event)
         yield {**event, "args": {**(event.get("args") or {}), **added}} if added else event
 
 
-def write_events(events: Iterable[Event], file: TextIO, head: Mapping[str, Any] | None = None) -> int:
+def write_events(events: Iterable[JsonEvent], file: TextIO, head: Mapping[str, Any] | None = None) -> int:
     """Write a trace, one event after the other, so that none but the current one is in memory.
 
     Args:

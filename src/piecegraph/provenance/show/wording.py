@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from piecegraph.provenance.tables.changes import Diff
 from piecegraph.provenance.tables.rows import percent
-
-if TYPE_CHECKING:
-    from piecegraph.provenance.tables.changes import Diff
-    from piecegraph.provenance.tables.table import Table
+from piecegraph.provenance.tables.table import Table
 
 NOTHING_RAN = "nothing ran while this trace was taken"
 AnyRow = TypeVar("AnyRow")

@@ -76,11 +76,6 @@ class Diff:
     device: str = ""
     """Of the table after."""
 
-    def __str__(self) -> str:
-        from piecegraph.provenance.show.text import diff_text
-
-        return diff_text(self)
-
 
 Key = Callable[[Row], tuple[object, ...]]
 

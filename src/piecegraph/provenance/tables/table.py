@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Self, get_args
 
 from piecegraph.base.patterns import line_matches, module_matches, name_matches, op_matches, parse_line
 from piecegraph.errors import SelectionError
@@ -81,7 +81,7 @@ class Table:
         """Whether nothing was filtered out."""
         return sum(row.num_instances for row in self.rows) == self.coverage.num_launches
 
-    def sort(self, by: str = "total") -> Table:
+    def sort(self, by: str = "total") -> Self:
         """Sort by a column; rows that are equal stay in their order."""
         if by not in SORTS:
             raise SelectionError(
@@ -91,7 +91,7 @@ class Table:
 
     def filter(
         self, *, module: str | None = None, op: str | None = None, kernel: str | None = None, line: str | None = None
-    ) -> Table:
+    ) -> Self:
         """Only what matches everything that is given. A row keeps only the sites and times that match.
 
         Args:
@@ -115,7 +115,7 @@ class Table:
             tests[f"line={line!r}"] = _at_line(parse_line(line))
         return self._keep(tests)
 
-    def of(self, *, module: str | None = None, line: str | None = None) -> Table:
+    def of(self, *, module: str | None = None, line: str | None = None) -> Self:
         """All kernels that a module or a line launches, itself or through what it calls.
 
         Args:
@@ -132,7 +132,7 @@ class Table:
         assert line is not None
         return self._keep({f"line={line!r}": _below_line(parse_line(line))})
 
-    def _keep(self, tests: Mapping[str, Test]) -> Table:
+    def _keep(self, tests: Mapping[str, Test]) -> Self:
         if not self.rows:
             return self
         rows = _matching(self.rows, list(tests.values()), self.coverage.total)
@@ -157,11 +157,6 @@ class Table:
                 yield from _ops(row.sites[0])
             else:
                 yield str({"module": row.module, "kernel": row.kernel, "line": row.line or ""}[column])
-
-    def __str__(self) -> str:
-        from piecegraph.provenance.show.text import table_text
-
-        return table_text(self)
 
 
 def tabulate(trace: KernelTrace, groups: Mapping[int, str] | None = None) -> Table:
