@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from piecegraph.base.origin import LaunchCall, WorkKind
 from piecegraph.provenance.launch import KernelTrace, Launch, Member
-from piecegraph.provenance.tables.rows import fold
+from piecegraph.provenance.names import fold_layers
 
 Levels = Sequence[tuple[str, Callable[[str], str]]]
 """Ways to name a kernel, the finest first."""
@@ -150,5 +150,5 @@ def _place(call: LaunchCall) -> str:
     if not call.origins:
         return ""
     origin = call.origins[0]
-    module = fold(origin.module)
+    module = fold_layers(origin.module)
     return " ".join(part for part in (module, f"({origin.line})" if origin.line else "") if part)

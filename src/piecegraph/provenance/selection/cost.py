@@ -6,13 +6,11 @@ import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from piecegraph.provenance.tables.rows import fold
-
-if TYPE_CHECKING:
-    from piecegraph.provenance.live import LiveKernel
-    from piecegraph.tape.tape import Rerun
+from piecegraph.provenance.names import fold_layers
+from piecegraph.provenance.selection.kernels import LiveKernel
+from piecegraph.tape.tape import Rerun
 
 _REPLAYS = 5
 """In one measurement. Before it, one more is not counted: the first replay after a switch uploads the graph again."""
@@ -99,5 +97,5 @@ def _title(live: LiveKernel) -> str:
     call = live.call
     if call is None:
         return "unknown"
-    module = fold(call.origins[0].module) if call.origins else ""
+    module = fold_layers(call.origins[0].module) if call.origins else ""
     return f"{call.op} in {module}" if module else call.op

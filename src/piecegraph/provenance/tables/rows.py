@@ -9,7 +9,6 @@ Note [One row, one place]
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from dataclasses import dataclass, replace
 from piecegraph.base.origin import LaunchCall, Origin
 from piecegraph.base.plan import SourceLine
 from piecegraph.provenance.launch import How, Launch
-from piecegraph.provenance.names import short
+from piecegraph.provenance.names import fold_layers, short
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +116,6 @@ class Row:
         return replace(self, sites=sites, times=times, share=percent(times.total, whole))
 
 
-def fold(module: str) -> str:
-    """A module's path without numbers.
-
-    >>> fold("model.layers.3.mlp.experts.17.up")
-    'model.layers.*.mlp.experts.*.up'
-    """
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
-
-
 def percent(part: float, whole: float) -> float:
     """100 for all of it; 0 if there is nothing to have a part of."""
     return 100 * part / whole if whole > 0 else 0.0
@@ -158,7 +148,7 @@ def make_rows(launches: Sequence[Launch], groups: Mapping[int, str]) -> tuple[Ro
     rows: dict[tuple[object, ...], list[Site]] = {}
     for site in _make_sites(launches, groups):
         first, line = site.instances[0], site.line
-        place = (site.op, fold(site.module), line and (line.file, line.line), first.phase, first.how)
+        place = (site.op, fold_layers(site.module), line and (line.file, line.line), first.phase, first.how)
         rows.setdefault((shown_name(first), *place), []).append(site)
     made = [_make_row(sites, whole) for sites in rows.values()]
     return tuple(sorted(made, key=lambda row: -row.total))
@@ -169,7 +159,7 @@ def _make_row(sites: list[Site], whole: float) -> Row:
     site, first = ordered[0], ordered[0].instances[0]
     times = measure(launch.duration for site in ordered for launch in site.instances)
     share = percent(times.total, whole)
-    name, module = shown_name(first), fold(site.module)
+    name, module = shown_name(first), fold_layers(site.module)
     return Row(name, site.op, module, site.line, first.phase, first.how, share, times, ordered)
 
 
