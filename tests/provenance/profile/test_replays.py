@@ -10,7 +10,7 @@ from piecegraph.base.origin import GraphNode, GraphRecord, LaunchCall, Origin, W
 from piecegraph.provenance.launch import KernelTrace, Launch, RawLaunch
 from piecegraph.provenance.profile.marks import CALL_MARK, Announcer
 from piecegraph.provenance.profile.replays import RecordedGraph, RecordedTape, captured_calls, match_replay
-from piecegraph.provenance.profile.take import Profile
+from piecegraph.provenance.profile.take import MarkedProfile
 from piecegraph.tape.tape import STEP_MARK
 from tests.cases.kernel_traces import TraceBuilder
 
@@ -132,7 +132,7 @@ def read(trace: TraceBuilder, folder: Path, *steps: RecordedGraph | LaunchCall |
     """What a profile tells that was taken while such a tape was there."""
     announcer = Announcer()
     announcer.calls = [None, COPY]
-    profile = Profile(trace.save(folder / "trace.json"), announcer)
+    profile = MarkedProfile(trace.save(folder / "trace.json"), announcer)
     profile.tapes = {TAPE: RecordedTape("8 rows", steps)}
     return profile.read()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +11,8 @@ import piecegraph
 from piecegraph.base.origin import GraphNode, GraphRecord, LaunchCall, Origin
 from piecegraph.provenance.groups.mining import mine
 from piecegraph.provenance.launch import KernelTrace, Launch, Range, RawLaunch
-from piecegraph.provenance.profile.marks import CALL_MARK, Announcer
+from piecegraph.provenance.profile.marks import CALL_MARK, ByMarks
 from piecegraph.provenance.profile.replays import RecordedTape, captured_calls
-from piecegraph.provenance.profile.take import Profile, _Marked
 from piecegraph.tape.tape import STEP_MARK
 
 MM, NONZERO = Origin("aten::mm", "layers.0.proj"), Origin("aten::nonzero", "layers.0.route")
@@ -64,10 +62,8 @@ def raw(name: str, start: float, inner: int | None) -> RawLaunch:
 
 
 def found_in(step: LaunchCall, launches: list[RawLaunch]) -> list[Launch]:
-    profile = Profile(Path("unread.json"), Announcer())
-    profile.tapes = {5: RecordedTape("8", (step,))}
-    profile.announcer.calls = [LaunchCall("aten::mm", (), ("float[2]",)), LaunchCall("aten::nonzero"), None]
-    marked = _Marked(profile)
+    calls = [LaunchCall("aten::mm", (), ("float[2]",)), LaunchCall("aten::nonzero"), None]
+    marked = ByMarks(calls, {5: RecordedTape("8", (step,))}, {})
     marked.attribute(launches)
     return [marked.found[id(launch)] for launch in launches]
 

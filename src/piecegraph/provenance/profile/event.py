@@ -1,7 +1,8 @@
 """Events of a Chrome trace, with the few fields that are used: decoded by msgspec where it is installed.
 
 Both decoders give objects with the same attributes. msgspec never builds what is not asked for, so it is several times
-faster; what it refuses (a number written as text, ``NaN``) is left to the standard library, which takes more.
+faster; what it refuses (a number written as text, ``NaN``) is left to the standard library, which takes more. The
+shapes of an op's arguments stay JSON until they are asked for: most events share theirs with many others.
 """
 
 from __future__ import annotations
@@ -19,8 +20,17 @@ _LARGEST = 2**63 - 1
 _LENIENT = json.JSONDecoder(strict=False)  # older profilers left control characters in names
 
 
+_DTYPES = {
+    "float": "float32", "double": "float64", "c10::Half": "float16", "c10::BFloat16": "bfloat16",
+    "long int": "int64", "long": "int64", "long long": "int64", "int": "int32", "short int": "int16", "short": "int16",
+    "signed char": "int8", "unsigned char": "uint8", "bool": "bool",
+    "TensorList": "tensor", "c10::complex<float>": "complex64", "c10::complex<double>": "complex128",
+}  # fmt: skip
+_NO_TENSOR = frozenset({"", "Scalar", "ScalarList", "GenericList"})
+
+
 @dataclass(slots=True)
-class Arguments:
+class EventArguments:
     """What a profiler adds to an event."""
 
     correlation: int = -1
@@ -37,7 +47,7 @@ class Arguments:
 
 
 @dataclass(slots=True)
-class Event:
+class ProfileEvent:
     """One event; times in microseconds."""
 
     ph: str
@@ -47,14 +57,14 @@ class Event:
     dur: float
     pid: int | str
     tid: int | str
-    args: Arguments
+    args: EventArguments
 
 
-Decode = Callable[[str], Sequence[Event]]
+Decode = Callable[[str], Sequence[ProfileEvent]]
 """Takes a JSON list of events. Raises ``ValueError`` if the text is none."""
 
 
-def decode_with_json(text: str) -> Sequence[Event]:
+def decode_with_json(text: str) -> Sequence[ProfileEvent]:
     """A list of events, by the standard library."""
     values = _LENIENT.decode(text)
     if not all(isinstance(value, dict) for value in values):
@@ -73,10 +83,10 @@ def decode_one(text: str, start: int) -> tuple[Any, int]:
     return _LENIENT.raw_decode(text, start)
 
 
-def event_of(fields: dict[str, Any]) -> Event:
+def event_of(fields: dict[str, Any]) -> ProfileEvent:
     """An event from parsed JSON; whatever is missing or odd gets a value that stands for nothing."""
     args = fields.get("args")
-    return Event(
+    return ProfileEvent(
         ph=str(fields.get("ph", "")),
         cat=str(fields.get("cat", "")),
         name=str(fields.get("name", "")),
@@ -88,9 +98,9 @@ def event_of(fields: dict[str, Any]) -> Event:
     )
 
 
-def _arguments_of(fields: dict[str, Any]) -> Arguments:
+def _arguments_of(fields: dict[str, Any]) -> EventArguments:
     dims, types = fields.get("Input Dims"), fields.get("Input type")
-    return Arguments(
+    return EventArguments(
         correlation=_integer(fields.get("correlation"), -1),
         external_id=_integer(fields.get("External id"), 0),
         graph_id=_integer(fields.get("graph id"), 0, largest=_LARGEST >> 32),
@@ -104,7 +114,7 @@ def _arguments_of(fields: dict[str, Any]) -> Arguments:
     )
 
 
-_NO_ARGUMENTS = Arguments()
+_NO_ARGUMENTS = EventArguments()
 
 
 def _number(value: Any) -> float:
@@ -142,7 +152,7 @@ def _msgspec_decoder() -> Decode:
         return field(name=name, default=Raw(NO_JSON))
 
     arguments = defstruct(
-        "Arguments",
+        "EventArguments",
         [
             ("correlation", number, -1),
             ("external_id", number, field(name="External id", default=0)),
@@ -159,7 +169,7 @@ def _msgspec_decoder() -> Decode:
     )
     nothing = convert({}, arguments)
     event = defstruct(
-        "Event",
+        "ProfileEvent",
         [
             ("ph", str, ""),
             ("cat", str, ""),
@@ -184,10 +194,50 @@ def fastest_decoder() -> Decode:
         return decode_with_json
     from msgspec import ValidationError
 
-    def decode(text: str) -> Sequence[Event]:
+    def decode(text: str) -> Sequence[ProfileEvent]:
         try:
             return fast(text)
         except ValidationError:
             return decode_with_json(text)
 
     return decode
+
+
+def shape_texts(dims: Any, types: Any) -> tuple[str, ...]:
+    """One text for each tensor; numbers and other arguments are left out.
+
+    >>> shape_texts([[16, 4096], [], [[2], [3]]], ["c10::BFloat16", "Scalar", "TensorList"])
+    ('bfloat16[16, 4096]', 'tensor[2]', 'tensor[3]')
+    """
+    if not isinstance(dims, list):
+        return ()
+    # Without types a tensor without dimensions looks like a number; numbers are more common.
+    names = types if isinstance(types, list) and len(types) == len(dims) else ["tensor" if one else "" for one in dims]
+    texts: list[str] = []
+    for shape, name in zip(dims, names, strict=True):
+        if not isinstance(shape, list) or name in _NO_TENSOR:
+            continue
+        is_list = bool(shape) and all(isinstance(one, list) for one in shape)
+        texts += [f"{_dtype(name)}{list(one)}" for one in (shape if is_list else [shape])]
+    return tuple(texts)
+
+
+def _dtype(name: str) -> str:
+    return _DTYPES.get(name, name.removeprefix("c10::").lower())
+
+
+class ShapeTexts:
+    """Numbers for lists of shapes; each distinct list is parsed once. Number 0 is that of no shapes."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[str, ...]] = [()]
+        self._numbers: dict[tuple[bytes, bytes], int] = {(b"", b""): 0}
+
+    def number(self, dims: Any, types: Any) -> int:
+        """Of shapes as JSON: ``b'[[2, 8], []]'`` and ``b'["float", "Scalar"]'``."""
+        key = (bytes(dims), bytes(types))
+        known = self._numbers.get(key)
+        if known is None:
+            known = self._numbers[key] = len(self.values)
+            self.values.append(shape_texts(*(json.loads(text) if text else None for text in key)))
+        return known

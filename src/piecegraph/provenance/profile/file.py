@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 from piecegraph.errors import InputError
-from piecegraph.provenance.profile.event import Decode, Event, decode_one, event_of, fastest_decoder
+from piecegraph.provenance.profile.event import Decode, ProfileEvent, decode_one, event_of, fastest_decoder
 from piecegraph.provenance.profile.saved import MEMBER
 
 BLOCK_BYTES = 1 << 20
@@ -71,7 +71,7 @@ class TraceFile:
         """The size on disk, 0 where it is not known."""
         return os.path.getsize(self.path) if os.path.isfile(self.path) else 0
 
-    def batches(self, on_bytes: Callable[[int], None] = lambda position: None) -> Iterator[Sequence[Event]]:
+    def batches(self, on_bytes: Callable[[int], None] = lambda position: None) -> Iterator[Sequence[ProfileEvent]]:
         """All events, in lists of some thousands; ``on_bytes`` is told how far into the file they reach."""
         with self._open() as raw:
             self._text = _Text(_blocks(raw, on_bytes))
@@ -93,7 +93,7 @@ class TraceFile:
         except OSError as error:
             raise self._unreadable(error) from error
 
-    def _document(self) -> Iterator[Sequence[Event]]:
+    def _document(self) -> Iterator[Sequence[ProfileEvent]]:
         opening = self._text.peek()
         if opening == "":
             raise InputError("PG702", "the trace is empty", where=self.path, hint=_EXPORT_HINT)
@@ -108,7 +108,7 @@ class TraceFile:
         if self._text.peek():
             raise self._not_json("there is more behind the end of its JSON")
 
-    def _members(self) -> Iterator[Sequence[Event]]:
+    def _members(self) -> Iterator[Sequence[ProfileEvent]]:
         """The events, from behind the ``{`` of the file to behind its ``}``."""
         separator = ""
         while self._text.peek() != "}":
@@ -130,7 +130,7 @@ class TraceFile:
                     self.kept[name] = value
         self._text.at += 1
 
-    def _events(self) -> Iterator[Sequence[Event]]:
+    def _events(self) -> Iterator[Sequence[ProfileEvent]]:
         """From behind the ``[`` of a list of events to behind its ``]``."""
         if self._text.peek() == "]":
             self._text.at += 1
@@ -138,12 +138,12 @@ class TraceFile:
         is_open = True
         while is_open:
             self._text.fill(BLOCK_BYTES)
-            batch: Sequence[Event] | None = self._many()
+            batch: Sequence[ProfileEvent] | None = self._many()
             if batch is None:
                 batch, is_open = self._one_by_one()
             yield batch
 
-    def _many(self) -> Sequence[Event] | None:
+    def _many(self) -> Sequence[ProfileEvent] | None:
         """See Note [Cutting between events]. Ends in front of an event; None if no cut was found."""
         text, start = self._text.text, self._text.at
         cuts = list(_BETWEEN_EVENTS.finditer(text, max(start, len(text) - _CUT_SEARCH_CHARS)))
@@ -157,7 +157,7 @@ class TraceFile:
             return batch
         return None
 
-    def _one_by_one(self) -> tuple[Sequence[Event], bool]:
+    def _one_by_one(self) -> tuple[Sequence[ProfileEvent], bool]:
         """The events up to the end of the window, at least one, and whether the list goes on."""
         batch = [self._object()]
         window_end = len(self._text.text)
@@ -169,10 +169,10 @@ class TraceFile:
         self._expect("]")
         return batch, False
 
-    def _object(self) -> Event:
+    def _object(self) -> ProfileEvent:
         if self._text.peek() not in ("{", ""):
             raise self._not_json("an event was expected")
-        event: Event = self._make(self._value())
+        event: ProfileEvent = self._make(self._value())
         self.num_events += 1
         return event
 

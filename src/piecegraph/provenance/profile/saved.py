@@ -15,6 +15,7 @@ from piecegraph.base.origin import LaunchCall, Origin
 from piecegraph.base.plan import SourceLine
 from piecegraph.errors import InputError
 from piecegraph.provenance.launch import CapturedCall, KernelTrace, Launch, Member
+from piecegraph.provenance.profile.interned import Interned
 
 MEMBER = "piecegraph"
 """The name of the member; those with more launches have a number behind it."""
@@ -26,23 +27,10 @@ _SHARED = ("kind", "name", "stream", "grid", "block", "phase", "how")
 _OWN = ("start", "duration", "instance")
 
 
-class _Numbered:
-    """Values by number; equal ones are one."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-        self._numbers: dict[Hashable, int] = {}
-
-    def number(self, value: Hashable) -> int:
-        if value not in self._numbers:
-            self._numbers[value] = len(self.values)
-            self.values.append(value)
-        return self._numbers[value]
-
-
 def kept_members(trace: KernelTrace) -> Iterator[tuple[str, Any]]:
     """The members of a file that hold a trace."""
-    calls, texts = _Numbered(), _Numbered()
+    calls: Interned[LaunchCall] = Interned()
+    texts: Interned[Hashable] = Interned()
     of_object: dict[int, int] = {}
 
     def call_number(call: LaunchCall | None) -> int | None:

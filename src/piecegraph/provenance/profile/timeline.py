@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, SupportsInt, TypeVar
+from typing import SupportsInt
 
 from piecegraph.base.origin import Dim3, WorkKind
 from piecegraph.provenance.launch import Range, RangeKind
-from piecegraph.provenance.profile.event import Event
-from piecegraph.provenance.profile.shapes import ShapeTexts
+from piecegraph.provenance.profile.event import ProfileEvent, ShapeTexts
+from piecegraph.provenance.profile.interned import Interned
 
 RANGE_KINDS: tuple[RangeKind, ...] = ("annotation", "module", "python", "op")
 """In the order in which they enclose each other if they begin and end at the same time."""
@@ -29,23 +29,6 @@ _LAUNCHERS = {"cuda_runtime": False, "cuda_driver": True}
 _PROFILED_BY_US = frozenset({"PythonDispatchMode", "PythonTLSSnapshot"})
 """What it takes to see ops from Python is no op of the program."""
 _ADDRESS = re.compile(r" object at 0x[0-9a-f]+")
-
-Value = TypeVar("Value", bound=Hashable)
-
-
-class Interned(Generic[Value]):
-    """Numbers for values, the same for equal ones."""
-
-    def __init__(self) -> None:
-        self.values: list[Value] = []
-        self._numbers: dict[Value, int] = {}
-
-    def number(self, value: Value) -> int:
-        known = self._numbers.get(value)
-        if known is None:
-            known = self._numbers[value] = len(self.values)
-            self.values.append(value)
-        return known
 
 
 @dataclass(slots=True)
@@ -122,7 +105,7 @@ class Timeline:
         self._range_numbers: dict[tuple[int, str, int], int] = {}
         self._thread_numbers: dict[tuple[int | str, int | str], int] = {}
 
-    def add(self, batch: Iterable[Event]) -> None:
+    def add(self, batch: Iterable[ProfileEvent]) -> None:
         """Take what matters of some events."""
         for event in batch:
             if event.ph != "X":
@@ -137,7 +120,7 @@ class Timeline:
             elif category in _LAUNCHERS:
                 self._add_call(event, _LAUNCHERS[category])
 
-    def _add_range(self, event: Event, kind: int) -> None:
+    def _add_range(self, event: ProfileEvent, kind: int) -> None:
         name, args = event.name, event.args
         if kind == _PYTHON:
             if name.startswith(MODULE_PREFIX):
@@ -160,7 +143,7 @@ class Timeline:
             self.ranges.append(Range(RANGE_KINDS[kind], name, self._shapes.values[shapes]))
         return number
 
-    def _add_work(self, event: Event, kind: int) -> None:
+    def _add_work(self, event: ProfileEvent, kind: int) -> None:
         work, args = self.work, event.args
         work.kinds.append(kind)
         work.names.append(self.names.number(event.name))
@@ -172,7 +155,7 @@ class Timeline:
         work.external_ids.append(args.external_id)
         work.node_ids.append(_node_id(args.graph_id, args.node_id))
 
-    def _add_call(self, event: Event, is_driver: bool) -> None:
+    def _add_call(self, event: ProfileEvent, is_driver: bool) -> None:
         calls = self.calls
         calls.correlations.append(event.args.correlation)
         calls.starts.append(event.ts)
@@ -180,7 +163,7 @@ class Timeline:
         calls.names.append(self.names.number(event.name))
         calls.are_drivers.append(is_driver)
 
-    def _thread(self, event: Event) -> int:
+    def _thread(self, event: ProfileEvent) -> int:
         key = (event.pid, event.tid)
         number = self._thread_numbers.get(key)
         if number is None:
@@ -189,7 +172,7 @@ class Timeline:
         return number
 
 
-def collect(batches: Iterable[Sequence[Event]]) -> Timeline:
+def collect(batches: Iterable[Sequence[ProfileEvent]]) -> Timeline:
     """Pack the events of a trace."""
     timeline = Timeline()
     for batch in batches:
