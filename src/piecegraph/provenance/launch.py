@@ -1,4 +1,4 @@
-"""What ran, and who launched it: the values between a trace and its tables."""
+"""What ran, and who launched it: the values between a profile and its tables."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ How = Literal["call", "stack", "node id", "position", "step", "none"]
 """How a launch was attributed, strongest first for each kind of launch.
 
 ``call``: the op was seen as it was called, with its exact line. ``stack``: by the ranges that the profiler saw around
-the launch. Inside a graph: ``node id``: the trace names the node. ``position``: the n-th kernel of a replay is the n-th
-node of the graph, and all their names agree. ``step``: only the step of the tape is known. ``none``: not at all.
+the launch. Inside a graph: ``node id``: the profile names the node. ``position``: the n-th kernel of a replay is the
+n-th node of the graph, and all their names agree. ``step``: only the step of the tape is known. ``none``: not at all.
 """
 
 RangeKind = Literal["op", "python", "annotation", "module"]
@@ -30,7 +30,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class RawLaunch:
-    """A launch as a trace file tells it."""
+    """A launch as a profile tells it."""
 
     kind: WorkKind
     name: str
@@ -43,7 +43,7 @@ class RawLaunch:
     correlation: int
     """Equal for everything that one call of the driver launched: all kernels of a graph replay share it. -1: none."""
     launcher: str
-    """The driver's call: ``cudaLaunchKernel``, ``cudaGraphLaunch``; empty if it is not in the trace."""
+    """The driver's call: ``cudaLaunchKernel``, ``cudaGraphLaunch``; empty if it is not in the profile."""
     launched_at: float
     ranges: tuple[Range, ...]
     """Innermost first."""
@@ -94,8 +94,8 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class KernelTrace:
-    """Everything that ran while a trace was taken."""
+class KernelProfile:
+    """Everything that ran while a profile was taken."""
 
     launches: tuple[Launch, ...]
     """In the order of their launch."""

@@ -16,8 +16,8 @@ from piecegraph.base.environment import describe_environment
 from piecegraph.base.json_text import to_json
 from piecegraph.errors import InputError, KernelError, SelectionError
 from piecegraph.provenance.groups.mining import mine
-from piecegraph.provenance.launch import KernelTrace, Launch
-from piecegraph.provenance.profile.read import read_trace
+from piecegraph.provenance.launch import KernelProfile, Launch
+from piecegraph.provenance.profile.read import read_profile
 from piecegraph.provenance.profile.take import profiled
 from piecegraph.provenance.show.json_document import groups_document, table_document
 from piecegraph.provenance.show.markdown import groups_markdown, table_markdown
@@ -42,12 +42,12 @@ class Trace:
     @property
     def launches(self) -> tuple[Launch, ...]:
         """Everything that ran, in the order of its launch."""
-        return self._taken.kernels.launches
+        return self._taken.profile.launches
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What was lost, and what could not be attributed and why."""
-        return self._taken.kernels.notes
+        return self._taken.profile.notes
 
     def table(
         self,
@@ -67,7 +67,7 @@ class Trace:
             kernel: only these kernels: ``nvjet*``.
             line: only what this line launches: ``model.py:12`` or ``model.py``.
         """
-        table = printed(PrintedTable, tabulate(self._taken.kernels, self.groups().group_of_instance))
+        table = printed(PrintedTable, tabulate(self._taken.profile, self.groups().group_of_instance))
         if module is not None or op is not None or kernel is not None or line is not None:
             table = table.filter(module=module, op=op, kernel=kernel, line=line)
         return table.sort(sort)
@@ -79,9 +79,9 @@ class Trace:
             min_support: how many calls a claim needs.
         """
         if min_support != _MIN_SUPPORT:
-            return printed(PrintedGroups, mine(self._taken.kernels, min_support=min_support))
+            return printed(PrintedGroups, mine(self._taken.profile, min_support=min_support))
         if self._groups is None:
-            self._groups = printed(PrintedGroups, mine(self._taken.kernels, min_support=_MIN_SUPPORT))
+            self._groups = printed(PrintedGroups, mine(self._taken.profile, min_support=_MIN_SUPPORT))
         return self._groups
 
     def diff(self, after: Trace) -> PrintedDiff:
@@ -98,7 +98,7 @@ class Trace:
         try:
             with _open(path) as file:
                 if ".trace." in ending:
-                    write_perfetto(self._taken.path, self._taken.kernels, self.groups().group_of_instance, file)
+                    write_perfetto(self._taken.path, self._taken.profile, self.groups().group_of_instance, file)
                 else:
                     file.write(self._text(ending))
         except OSError as error:
@@ -141,7 +141,7 @@ _MIN_SUPPORT = 5
 class _Source:
     """Where a trace comes from."""
 
-    kernels: KernelTrace
+    profile: KernelProfile
     path: Path
 
 
@@ -164,15 +164,15 @@ def trace() -> Iterator[Trace]:
     taken = Trace()
     folder = tempfile.mkdtemp(prefix="piecegraph-trace-")
     weakref.finalize(taken, shutil.rmtree, folder, ignore_errors=True)
-    with profiled(Path(folder)) as profile:
+    with profiled(Path(folder)) as marked:
         yield taken
-    taken._source = _Source(profile.read(), profile.path)
+    taken._source = _Source(marked.read(), marked.path)
 
 
 def open_trace(path: str | Path) -> Trace:
     """A trace that torch.profiler wrote, of any program, or one that was saved as ``.trace.json``."""
     taken = Trace()
-    taken._source = _Source(read_trace(path), Path(path))
+    taken._source = _Source(read_profile(path), Path(path))
     return taken
 
 

@@ -16,7 +16,7 @@ from piecegraph.base.origin import Dim3, LaunchCall, Origin, WorkKind
 from piecegraph.base.plan import SourceLine
 from piecegraph.provenance.groups.group import Group, Groups
 from piecegraph.provenance.groups.mining import mine
-from piecegraph.provenance.launch import CapturedCall, How, KernelTrace, Launch, Member
+from piecegraph.provenance.launch import CapturedCall, How, KernelProfile, Launch, Member
 from piecegraph.provenance.show.group_wording import sentence
 from piecegraph.provenance.show.json_document import groups_document
 from piecegraph.provenance.show.markdown import groups_markdown
@@ -85,7 +85,7 @@ class Story:
         return self
 
     def mine(self, **rules: int) -> Groups:
-        return mine(KernelTrace(tuple(self.launches), tuple(self.captured)), LEVELS, **rules)
+        return mine(KernelProfile(tuple(self.launches), tuple(self.captured)), LEVELS, **rules)
 
     def only(self) -> Group:
         (group,) = self.mine().groups

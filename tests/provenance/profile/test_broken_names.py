@@ -9,7 +9,7 @@ import pytest
 
 from piecegraph.errors import InputError
 from piecegraph.provenance.profile.event import decode_whole
-from piecegraph.provenance.profile.file import TraceFile
+from piecegraph.provenance.profile.file import ProfileFile
 from piecegraph.provenance.profile.read import read_launches
 from tests.cases.kernel_traces import TraceBuilder
 
@@ -41,7 +41,7 @@ def test_an_event_with_such_a_name_is_read_and_so_is_what_follows(name: str, tmp
 
 
 def test_a_copy_of_it_is_json(tmp_path: Path) -> None:
-    source = TraceFile(str(saved(tmp_path, 'a "b"')), decode_whole, make=dict)
+    source = ProfileFile(str(saved(tmp_path, 'a "b"')), decode_whole, make=dict)
     assert 'a "b"' in [event["name"] for batch in source.batches() for event in batch]
 
 

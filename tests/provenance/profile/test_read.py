@@ -15,19 +15,19 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from piecegraph.base.plan import SourceLine
 from piecegraph.errors import InputError
 from piecegraph.provenance.launch import Launch, Range, RawLaunch
-from piecegraph.provenance.profile import file as trace_file
+from piecegraph.provenance.profile import file as profile_file
 from piecegraph.provenance.profile.attribute import attribute
 from piecegraph.provenance.profile.event import Decode, decode_with_json, fastest_decoder
-from piecegraph.provenance.profile.file import TraceFile
-from piecegraph.provenance.profile.join import RawTrace, join
-from piecegraph.provenance.profile.read import read_launches, read_trace
+from piecegraph.provenance.profile.file import ProfileFile
+from piecegraph.provenance.profile.join import RawProfile, join
+from piecegraph.provenance.profile.read import read_launches, read_profile
 from piecegraph.provenance.profile.timeline import collect
 from tests.cases.kernel_traces import GPU_NAME, TraceBuilder
 
 DECODERS = {"msgspec": fastest_decoder(), "json": decode_with_json}
 
 
-def read_raw(trace: TraceBuilder, folder: Path) -> RawTrace:
+def read_raw(trace: TraceBuilder, folder: Path) -> RawProfile:
     return read_launches(trace.save(folder / "trace.json"))[0]
 
 
@@ -144,7 +144,7 @@ def test_nodes_are_named_alike_for_all_versions(
 ) -> None:
     trace = TraceBuilder()
     trace.replay([("kernel", "a"), ("kernel", "b")], written, graph_id)
-    file = TraceFile(str(trace.save(tmp_path / "trace.json")), DECODERS[decoder])
+    file = ProfileFile(str(trace.save(tmp_path / "trace.json")), DECODERS[decoder])
     assert [launch.node_id for launch in join(collect(file.batches())).launches] == node_ids
 
 
@@ -182,7 +182,7 @@ def test_processes_that_use_the_same_numbers_are_not_mixed_up(tmp_path: Path) ->
         with one.op(f"aten::of_{pid}"):
             one.kernel("gemm")
         merged.events += one.events
-    trace = read_trace(merged.save(tmp_path / "trace.json"))
+    trace = read_profile(merged.save(tmp_path / "trace.json"))
     assert [launch.how for launch in trace.launches] == ["none", "none"]
     assert "2 of 2 cannot be attributed: several processes were merged into this trace" in trace.notes
 
@@ -192,7 +192,7 @@ def test_streams_of_several_devices_are_told_apart(tmp_path: Path) -> None:
     trace.kernel("a", device=0)
     trace.kernel("b", device=1)
     assert [launch.stream for launch in read_raw(trace, tmp_path).launches] == ["0:7", "1:7"]
-    assert read_trace(tmp_path / "trace.json").device == GPU_NAME
+    assert read_profile(tmp_path / "trace.json").device == GPU_NAME
 
 
 def test_addresses_of_objects_make_no_new_names(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_call_is_its_op_with_module_lines_and_phase(tmp_path: Path) -> None:
     trace = TraceBuilder()
     with trace.annotation("prefill"), trace.annotation("ProfilerStep#12"), trace.annotation("piecegraph.piece"):
         layer(trace, 3)
-    read = read_trace(trace.save(tmp_path / "trace.json"))
+    read = read_profile(trace.save(tmp_path / "trace.json"))
     launch = read.launches[0]
     assert launch.call is not None
     assert (launch.call.op, launch.call.shapes) == ("aten::mm", ("bfloat16[2, 8]", "bfloat16[8, 8]"))
@@ -237,7 +237,7 @@ def test_torch_is_left_out_of_the_stack(frames: list[str], lines: list[tuple[str
     outer, *inner = frames
     with trace.python(outer), trace.python((inner or ["<built-in a>"])[0]), trace.python((inner or ["<b>"])[-1]):
         trace.kernel("k")
-    (launch,) = read_trace(trace.save(tmp_path / "trace.json")).launches
+    (launch,) = read_profile(trace.save(tmp_path / "trace.json")).launches
     assert launch.call is not None
     assert launch.call.origins[0].stack == tuple(SourceLine(*line) for line in lines)
 
@@ -248,7 +248,7 @@ def test_what_a_graph_runs_is_not_attributed_to_its_replay(tmp_path: Path) -> No
         trace.replay([("kernel", "a"), ("kernel", "b")])
         with trace.annotation("decode bs=8"):
             trace.replay([("kernel", "a"), ("kernel", "b")])
-    read = read_trace(trace.save(tmp_path / "trace.json"))
+    read = read_profile(trace.save(tmp_path / "trace.json"))
     assert [(launch.how, launch.phase) for launch in read.launches] == [("none", "")] * 2 + [
         ("step", "decode bs=8")
     ] * 2
@@ -261,7 +261,7 @@ def test_notes_say_what_is_missing(tmp_path: Path) -> None:
     trace.kernel("before", launcher="")
     with trace.op("aten::mm"):
         trace.kernel("gemm")
-    assert read_trace(trace.save(tmp_path / "trace.json")).notes == (
+    assert read_profile(trace.save(tmp_path / "trace.json")).notes == (
         "1 of 2 were launched outside of the time that was recorded: by whom is not known",
         "there are no lines of Python: record with with_stack=True",
     )
@@ -303,7 +303,7 @@ def test_on_a_cpu_ops_are_listed_with_their_own_time(tmp_path: Path) -> None:
     assert ranges["aten::copy_"] == ["aten::copy_", "aten::mm", "aten::linear", "model.py(7): forward"]
     assert ranges["aten::linear"] == ["aten::linear", "model.py(7): forward"]
     assert all(launch.kind == "op" and launch.launcher == "" for launch in read.launches)
-    assert read_trace(tmp_path / "trace.json").device == "cpu"
+    assert read_profile(tmp_path / "trace.json").device == "cpu"
 
 
 class Block(torch.nn.Module):
@@ -328,7 +328,7 @@ def test_a_real_trace_of_the_cpu(suffix: str, tmp_path: Path) -> None:
     totals = {event.key: event.self_cpu_time_total for event in recorded.key_averages()}
     path = str(tmp_path / f"trace{suffix}")
     recorded.export_chrome_trace(path)
-    read = read_trace(path)
+    read = read_profile(path)
     products = [launch for launch in read.launches if launch.name == "aten::addmm"]
     assert [launch.call.shapes for launch in products if launch.call is not None] == [
         ("float32[16]", "float32[2, 8]", "float32[8, 16]"),
@@ -363,12 +363,12 @@ def some_events(number: int) -> list[dict[str, Any]]:
 def test_every_event_is_read_however_blocks_fall(
     decoder: str, block: int, indent: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace_file, "BLOCK_BYTES", block)
+    monkeypatch.setattr(profile_file, "BLOCK_BYTES", block)
     events = some_events(9 if block < 300 else 400)
     path = tmp_path / "trace.json"
     document = {"big": 12345678, "before": [{"x": 1}, {}], "traceEvents": events, "deviceProperties": [{"id": 0}, {}]}
     path.write_text(json.dumps(document, indent=indent, ensure_ascii=False), encoding="utf-8")
-    file = TraceFile(str(path), DECODERS[decoder])
+    file = ProfileFile(str(path), DECODERS[decoder])
     read = [event for batch in file.batches() for event in batch]
     assert [event.name for event in read] == [event["name"] for event in events]
     assert [event.args.external_id for event in read] == list(range(len(events)))
@@ -382,7 +382,7 @@ def test_a_list_of_events_is_a_trace_too(tmp_path: Path) -> None:
     layer(trace, 0)
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(trace.events))
-    listed = read_trace(path)
+    listed = read_profile(path)
     assert [launch.name for launch in listed.launches] == ["gemm", "reduce"]
     assert listed.device == ""
 
@@ -391,8 +391,8 @@ def test_gzip_is_known_by_its_content(tmp_path: Path) -> None:
     trace = TraceBuilder()
     layer(trace, 0)
     plain, packed = tmp_path / "trace.json", tmp_path / "trace.json.gz"
-    assert read_trace(trace.save(plain)) == read_trace(trace.save(packed))
-    assert read_trace(packed.rename(tmp_path / "no suffix")) == read_trace(plain)
+    assert read_profile(trace.save(plain)) == read_profile(trace.save(packed))
+    assert read_profile(packed.rename(tmp_path / "no suffix")) == read_profile(plain)
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
@@ -412,7 +412,7 @@ def test_odd_values_are_no_reason_to_fail(decoder: str, tmp_path: Path) -> None:
     ]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps([*odd, *some_events(3)]).replace("\\n", "\n"))
-    read = [event for batch in TraceFile(str(path), DECODERS[decoder]).batches() for event in batch]
+    read = [event for batch in ProfileFile(str(path), DECODERS[decoder]).batches() for event in batch]
     assert [event.name for event in read[:4]] == ["a\nb", "k", "k", "c"]
     assert (read[0].ts, read[0].dur, read[1].ts, read[1].dur) == (12.5, 3.0, 0.0, 0.0)
     assert [event.args.correlation for event in read[:3]] == [-1, -1, 5]
@@ -429,11 +429,11 @@ def test_it_works_without_msgspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     trace = TraceBuilder()
     layer(trace, 0)
     path = trace.save(tmp_path / "trace.json")
-    expected = read_trace(path)
+    expected = read_profile(path)
     monkeypatch.setitem(sys.modules, "msgspec", None)
     decode: Decode = fastest_decoder()
     assert decode is decode_with_json
-    assert read_trace(path) == expected
+    assert read_profile(path) == expected
 
 
 # ---- errors
@@ -441,7 +441,7 @@ def test_it_works_without_msgspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def error_of(path: Path) -> InputError:
     with pytest.raises(InputError) as caught:
-        read_trace(path)
+        read_profile(path)
     assert str(path) in caught.value.where
     assert caught.value.hint
     assert caught.value.exit_code == 2
@@ -487,12 +487,12 @@ def test_a_trace_that_ends_anywhere_is_refused(decoder: str, tmp_path: Path) -> 
     for length in range(1, len(whole)):
         path.write_bytes(whole[:length])
         with pytest.raises(InputError) as caught:
-            list(TraceFile(str(path), DECODERS[decoder]).batches())
+            list(ProfileFile(str(path), DECODERS[decoder]).batches())
         assert caught.value.code == "PG705", whole[:length]
 
 
 def test_the_place_where_a_trace_ends_is_told_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_file, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(profile_file, "BLOCK_BYTES", 1 << 12)
     path = tmp_path / "trace.json"
     whole = json.dumps(some_events(1500), ensure_ascii=False).encode()
     path.write_bytes(whole[:-30])
@@ -502,7 +502,7 @@ def test_the_place_where_a_trace_ends_is_told_in_bytes(tmp_path: Path, monkeypat
 
 
 def test_the_place_of_damage_is_told_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_file, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(profile_file, "BLOCK_BYTES", 1 << 12)
     path = tmp_path / "trace.json"
     whole = json.dumps(some_events(900), ensure_ascii=False).encode()
     place = whole.index(b'{"ph": "X", "cat": "cpu_op", "name": "op \\"600')
@@ -521,16 +521,16 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pyte
     def refuse(path: str, mode: str) -> None:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(trace_file, "open", refuse, raising=False)  # root may read everything
+    monkeypatch.setattr(profile_file, "open", refuse, raising=False)  # root may read everything
     assert error_of(tmp_path / "trace.json").why == "Permission denied"
 
 
 def test_a_broken_file_is_not_searched_with_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_file, "BLOCK_BYTES", 1 << 10)
-    monkeypatch.setattr(trace_file, "MAX_VALUE_CHARS", 1 << 12)
+    monkeypatch.setattr(profile_file, "BLOCK_BYTES", 1 << 10)
+    monkeypatch.setattr(profile_file, "MAX_VALUE_CHARS", 1 << 12)
     path = tmp_path / "trace.json"
     path.write_text('[{"name": "never ends' + "x" * (1 << 20))
-    file = TraceFile(str(path))
+    file = ProfileFile(str(path))
     with pytest.raises(InputError) as caught:
         list(file.batches())
     assert caught.value.code == "PG703"
@@ -545,8 +545,8 @@ def test_long_files_show_a_bar(
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(some_events(20)))
     monkeypatch.setattr(read, "_MEGABYTE", 100)
-    read_trace(path, progress=True)
+    read_profile(path, progress=True)
     assert capsys.readouterr().err == "", "a short file needs none"
     monkeypatch.setattr(read, "_LONG_FILE_BYTES", 100)
-    read_trace(path, progress=True)
+    read_profile(path, progress=True)
     assert "reading" in capsys.readouterr().err

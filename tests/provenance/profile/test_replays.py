@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from piecegraph.base.origin import GraphNode, GraphRecord, LaunchCall, Origin, WorkKind
-from piecegraph.provenance.launch import KernelTrace, Launch, RawLaunch
+from piecegraph.provenance.launch import KernelProfile, Launch, RawLaunch
 from piecegraph.provenance.profile.marks import CALL_MARK, Announcer
 from piecegraph.provenance.profile.replays import RecordedGraph, RecordedTape, captured_calls, match_replay
 from piecegraph.provenance.profile.take import MarkedProfile
@@ -128,7 +128,7 @@ def step_mark(step: int, serial: int, tape: int = TAPE) -> str:
     return f"{STEP_MARK} {tape}.{step}.{serial}"
 
 
-def read(trace: TraceBuilder, folder: Path, *steps: RecordedGraph | LaunchCall | str) -> KernelTrace:
+def read(trace: TraceBuilder, folder: Path, *steps: RecordedGraph | LaunchCall | str) -> KernelProfile:
     """What a profile tells that was taken while such a tape was there."""
     announcer = Announcer()
     announcer.calls = [None, COPY]

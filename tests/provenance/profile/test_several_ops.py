@@ -10,7 +10,7 @@ import torch
 import piecegraph
 from piecegraph.base.origin import GraphNode, GraphRecord, LaunchCall, Origin
 from piecegraph.provenance.groups.mining import mine
-from piecegraph.provenance.launch import KernelTrace, Launch, Range, RawLaunch
+from piecegraph.provenance.launch import KernelProfile, Launch, Range, RawLaunch
 from piecegraph.provenance.profile.marks import CALL_MARK, ByMarks
 from piecegraph.provenance.profile.replays import RecordedTape, captured_calls
 from piecegraph.tape.tape import STEP_MARK
@@ -25,7 +25,7 @@ def kernel(name: str, call: LaunchCall, instance: int) -> Launch:
 
 def groups_of(call: LaunchCall) -> list[str]:
     launches = [kernel(name, call, instance) for instance in range(20) for name in ("gemm", "scan")]
-    return [group.op for group in mine(KernelTrace(tuple(launches))).groups]
+    return [group.op for group in mine(KernelProfile(tuple(launches))).groups]
 
 
 def test_kernels_of_several_ops_are_no_group() -> None:

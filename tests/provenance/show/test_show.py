@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from piecegraph.base.json_text import to_json
-from piecegraph.provenance.launch import KernelTrace, Launch
+from piecegraph.provenance.launch import KernelProfile, Launch
 from piecegraph.provenance.show.json_document import diff_document, table_document
 from piecegraph.provenance.show.markdown import table_markdown
 from piecegraph.provenance.show.nsys_csv import table_csv
@@ -91,7 +91,7 @@ def test_what_a_user_is_given_prints_itself(table: Table, changes: Diff) -> None
 
 
 def test_long_times_are_in_milliseconds() -> None:
-    text = table_text(tabulate(KernelTrace((launch("k", 0, 123456.0),))))
+    text = table_text(tabulate(KernelProfile((launch("k", 0, 123456.0),))))
     assert "(ms)" in text
     assert "123.456" in text
 
@@ -113,14 +113,13 @@ def test_csv_can_be_read_as_one_of_nsys(table: Table) -> None:
 
 
 def test_json_holds_sites_and_stacks(table: Table) -> None:
-    found = json.loads(to_json(table_document(table, with_instances=True)))
+    found = json.loads(to_json(table_document(table)))
     assert (found["schema_version"], found["device"], found["coverage"]["idle_us"]) == (1, "NVIDIA H200", 30)
     assert sum(row["total_us"] for row in found["rows"]) == 80
     (fused,) = (row for row in found["rows"] if row["kernel"] == FUSED)
     assert [origin["op"] for origin in fused["sites"][0]["origins"]] == ["aten::silu", "aten::mul", "aten::add"]
     assert [line["line"] for line in fused["sites"][0]["origins"][0]["stack"]] == [400, 180]
-    assert fused["sites"][1]["launches"][0]["start_us"] == 55
-    assert "launches" not in table_document(table)["rows"][0]["sites"][0]
+    assert [site["instances"] for site in fused["sites"]] == [1, 1]
 
 
 def test_json_of_changes(changes: Diff) -> None:
@@ -131,16 +130,16 @@ def test_json_of_changes(changes: Diff) -> None:
 
 
 def test_markdown_survives_bars_and_backticks() -> None:
-    text = table_markdown(tabulate(KernelTrace((launch("a|b`c", 0, 1),), notes=("<b>|",))), ENVIRONMENT)
+    text = table_markdown(tabulate(KernelProfile((launch("a|b`c", 0, 1),), notes=("<b>|",))), ENVIRONMENT)
     assert "`a\\|b'c`" in text
     assert "note: \\<b\\>\\|" in text
 
 
 def test_a_name_cannot_command_a_terminal() -> None:
-    table = tabulate(KernelTrace((launch("evil\x1b[2J\nname", 0, 1),), notes=("\x1b]0;title\x07",)))
+    table = tabulate(KernelProfile((launch("evil\x1b[2J\nname", 0, 1),), notes=("\x1b]0;title\x07",)))
     for text in (
         table_text(table),
-        diff_text(diff(table, tabulate(KernelTrace(())))),
+        diff_text(diff(table, tabulate(KernelProfile(())))),
         table_markdown(table, ENVIRONMENT),
     ):
         assert "\x1b" not in text
@@ -148,7 +147,7 @@ def test_a_name_cannot_command_a_terminal() -> None:
 
 
 def test_every_format_of_nothing() -> None:
-    empty = tabulate(KernelTrace(()))
+    empty = tabulate(KernelProfile(()))
     assert table_csv(empty).count("\n") == 1
     assert table_document(empty)["rows"] == []
     assert "nothing ran" in table_markdown(empty, ENVIRONMENT)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from piecegraph.base.origin import LaunchCall, Origin
 from piecegraph.base.plan import SourceLine
 from piecegraph.errors import SelectionError
-from piecegraph.provenance.launch import How, KernelTrace, Launch
+from piecegraph.provenance.launch import How, KernelProfile, Launch
 from piecegraph.provenance.show.text import diff_text, table_text
 from piecegraph.provenance.tables.changes import diff
 from piecegraph.provenance.tables.rows import Row
@@ -46,12 +46,12 @@ def test_one_kernel_from_two_places_is_two_rows(table: Table) -> None:
 def test_one_place_in_two_phases_is_two_rows() -> None:
     launches = decode_trace().launches
     other = tuple(replace(one, phase="prefill") for one in launches)
-    table = tabulate(KernelTrace(launches + other))
+    table = tabulate(KernelProfile(launches + other))
     assert {row.phase for row in table.rows if row.kernel == FUSED} == {"decode 16", "prefill"}
 
 
 def test_statistics() -> None:
-    table = tabulate(KernelTrace(tuple(launch("k", 10 * i, time) for i, time in enumerate([1.0, 2.0, 6.0]))))
+    table = tabulate(KernelProfile(tuple(launch("k", 10 * i, time) for i, time in enumerate([1.0, 2.0, 6.0]))))
     times = table.rows[0].times
     assert (times.total, times.num_instances, times.average, times.median) == (9, 3, 3, 2)
     assert (times.shortest, times.longest, times.deviation) == (1, 6, pytest.approx(7**0.5))
@@ -145,7 +145,7 @@ def test_what_is_not_there_is_an_error_that_lists_what_is(
 def test_long_lists_are_cut() -> None:
     launches = [launch(f"kernel_{number:02}", number, 1) for number in range(40)]
     with pytest.raises(SelectionError, match="kernel_00, .*kernel_11 and 28 more"):
-        tabulate(KernelTrace(tuple(launches))).filter(kernel="none")
+        tabulate(KernelProfile(tuple(launches))).filter(kernel="none")
 
 
 def test_of_takes_one_thing(table: Table) -> None:
@@ -170,7 +170,7 @@ def test_sorts_begin_with_the_largest_and_with_a(table: Table) -> None:
 
 
 def test_nothing_ran() -> None:
-    empty = tabulate(KernelTrace(()))
+    empty = tabulate(KernelProfile(()))
     assert (empty.rows, empty.total, empty.coverage.idle, empty.is_whole) == ((), 0, 0, True)
     assert empty.filter(module="layers.0").sort(by="avg").of(line="a.py:1") == empty
     assert "nothing ran" in table_text(empty)
@@ -179,7 +179,7 @@ def test_nothing_ran() -> None:
 
 
 def test_launches_that_took_no_time() -> None:
-    table = tabulate(KernelTrace((launch("k", 5, 0.0), launch("k", 5, 0.0))))
+    table = tabulate(KernelProfile((launch("k", 5, 0.0), launch("k", 5, 0.0))))
     assert (table.rows[0].share, table.coverage.span) == (0, 0)
     assert "0.0 %" in table_text(table)
 
@@ -201,7 +201,7 @@ def test_new_and_gone_rows() -> None:
     assert (new.state, new.delta, new.row.kernel) == ("new", 10, FUSED)
 
 
-def change_all(trace: KernelTrace, **fields: object) -> KernelTrace:
+def change_all(trace: KernelProfile, **fields: object) -> KernelProfile:
     return replace(trace, launches=tuple(replace(one, **fields) for one in trace.launches))  # type: ignore[arg-type]
 
 
@@ -213,15 +213,15 @@ def test_another_way_of_attributing_or_another_phase_is_no_change() -> None:
 
 def test_phases_that_both_have_are_kept_apart() -> None:
     one, other = change_all(decode_trace(), phase="a"), change_all(decode_trace(), phase="b")
-    both = KernelTrace(one.launches + other.launches)
-    after = KernelTrace(one.launches + slower(other, 2).launches)
+    both = KernelProfile(one.launches + other.launches)
+    after = KernelProfile(one.launches + slower(other, 2).launches)
     assert {change.row.phase for change in diff(tabulate(both), tabulate(after)).changes} == {"b"}
 
 
 def test_a_row_is_found_again_when_its_line_moves_or_its_kernel_is_another_variant() -> None:
     def traced(name: str, line: int, duration: float = 5) -> Table:
         call = LaunchCall("aten::mm", (Origin("aten::mm", "mlp", (SourceLine("m.py", line),)),))
-        return tabulate(KernelTrace((launch(name, 0, duration, call),)))
+        return tabulate(KernelProfile((launch(name, 0, duration, call),)))
 
     assert diff(traced(GEMM, 10), traced(GEMM, 11)).changes == ()
     (change,) = diff(traced(GEMM, 10), traced("nvjet_sm90_tst_128x8_64x16_2x1_v_bz_splitK_TNT", 10, 6)).changes
@@ -258,7 +258,7 @@ def launches(draw: st.DrawFn) -> tuple[Launch, ...]:
 @settings(max_examples=60, deadline=None)
 @given(launches())
 def test_nothing_is_lost_or_counted_twice(launched: tuple[Launch, ...]) -> None:
-    table = tabulate(KernelTrace(launched))
+    table = tabulate(KernelProfile(launched))
     assert sorted(id(one) for row in table.rows for one in row.instances) == sorted(map(id, launched))
     assert table.total == pytest.approx(sum(one.duration for one in launched))
     assert sum(row.share for row in table.rows) == pytest.approx(100)
@@ -286,7 +286,7 @@ def test_a_filter_keeps_what_it_means_and_nothing_else(
 ) -> None:
     fields, means = wanted
     expected = {id(one) for one in launched if one.call and any(map(means, one.call.origins))}
-    table = tabulate(KernelTrace(launched))
+    table = tabulate(KernelProfile(launched))
     if not expected:
         with pytest.raises(SelectionError, match="PG712"):
             table.filter(**fields)
@@ -299,7 +299,7 @@ def test_a_filter_keeps_what_it_means_and_nothing_else(
 @settings(max_examples=60, deadline=None)
 @given(launches(), launches())
 def test_a_diff_adds_up(one: tuple[Launch, ...], other: tuple[Launch, ...]) -> None:
-    before, after = tabulate(KernelTrace(one)), tabulate(KernelTrace(other))
+    before, after = tabulate(KernelProfile(one)), tabulate(KernelProfile(other))
     assert diff(before, before).changes == ()
     changes = diff(before, after).changes
     assert sum(change.delta for change in changes) == pytest.approx(after.total - before.total)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from piecegraph.provenance.groups.conditions import MAX_VALUES, Sample, by_grid_z, by_value
-from piecegraph.provenance.groups.group import Condition, GroupMember, Verdict
+from piecegraph.provenance.groups.group import Condition, GroupMember, GroupVerdict
 from piecegraph.provenance.groups.seen_calls import SeenCall, Variant, View
 
 
@@ -25,7 +25,7 @@ class Claim:
 
     members: tuple[GroupMember, ...]
     is_ordered: bool
-    verdict: Verdict
+    verdict: GroupVerdict
     anchor: str
 
 
@@ -54,7 +54,7 @@ def make_claim(views: Sequence[View], variants: Sequence[Variant], rules: Rules)
 
 
 @dataclass(frozen=True, slots=True)
-class _Slots:
+class _MemberSlots:
     of: dict[str, int]
     """The place of each name in the order; names that stand for each other share one."""
     required: frozenset[int]
@@ -79,7 +79,7 @@ def _is_ordered(variants: Iterable[Variant], order: list[str]) -> bool:
     return all(one == sorted(one) for one in ranks)
 
 
-def _slots(variants: Sequence[Variant], order: list[str], generic: set[str], min_support: int) -> _Slots:
+def _slots(variants: Sequence[Variant], order: list[str], generic: set[str], min_support: int) -> _MemberSlots:
     core = set.intersection(*(set(variant.names) for variant in variants))
     of = {name: place for place, name in enumerate(order)}
     required = {of[name] for name in core}
@@ -95,10 +95,10 @@ def _slots(variants: Sequence[Variant], order: list[str], generic: set[str], min
         if len(names) > 1 and all(len(set(names) & set(variant.names)) == 1 for variant in variants):
             of |= dict.fromkeys(names, of[names[0]])
             required.add(of[names[0]])
-    return _Slots(of, frozenset(required))
+    return _MemberSlots(of, frozenset(required))
 
 
-def _member(view: View, calls: Iterable[SeenCall], name: str, slots: _Slots) -> GroupMember:
+def _member(view: View, calls: Iterable[SeenCall], name: str, slots: _MemberSlots) -> GroupMember:
     counts = [(view.names(call).count(name), call.times) for call in calls]
     repeats = [count for count, _ in counts if count]
     return GroupMember(
@@ -180,14 +180,14 @@ def _under_finer_names(
         if len(names) > MAX_VALUES or any(len(found) > 1 for found in per_call):
             continue
         required = frozenset[int]() if member.is_optional else frozenset({member.slot})
-        slots = _Slots(dict.fromkeys(names, member.slot), required)
+        slots = _MemberSlots(dict.fromkeys(names, member.slot), required)
         finer = [_member(view, calls, name, slots) for name in names]
         if all(one.is_sure and one.calls >= rules.min_support and not one.is_generic for one in finer):
             return finer
     return []
 
 
-def _judge(members: Sequence[GroupMember], rules: Rules) -> tuple[Verdict, str] | None:
+def _judge(members: Sequence[GroupMember], rules: Rules) -> tuple[GroupVerdict, str] | None:
     """The verdict and its anchor."""
     core = [member for member in members if not member.is_optional]
     if len({member.slot for member in core}) > 1 or all(member.repeats[0] > 1 for member in core):

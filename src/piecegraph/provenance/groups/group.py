@@ -13,7 +13,7 @@ from typing import Literal
 
 from piecegraph.base.origin import WorkKind
 
-Verdict = Literal["always", "always given", "usually"]
+GroupVerdict = Literal["always", "always given", "usually"]
 """``always``: no member runs outside of the group. ``always given``: the anchor does not. ``usually``: hardly."""
 
 
@@ -68,7 +68,7 @@ class GroupMember:
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class OwningOp:
     """An op whose calls launch a group: a place to intercept it."""
 
     op: str
@@ -84,13 +84,13 @@ class Group:
 
     label: str
     """``G1``"""
-    owners: tuple[Owner, ...]
+    owners: tuple[OwningOp, ...]
     """Most calls first. Several where several ops launch the same kernels."""
     members: tuple[GroupMember, ...]
     """In the order of their launch."""
     is_ordered: bool
     """Whether all calls launch them in this order."""
-    verdict: Verdict
+    verdict: GroupVerdict
     anchor: str
     """The member from which the others follow."""
     places: tuple[str, ...]
@@ -129,7 +129,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """What was mined from one trace."""
+    """What was mined from one profile."""
 
     groups: tuple[Group, ...]
     """The one that takes the most time first."""

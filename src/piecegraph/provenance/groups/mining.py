@@ -1,4 +1,4 @@
-"""Mining groups: from the calls of a trace to the kernels that come from one call together.
+"""Mining groups: from the calls of a profile to the kernels that come from one call together.
 
 Calls that launch several kernels become one group if they share a kernel that does not run without company. What all
 of them launch is the core, the rest is optional, and kernels that stand for each other share a slot. Coarse names are
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from piecegraph.provenance.groups.claim import Claim, Rules, make_claim
-from piecegraph.provenance.groups.group import Group, Groups, Owner
+from piecegraph.provenance.groups.group import Group, Groups, OwningOp
 from piecegraph.provenance.groups.seen_calls import (
     Levels,
     SeenCall,
@@ -25,7 +25,7 @@ from piecegraph.provenance.groups.seen_calls import (
     seen_calls,
     signature,
 )
-from piecegraph.provenance.launch import KernelTrace
+from piecegraph.provenance.launch import KernelProfile
 from piecegraph.provenance.names import family, short
 
 LEVELS: Levels = (("raw", str), ("short", short), ("family", family))
@@ -38,16 +38,16 @@ class _Found:
     calls: tuple[SeenCall, ...]
 
 
-def mine(trace: KernelTrace, levels: Levels = LEVELS, *, min_support: int = 5, usually: float = 0.9) -> Groups:
-    """Find the groups of a trace.
+def mine(profile: KernelProfile, levels: Levels = LEVELS, *, min_support: int = 5, usually: float = 0.9) -> Groups:
+    """Find the groups of a profile.
 
     Args:
-        trace: What ran. Only calls that were seen as they launched, or at capture, are evidence.
+        profile: What ran. Only calls that were seen as they launched, or at capture, are evidence.
         levels: Ways to name a kernel, the finest first.
         min_support: How many calls a claim needs.
         usually: The least share of a kernel's launches for which a group is worth a claim.
     """
-    calls = seen_calls(trace)
+    calls = seen_calls(profile)
     rules = Rules(min_support, usually)
     views = [View(calls, level) for level in levels]
     left = dict.fromkeys(call for call in calls if len(call.members) > 1)
@@ -59,7 +59,7 @@ def mine(trace: KernelTrace, levels: Levels = LEVELS, *, min_support: int = 5, u
                 found.append(settled)
                 for call in settled.calls:
                     del left[call]
-    return _numbered(trace, calls, found, _reason(trace, calls, num_several, rules))
+    return _numbered(profile, calls, found, _reason(profile, calls, num_several, rules))
 
 
 def _linked(view: View, calls: Iterable[SeenCall], usually: float, with_repeats: bool) -> list[list[Variant]]:
@@ -97,10 +97,10 @@ def _settle(views: Sequence[View], variants: list[Variant], rules: Rules) -> lis
     return [found for part in parts.values() for found in _settle(views, part, rules)]
 
 
-def _numbered(trace: KernelTrace, calls: Sequence[SeenCall], found: list[_Found], reason: str) -> Groups:
+def _numbered(profile: KernelProfile, calls: Sequence[SeenCall], found: list[_Found], reason: str) -> Groups:
     """The claims as groups, with labels, owners, places and time."""
     claim_of = {call.signature: number for number, one in enumerate(found) for call in one.calls}
-    claim_of_instance, time = _carried_over(trace, claim_of)
+    claim_of_instance, time = _carried_over(profile, claim_of)
     num_op_calls: Counter[str] = Counter()
     for call in calls:
         num_op_calls[call.op] += call.times
@@ -116,16 +116,16 @@ def _numbered(trace: KernelTrace, calls: Sequence[SeenCall], found: list[_Found]
 
 
 def _carried_over(
-    trace: KernelTrace, claim_of: dict[tuple[str, tuple[str, ...]], int]
+    profile: KernelProfile, claim_of: dict[tuple[str, tuple[str, ...]], int]
 ) -> tuple[dict[int, int], dict[int, float]]:
     """Which claim each call instance belongs to, and the time of each claim.
 
     A replay shows a group where one of its instances is, by op and names, a call that was seen at capture.
     """
-    captured = {signature(one.call.op, one.members) for one in trace.captured}
+    captured = {signature(one.call.op, one.members) for one in profile.captured}
     claim_of_instance: dict[int, int] = {}
     time: dict[int, float] = defaultdict(float)
-    for instance, launches in instances(trace.launches).items():
+    for instance, launches in instances(profile.launches).items():
         call = launches[0].call
         key = signature(call.op if call else "", launches)
         number = claim_of.get(key)
@@ -147,7 +147,7 @@ def _group(found: _Found, num_op_calls: Counter[str], time: float) -> Group:
     claim = found.claim
     return Group(
         label="",
-        owners=tuple(Owner(op, times, num_op_calls[op]) for op, times in support.most_common()),
+        owners=tuple(OwningOp(op, times, num_op_calls[op]) for op, times in support.most_common()),
         members=claim.members,
         is_ordered=claim.is_ordered,
         verdict=claim.verdict,
@@ -158,7 +158,7 @@ def _group(found: _Found, num_op_calls: Counter[str], time: float) -> Group:
     )
 
 
-def _reason(trace: KernelTrace, calls: Sequence[SeenCall], num_several: int, rules: Rules) -> str:
+def _reason(profile: KernelProfile, calls: Sequence[SeenCall], num_several: int, rules: Rules) -> str:
     if num_several:
         return (
             f"no kernels were seen together in at least {rules.min_support} calls and in at least "
@@ -166,6 +166,6 @@ def _reason(trace: KernelTrace, calls: Sequence[SeenCall], num_several: int, rul
         )
     if calls:
         return "no call launches more than one kernel"
-    if any(launch.kind != "op" for launch in trace.launches):
+    if any(launch.kind != "op" for launch in profile.launches):
         return "of no kernel the call is known: replays alone are no evidence, trace the capture or an eager run too"
     return "no kernel was seen"

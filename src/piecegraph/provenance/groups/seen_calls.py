@@ -1,4 +1,4 @@
-"""A trace as evidence for mining: calls with what they launched, and nothing whose call is in doubt.
+"""A profile as evidence for mining: calls with what they launched, and nothing whose call is in doubt.
 
 What a replay launched is no evidence, whatever stands next to what in it: layers repeat, so neighbours that have
 nothing to do with each other are always neighbours. Of a graph, the calls that were seen at its capture count.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from piecegraph.base.origin import LaunchCall, WorkKind
-from piecegraph.provenance.launch import KernelTrace, Launch, Member
+from piecegraph.provenance.launch import KernelProfile, Launch, Member
 from piecegraph.provenance.names import fold_layers
 
 Levels = Sequence[tuple[str, Callable[[str], str]]]
@@ -88,10 +88,10 @@ class View:
         return [Variant(op, names, tuple(alike)) for (op, names), alike in together.items()]
 
 
-def seen_calls(trace: KernelTrace) -> tuple[SeenCall, ...]:
+def seen_calls(profile: KernelProfile) -> tuple[SeenCall, ...]:
     """The calls whose kernels are known for sure, alike ones as one."""
     places: dict[tuple[str, tuple[str, ...], tuple[Member, ...]], Counter[str]] = {}
-    for call, members in _each_call(trace):
+    for call, members in _each_call(profile):
         places.setdefault((call.op, call.shapes, members), Counter())[_place(call)] += 1
     return tuple(
         SeenCall(op, shapes, members, counted.total(), tuple(counted.items()))
@@ -125,14 +125,14 @@ def is_generic(member: Member) -> bool:
     )
 
 
-def _each_call(trace: KernelTrace) -> Iterator[tuple[LaunchCall, tuple[Member, ...]]]:
-    direct = instances(launch for launch in trace.launches if not ran_in_graph(launch))
+def _each_call(profile: KernelProfile) -> Iterator[tuple[LaunchCall, tuple[Member, ...]]]:
+    direct = instances(launch for launch in profile.launches if not ran_in_graph(launch))
     for launches in direct.values():
         call = launches[0].call
         assert call is not None  # instances() keeps no other
         if not call.is_several:
             yield call, tuple(map(_member, launches))
-    for captured in trace.captured:
+    for captured in profile.captured:
         if captured.members:
             yield captured.call, tuple(map(_member, captured.members))
 

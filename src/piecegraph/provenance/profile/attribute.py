@@ -1,4 +1,4 @@
-"""Who made a launch, as far as a trace of any program tells: from raw launches to a :class:`KernelTrace`.
+"""Who made a launch, as far as a profile of any program tells: from raw launches to a :class:`KernelProfile`.
 
 The ranges around a launch name its op, the Python functions and the class of the module. Of what a replayed graph runs
 they say nothing, as they are those of the replay; there only an annotation around it is of use.
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from piecegraph.base.origin import LaunchCall, Origin
 from piecegraph.base.plan import SourceLine
 from piecegraph.base.user_code import is_user_file
-from piecegraph.provenance.launch import KernelTrace, Launch, Range, RawLaunch
-from piecegraph.provenance.profile.join import RawTrace
+from piecegraph.provenance.launch import KernelProfile, Launch, Range, RawLaunch
+from piecegraph.provenance.profile.join import RawProfile
 from piecegraph.provenance.profile.timeline import MODULE_PREFIX
 
 Attribution = Callable[[RawLaunch], Launch | None]
@@ -34,16 +34,16 @@ class _Caller:
     phase: str
 
 
-def attribute(trace: RawTrace, device: str = "", first: Attribution | None = None) -> KernelTrace:
+def attribute(profile: RawProfile, device: str = "", first: Attribution | None = None) -> KernelProfile:
     """Say of each launch who made it: ``first`` if it knows, else by the ranges around it."""
     callers = _Callers()
     launches = []
-    for raw in trace.launches:
+    for raw in profile.launches:
         known = first(raw) if first is not None else None
         launches.append(known or _by_ranges(raw, callers.of(raw.ranges)))
-    if not trace.device_ids:
+    if not profile.device_ids:
         device = "cpu"
-    return KernelTrace(tuple(launches), device=device, notes=tuple(_notes(trace, launches)))
+    return KernelProfile(tuple(launches), device=device, notes=tuple(_notes(profile, launches)))
 
 
 def _by_ranges(raw: RawLaunch, caller: _Caller) -> Launch:
@@ -59,7 +59,7 @@ class _Callers:
         self._known: dict[int, _Caller] = {}
 
     def of(self, ranges: tuple[Range, ...]) -> _Caller:
-        # Equal ranges are one object, which the trace keeps; hashing dozens of them for each launch would be slow.
+        # Equal ranges are one object, which the profile keeps; hashing dozens of them for each launch would be slow.
         caller = self._known.get(id(ranges))
         if caller is None:
             caller = self._known[id(ranges)] = _Caller(_call(ranges), _phase(ranges))
@@ -96,15 +96,15 @@ def _is_user_line(line: SourceLine) -> bool:
     return is_user_file(line.file) and not inside.startswith(_LIBRARY_FOLDERS) and "/torch/" not in inside
 
 
-def _notes(trace: RawTrace, launches: list[Launch]) -> Iterable[str]:
+def _notes(profile: RawProfile, launches: list[Launch]) -> Iterable[str]:
     """What a reader of the tables must know. Only what is still unknown counts."""
-    if not trace.device_ids:
+    if not profile.device_ids:
         yield "nothing ran on a GPU: these are ops of the CPU, each with its time without the ops it calls"
     total = len(launches)
-    unknown = [raw for raw, launch in zip(trace.launches, launches, strict=True) if launch.call is None]
+    unknown = [raw for raw, launch in zip(profile.launches, launches, strict=True) if launch.call is None]
     replayed = [raw for raw in unknown if raw.is_replayed]
-    num_ambiguous = sum(raw.correlation in trace.ambiguous for raw in unknown)
-    num_unseen = sum(not raw.launcher and raw.correlation not in trace.ambiguous for raw in unknown)
+    num_ambiguous = sum(raw.correlation in profile.ambiguous for raw in unknown)
+    num_unseen = sum(not raw.launcher and raw.correlation not in profile.ambiguous for raw in unknown)
     if num_unseen:
         yield f"{num_unseen:,} of {total:,} were launched outside of the time that was recorded: by whom is not known"
     if num_ambiguous:

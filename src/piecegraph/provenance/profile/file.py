@@ -1,4 +1,4 @@
-"""Reading a trace file piece by piece: plain or gzip, of any size, with the memory of a few MiB.
+"""Reading a profile piece by piece: plain or gzip, of any size, with the memory of a few MiB.
 
 In comes a path, out come lists of events. The events of a Chrome trace are the list under ``traceEvents``, or the
 whole file. A file that ends early, or is something else, is an error that says where; never a shorter answer.
@@ -45,8 +45,8 @@ _CUT_OFF_HINT = (
 )
 
 
-class TraceFile:
-    """One trace. ``batches()`` may be walked once; the other fields hold what it has met so far.
+class ProfileFile:
+    """One profile. ``batches()`` may be walked once; the other fields hold what it has met so far.
 
     Args:
         path: of the file.
@@ -61,7 +61,7 @@ class TraceFile:
         self._make = make
         self.num_events = 0
         self.device_properties: list[dict[str, Any]] = []
-        self.kept: dict[str, Any] = {}
+        self.saved: dict[str, Any] = {}
         """What :mod:`piecegraph.provenance.profile.saved` wrote."""
         self._decode = decode or fastest_decoder()
         self._text = _Text(iter(()))
@@ -127,7 +127,7 @@ class TraceFile:
                 if name == "deviceProperties" and isinstance(value, list):
                     self.device_properties = [properties for properties in value if isinstance(properties, dict)]
                 elif isinstance(name, str) and name.startswith(MEMBER):
-                    self.kept[name] = value
+                    self.saved[name] = value
         self._text.at += 1
 
     def _events(self) -> Iterator[Sequence[ProfileEvent]]:

@@ -1,7 +1,7 @@
 """Launches with what was open around them: a GPU's work joined with the driver's calls and the ranges of the CPU.
 
-In comes a packed trace, out come :class:`RawLaunch` values in the order of their launch. A launch that the trace does
-not hold has no ranges; nothing is guessed.
+In comes a packed profile, out come :class:`RawLaunch` values in the order of their launch. A launch that the profile
+does not hold has no ranges; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ MIN_OWN_MICROSECONDS = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
-class RawTrace:
-    """All that a trace tells of what ran."""
+class RawProfile:
+    """All that a profile tells of what ran."""
 
     launches: tuple[RawLaunch, ...]
     """In the order of their launch."""
     device_ids: tuple[int, ...]
     """Of the GPUs that something ran on; empty if ops of a CPU are listed instead."""
     ambiguous: frozenset[int] = frozenset()
-    """Correlations that several processes use: the trace was merged of several, and none of them is believed."""
+    """Correlations that several processes use: the profile was merged of several, and none of them is believed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ class _Context:
 _NO_CONTEXT = _Context()
 
 
-def join(timeline: Timeline) -> RawTrace:
+def join(timeline: Timeline) -> RawProfile:
     """What ran, with its launches; if nothing ran on a GPU, the ops of the CPU with their own times."""
     if not len(timeline.work):
-        return RawTrace(tuple(_in_order(_op_launches(timeline))), ())
+        return RawProfile(tuple(_in_order(_op_launches(timeline))), ())
     calls, ambiguous = _launching_calls(timeline)
     devices = tuple(sorted({device for device, _ in timeline.streams.values}))
-    return RawTrace(tuple(_in_order(_gpu_launches(timeline, calls))), devices, ambiguous)
+    return RawProfile(tuple(_in_order(_gpu_launches(timeline, calls))), devices, ambiguous)
 
 
 def _in_order(launches: Iterator[RawLaunch]) -> list[RawLaunch]:
@@ -116,7 +116,7 @@ def _stream_names(timeline: Timeline) -> list[str]:
 
 
 def _ops_by_external_id(timeline: Timeline, call_of: dict[int, int]) -> dict[int, tuple[int, int]]:
-    """(thread, range) of the ops of work whose driver call is not in the trace."""
+    """(thread, range) of the ops of work whose driver call is not in the profile."""
     work = timeline.work
     pairs = zip(work.correlations, work.external_ids, strict=True)
     wanted = {external_id for correlation, external_id in pairs if correlation not in call_of and external_id > 0}

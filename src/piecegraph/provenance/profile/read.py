@@ -1,4 +1,4 @@
-"""Reading a trace that torch.profiler wrote, of any program."""
+"""Reading a profile that torch.profiler wrote, of any program."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any, Literal
 
 from piecegraph.base.progress import Progress
 from piecegraph.errors import InputError
-from piecegraph.provenance.launch import KernelTrace
+from piecegraph.provenance.launch import KernelProfile
 from piecegraph.provenance.profile.attribute import attribute
-from piecegraph.provenance.profile.file import TraceFile
-from piecegraph.provenance.profile.join import RawTrace, join
-from piecegraph.provenance.profile.saved import kept_trace
+from piecegraph.provenance.profile.file import ProfileFile
+from piecegraph.provenance.profile.join import RawProfile, join
+from piecegraph.provenance.profile.saved import saved_profile
 from piecegraph.provenance.profile.timeline import Timeline, collect
 
 _MEGABYTE = 1_000_000
 _LONG_FILE_BYTES = 20 * _MEGABYTE
 
 
-def read_trace(path: str | os.PathLike[str], *, progress: bool | Literal["auto"] = "auto") -> KernelTrace:
+def read_profile(path: str | os.PathLike[str], *, progress: bool | Literal["auto"] = "auto") -> KernelProfile:
     """Read a Chrome trace of torch.profiler, plain or gzip, of any size; one that we saved as we knew it.
 
     Args:
@@ -28,22 +28,22 @@ def read_trace(path: str | os.PathLike[str], *, progress: bool | Literal["auto"]
     Raises:
         InputError: the file cannot be used; nothing is returned of a file that is not whole.
     """
-    file = TraceFile(os.fspath(path))
+    file = ProfileFile(os.fspath(path))
     timeline = _collect(file, progress)
-    return kept_trace(file.kept, file.path) or attribute(*_launches(file, timeline))
+    return saved_profile(file.saved, file.path) or attribute(*_launches(file, timeline))
 
 
 def read_launches(
     path: str | os.PathLike[str], *, progress: bool | Literal["auto"] = "auto", may_be_empty: bool = False
-) -> tuple[RawTrace, str]:
-    """The launches of a trace as it tells them, and the name of the GPU."""
-    file = TraceFile(os.fspath(path))
+) -> tuple[RawProfile, str]:
+    """The launches of a profile as it tells them, and the name of the GPU."""
+    file = ProfileFile(os.fspath(path))
     return _launches(file, _collect(file, progress), may_be_empty=may_be_empty)
 
 
-def _launches(file: TraceFile, timeline: Timeline, *, may_be_empty: bool = False) -> tuple[RawTrace, str]:
-    trace = join(timeline)
-    if not trace.launches and not may_be_empty:
+def _launches(file: ProfileFile, timeline: Timeline, *, may_be_empty: bool = False) -> tuple[RawProfile, str]:
+    profile = join(timeline)
+    if not profile.launches and not may_be_empty:
         raise InputError(
             "PG704",
             "no trace events of ops or kernels",
@@ -51,10 +51,10 @@ def _launches(file: TraceFile, timeline: Timeline, *, may_be_empty: bool = False
             why=f"none of its {file.num_events:,} events is one",
             hint="record with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], around code that runs",
         )
-    return trace, _device_name(file.device_properties, trace.device_ids)
+    return profile, _device_name(file.device_properties, profile.device_ids)
 
 
-def _collect(file: TraceFile, progress: bool | Literal["auto"]) -> Timeline:
+def _collect(file: ProfileFile, progress: bool | Literal["auto"]) -> Timeline:
     num_bytes = file.num_bytes
     total = num_bytes // _MEGABYTE if num_bytes >= _LONG_FILE_BYTES else 0
     with Progress(progress).bar("reading", total) as bar:

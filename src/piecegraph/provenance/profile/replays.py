@@ -1,4 +1,4 @@
-"""Kernels of graph replays in a trace, matched with the nodes that are known to be in the graphs.
+"""Kernels of graph replays in a profile, matched with the nodes that are known to be in the graphs.
 
 Note [Matching replays]
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -44,7 +44,7 @@ def match_replay(launches: Sequence[RawLaunch], graph: RecordedGraph) -> tuple[l
         launches: all that the profiler saw of one replay.
         graph: what was captured. See Note [Matching replays].
     """
-    # What is no kernel, memset or memcpy (an event, an empty node that joins others) shows in no trace.
+    # What is no kernel, memset or memcpy (an event, an empty node that joins others) shows in no profile.
     nodes = [node for i, node in enumerate(graph.record.nodes) if i not in graph.off and node.kind != "op"]
     ids = {node.node_id & _LOW_HALF: node for node in nodes if node.node_id is not None}
     found = [ids.get(launch.node_id & _LOW_HALF) if launch.node_id is not None else None for launch in launches]

@@ -1,6 +1,6 @@
-"""A trace with its attribution, kept inside a Chrome trace: read again, it gives the same tables and groups.
+"""A profile with its attribution, saved inside a Chrome trace: read again, it gives the same tables and groups.
 
-The events of a file are what torch.profiler wrote; who launched what is known only to who took the trace. So that is
+The events of a file are what torch.profiler wrote; who launched what is known only to who took the profile. So that is
 written beside the events, as members of the file that viewers pass over. Values that many launches share (calls with
 their stacks, names, grids) are written once and meant by their number.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from piecegraph.base.origin import LaunchCall, Origin
 from piecegraph.base.plan import SourceLine
 from piecegraph.errors import InputError
-from piecegraph.provenance.launch import CapturedCall, KernelTrace, Launch, Member
+from piecegraph.provenance.launch import CapturedCall, KernelProfile, Launch, Member
 from piecegraph.provenance.profile.interned import Interned
 
 MEMBER = "piecegraph"
@@ -27,8 +27,8 @@ _SHARED = ("kind", "name", "stream", "grid", "block", "phase", "how")
 _OWN = ("start", "duration", "instance")
 
 
-def kept_members(trace: KernelTrace) -> Iterator[tuple[str, Any]]:
-    """The members of a file that hold a trace."""
+def saved_members(profile: KernelProfile) -> Iterator[tuple[str, Any]]:
+    """The members of a file that hold a profile."""
     calls: Interned[LaunchCall] = Interned()
     texts: Interned[Hashable] = Interned()
     of_object: dict[int, int] = {}
@@ -44,17 +44,17 @@ def kept_members(trace: KernelTrace) -> Iterator[tuple[str, Any]]:
         own = [getattr(launch, name) for name in _OWN]
         return [*own, *(texts.number(getattr(launch, name)) for name in _SHARED), call_number(launch.call)]
 
-    rows = [launch_row(launch) for launch in trace.launches]
+    rows = [launch_row(launch) for launch in profile.launches]
     captured = [
         [call_number(one.call), one.phase, [dataclasses.astuple(member) for member in one.members]]
-        for one in trace.captured
+        for one in profile.captured
     ]
     yield (
         MEMBER,
         {
             "version": _VERSION,
-            "device": trace.device,
-            "notes": trace.notes,
+            "device": profile.device,
+            "notes": profile.notes,
             "texts": texts.values,
             "calls": [dataclasses.asdict(call) for call in calls.values],
             "captured": captured,
@@ -64,8 +64,8 @@ def kept_members(trace: KernelTrace) -> Iterator[tuple[str, Any]]:
         yield f"{MEMBER}.{first}", rows[first : first + _LAUNCHES_A_MEMBER]
 
 
-def kept_trace(members: Mapping[str, Any], path: str) -> KernelTrace | None:
-    """The trace that a file's members hold; None if they hold none, or one of a later version."""
+def saved_profile(members: Mapping[str, Any], path: str) -> KernelProfile | None:
+    """The profile that a file's members hold; None if they hold none, or one of a later version."""
     head = members.get(MEMBER)
     if not isinstance(head, dict) or head.get("version") != _VERSION:
         return None
@@ -73,7 +73,7 @@ def kept_trace(members: Mapping[str, Any], path: str) -> KernelTrace | None:
         rows = [row for name, rows in members.items() if name.startswith(f"{MEMBER}.") for row in rows]
         calls = [_call(fields) for fields in head["calls"]]
         texts = [_tuple(value) for value in head["texts"]]
-        return KernelTrace(
+        return KernelProfile(
             tuple(_launch(row, texts, calls) for row in rows),
             tuple(
                 CapturedCall(calls[number], phase, tuple(Member(*map(_tuple, member)) for member in members))

@@ -1,6 +1,6 @@
-"""Taking a trace: what runs inside ``with piecegraph.trace()`` is profiled, and every kernel attributed.
+"""Taking a profile: what runs inside ``with piecegraph.trace()`` is profiled, and every kernel attributed.
 
-The profile is written as a trace file and read back by the reader that other programs' traces go through; what is added
+torch.profiler writes a file, which is read back by the reader that other programs' profiles go through; what is added
 is marks in it, which say which call or which step of which tape runs, and what is known of these.
 """
 
@@ -18,7 +18,7 @@ import torch
 from piecegraph.base import torch_compat
 from piecegraph.base.origin import LaunchCall
 from piecegraph.errors import KernelError
-from piecegraph.provenance.launch import KernelTrace, RawLaunch
+from piecegraph.provenance.launch import KernelProfile, RawLaunch
 from piecegraph.provenance.observe import attributing, observing
 from piecegraph.provenance.profile.attribute import attribute
 from piecegraph.provenance.profile.marks import Announcer, ByMarks, marks_around
@@ -48,7 +48,7 @@ def _busy(why: str) -> KernelError:
 
 @contextlib.contextmanager
 def profiled(folder: Path) -> Iterator[MarkedProfile]:
-    """Profile what runs inside into a trace file in a folder."""
+    """Profile what runs inside into a file in a folder."""
     profile = MarkedProfile(folder / "trace.json", Announcer())
     with _alone(), attributing(), announced_steps() as seen:
         with _running() as profiler:
@@ -81,7 +81,7 @@ def _running() -> Iterator[torch.profiler.profile]:
 
 
 class MarkedProfile:
-    """A trace file, and what its marks mean."""
+    """The file of a profile, and what its marks mean."""
 
     def __init__(self, path: Path, announcer: Announcer) -> None:
         self.path = path
@@ -91,16 +91,16 @@ class MarkedProfile:
         self.left_out: Mapping[str, frozenset[int]] = {}
         """Nodes that were switched off, by the mark of the step."""
 
-    def read(self) -> KernelTrace:
+    def read(self) -> KernelProfile:
         """Attribute everything that the file holds."""
         raw, device = read_launches(self.path, progress=False, may_be_empty=True)
         if not raw.launches:
-            return KernelTrace((), notes=("nothing ran while the trace was taken",))
+            return KernelProfile((), notes=("nothing ran while the trace was taken",))
         if not raw.device_ids:
             raw = dataclasses.replace(raw, launches=_without_watching(raw.launches))
         marked = ByMarks(self.announcer.calls, self.tapes, self.left_out)
         marked.attribute(raw.launches)
-        trace = attribute(raw, device, lambda launch: marked.found.get(id(launch)))
+        profile = attribute(raw, device, lambda launch: marked.found.get(id(launch)))
         captured = [
             call
             for number in sorted(marked.replayed)
@@ -108,7 +108,7 @@ class MarkedProfile:
             if isinstance(step, RecordedGraph)
             for call in captured_calls(step.record)
         ]
-        return KernelTrace(trace.launches, tuple(captured), trace.device, (*trace.notes, *marked.notes()))
+        return KernelProfile(profile.launches, tuple(captured), profile.device, (*profile.notes, *marked.notes()))
 
 
 def _without_watching(ops: Sequence[RawLaunch]) -> tuple[RawLaunch, ...]:

@@ -1,6 +1,6 @@
-"""The events of a trace, packed: what ran on the GPU, the driver's calls that launched it, and the ranges around them.
+"""The events of a profile, packed: what ran on the GPU, the driver's calls that launched it, the ranges around them.
 
-A long trace holds millions of ranges, most of which no launch happened in. So they are kept in typed arrays, some 30
+A long profile holds millions of ranges, most of which no launch happened in. So they are kept in typed arrays, some 30
 bytes each, with every name once; objects are made only for what the tables show.
 """
 
@@ -64,9 +64,6 @@ class DriverCalls:
     names: array[int] = field(default_factory=lambda: array("i"))
     are_drivers: array[int] = field(default_factory=lambda: array("b"))
 
-    def __len__(self) -> int:
-        return len(self.starts)
-
 
 @dataclass(slots=True)
 class GpuWork:
@@ -87,7 +84,7 @@ class GpuWork:
 
 
 class Timeline:
-    """All of a trace that matters here. Filled by :func:`collect`."""
+    """All of a profile that matters here. Filled by :func:`collect`."""
 
     def __init__(self) -> None:
         self.names: Interned[str] = Interned()
@@ -173,7 +170,7 @@ class Timeline:
 
 
 def collect(batches: Iterable[Sequence[ProfileEvent]]) -> Timeline:
-    """Pack the events of a trace."""
+    """Pack the events of a profile."""
     timeline = Timeline()
     for batch in batches:
         timeline.add(batch)

@@ -11,33 +11,33 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from piecegraph.provenance.launch import KernelTrace, Launch
+from piecegraph.provenance.launch import KernelProfile, Launch
 from piecegraph.provenance.profile.event import decode_whole
-from piecegraph.provenance.profile.file import TraceFile
-from piecegraph.provenance.profile.saved import kept_members
+from piecegraph.provenance.profile.file import ProfileFile
+from piecegraph.provenance.profile.saved import saved_members
 
 JsonEvent = dict[str, Any]
 
 
-def write_perfetto(source: Path, kernels: KernelTrace, groups: Mapping[int, str], file: TextIO) -> None:
+def write_perfetto(source: Path, profile: KernelProfile, groups: Mapping[int, str], file: TextIO) -> None:
     """Copy a profile with what is known of its launches.
 
     Args:
         source: the file that the profile was read from.
-        kernels: what was found in it.
+        profile: what was found in it.
         groups: from :attr:`Launch.instance <piecegraph.provenance.launch.Launch.instance>` to the label of a group.
         file: where to write to.
     """
     known = {
-        (launch.name, launch.start): launch_args(launch, groups.get(launch.instance, "")) for launch in kernels.launches
+        (launch.name, launch.start): launch_args(launch, groups.get(launch.instance, "")) for launch in profile.launches
     }
 
     def extra(event: JsonEvent) -> Mapping[str, str] | None:
         return known.get((event["name"], event["ts"])) if event.get("ph") == "X" and "ts" in event else None
 
-    copied = TraceFile(str(source), decode_whole, make=dict)
+    copied = ProfileFile(str(source), decode_whole, make=dict)
     events: Iterator[Any] = (event for batch in copied.batches() for event in batch)
-    write_events(annotate(events, extra), file, dict(kept_members(kernels)))
+    write_events(annotate(events, extra), file, dict(saved_members(profile)))
 
 
 def launch_args(launch: Launch, group: str = "") -> dict[str, str]:
@@ -63,12 +63,12 @@ def annotate(
 
 
 def write_events(events: Iterable[JsonEvent], file: TextIO, head: Mapping[str, Any] | None = None) -> int:
-    """Write a trace, one event after the other, so that none but the current one is in memory.
+    """Write a profile, one event after the other, so that none but the current one is in memory.
 
     Args:
         events: in the order of the file.
         file: where to write to.
-        head: what stands beside the events in a trace's file, such as ``deviceProperties``.
+        head: what stands beside the events in a profile's file, such as ``deviceProperties``.
 
     Returns:
         How many events were written.

@@ -68,7 +68,7 @@ def printable(text: str) -> str:
 
 
 def whose_time(device: str) -> str:
-    """What the times of a trace are times of."""
+    """What the times of a profile are times of."""
     return "CPU time" if device == "cpu" else "GPU time"
 
 

@@ -11,7 +11,7 @@ from piecegraph.provenance.names import family
 from piecegraph.provenance.tables.rows import Row
 from piecegraph.provenance.tables.table import Table
 
-State = Literal["new", "gone", "changed"]
+ChangeState = Literal["new", "gone", "changed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Change:
     """Empty if it is gone."""
 
     @property
-    def state(self) -> State:
+    def state(self) -> ChangeState:
         return "changed" if self.before and self.after else "new" if self.after else "gone"
 
     @property

@@ -77,7 +77,7 @@ class Row:
     phase: str
     how: How
     share: float
-    """Percent of the time of all launches of the trace, also in a table of a part of them."""
+    """Percent of the time of all launches of the profile, also in a table of a part of them."""
     times: Times
     sites: tuple[Site, ...]
     """The longest first."""
@@ -111,7 +111,7 @@ class Row:
         return f"{op} +{self.num_more_origins}" if self.num_more_origins else op
 
     def narrowed(self, sites: tuple[Site, ...], whole: float) -> Row:
-        """The row with some of its sites only; ``whole`` is the time of the whole trace."""
+        """The row with some of its sites only; ``whole`` is the time of the whole profile."""
         times = measure(launch.duration for site in sites for launch in site.instances)
         return replace(self, sites=sites, times=times, share=percent(times.total, whole))
 

@@ -1,7 +1,7 @@
 """The table of kernels: which kernel, launched by which line, for how long.
 
-A :class:`~piecegraph.provenance.launch.KernelTrace` comes in; a table goes out that can be sorted, filtered, asked for
-the kernels of a module or line, and looked into: row, its sites, their instances, their stacks.
+A :class:`~piecegraph.provenance.launch.KernelProfile` comes in; a table goes out that can be sorted, filtered, asked
+for the kernels of a module or line, and looked into: row, its sites, their instances, their stacks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Self, get_args
 
 from piecegraph.base.patterns import line_matches, module_matches, name_matches, op_matches, parse_line
 from piecegraph.errors import SelectionError
-from piecegraph.provenance.launch import How, KernelTrace, Launch
+from piecegraph.provenance.launch import How, KernelProfile, Launch
 from piecegraph.provenance.tables.rows import Row, Site, make_rows
 
 SORTS: dict[str, Callable[[Row], float | int | str]] = {
@@ -42,7 +42,7 @@ Test = Callable[[Row, Site], bool]
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How much of the time of a whole trace is attributed, and how; microseconds."""
+    """How much of the time of a whole profile is attributed, and how; microseconds."""
 
     num_launches: int
     total: float
@@ -67,7 +67,7 @@ class Table:
 
     rows: tuple[Row, ...]
     coverage: Coverage
-    """Of the whole trace, whatever rows are shown."""
+    """Of the whole profile, whatever rows are shown."""
     device: str = ""
     notes: tuple[str, ...] = ()
 
@@ -159,15 +159,15 @@ class Table:
                 yield str({"module": row.module, "kernel": row.kernel, "line": row.line or ""}[column])
 
 
-def tabulate(trace: KernelTrace, groups: Mapping[int, str] | None = None) -> Table:
-    """The table of a trace.
+def tabulate(profile: KernelProfile, groups: Mapping[int, str] | None = None) -> Table:
+    """The table of a profile.
 
     Args:
-        trace: what ran.
+        profile: what ran.
         groups: from :attr:`Launch.instance <piecegraph.provenance.launch.Launch.instance>` to the label of a group.
     """
-    rows = make_rows(trace.launches, groups or {})
-    return Table(rows, cover(trace.launches), trace.device, trace.notes)
+    rows = make_rows(profile.launches, groups or {})
+    return Table(rows, cover(profile.launches), profile.device, profile.notes)
 
 
 def cover(launches: Sequence[Launch]) -> Coverage:
