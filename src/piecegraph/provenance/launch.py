@@ -29,17 +29,24 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class RawLaunch:
-    """A launch as a profile tells it."""
+class Work:
+    """A kernel, a memset or a memcpy as it ran; on a CPU, an op."""
 
     kind: WorkKind
     name: str
+    """Demangled and whole; tables shorten it."""
     start: float
     """Microseconds, in the file's own time."""
     duration: float
     stream: str
     grid: Dim3 | None
     block: Dim3 | None
+
+
+@dataclass(frozen=True, slots=True)
+class RawLaunch(Work):
+    """A launch as a profile tells it."""
+
     correlation: int
     """Equal for everything that one call of the driver launched: all kernels of a graph replay share it. -1: none."""
     launcher: str
@@ -74,17 +81,9 @@ class RawLaunch:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(Work):
     """A launch and who made it."""
 
-    kind: WorkKind
-    name: str
-    """Demangled and whole; tables shorten it."""
-    start: float
-    duration: float
-    stream: str
-    grid: Dim3 | None
-    block: Dim3 | None
     call: LaunchCall | None
     instance: int
     """Equal for launches that one call made, and for them alone; -1 if that is not known."""

@@ -8,7 +8,6 @@ from typing import Any
 from piecegraph.base.plan import SourceLine
 from piecegraph.base.version import VERSION
 from piecegraph.provenance.groups.group import Group, Groups
-from piecegraph.provenance.launch import Launch
 from piecegraph.provenance.show.group_wording import sentence
 from piecegraph.provenance.tables.changes import Change, Diff
 from piecegraph.provenance.tables.rows import Row, Site
@@ -18,8 +17,8 @@ SCHEMA_VERSION = 1
 """Raised when a field is renamed or removed."""
 
 
-def table_document(table: Table, *, with_instances: bool = False) -> dict[str, Any]:
-    """The table and its sites; every single launch too if asked for, which can be much."""
+def table_document(table: Table) -> dict[str, Any]:
+    """The table and its sites; not every single launch, which can be much."""
     coverage = table.coverage
     return {
         "schema_version": SCHEMA_VERSION,
@@ -38,7 +37,7 @@ def table_document(table: Table, *, with_instances: bool = False) -> dict[str, A
             "busy_us": coverage.busy,
             "idle_us": coverage.idle,
         },
-        "rows": [_row(row, with_instances) for row in table.rows],
+        "rows": [_row(row) for row in table.rows],
     }
 
 
@@ -61,7 +60,7 @@ def groups_document(groups: Groups) -> list[dict[str, Any]]:
     return [_group(group) for group in groups.groups]
 
 
-def _row(row: Row, with_instances: bool) -> dict[str, Any]:
+def _row(row: Row) -> dict[str, Any]:
     return {
         "kernel": row.kernel,
         "full_names": list(dict.fromkeys(launch.name for launch in row.instances)),
@@ -76,7 +75,7 @@ def _row(row: Row, with_instances: bool) -> dict[str, Any]:
         "min_us": row.times.shortest,
         "max_us": row.times.longest,
         "stddev_us": row.times.deviation,
-        "sites": [_site(site, with_instances) for site in row.sites],
+        "sites": [_site(site) for site in row.sites],
     }
 
 
@@ -84,25 +83,12 @@ def _place(row: Row) -> dict[str, Any]:
     return {"call": row.call, "module": row.module, "line": _line(row.line), "phase": row.phase}
 
 
-def _site(site: Site, with_instances: bool) -> dict[str, Any]:
+def _site(site: Site) -> dict[str, Any]:
     origins = [
         {"op": origin.op, "module": origin.module, "stack": [_line(line) for line in origin.stack]}
         for origin in site.origins
     ]
-    found = {"module": site.module, "origins": origins, "total_us": site.total, "instances": len(site.instances)}
-    return found | ({"launches": [_launch(launch) for launch in site.instances]} if with_instances else {})
-
-
-def _launch(launch: Launch) -> dict[str, Any]:
-    return {
-        "kind": launch.kind,
-        "start_us": launch.start,
-        "duration_us": launch.duration,
-        "stream": launch.stream,
-        "grid": launch.grid,
-        "block": launch.block,
-        "shapes": launch.call.shapes if launch.call else (),
-    }
+    return {"module": site.module, "origins": origins, "total_us": site.total, "instances": len(site.instances)}
 
 
 def _change(change: Change) -> dict[str, Any]:
