@@ -37,7 +37,8 @@ class Trace:
 
     def __init__(self) -> None:
         self._source: _Source | None = None
-        self._groups: PrintedGroups | None = None
+        self._groups: dict[int, PrintedGroups] = {}
+        """By the support they need."""
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -78,11 +79,9 @@ class Trace:
         Args:
             min_support: how many calls a claim needs.
         """
-        if min_support != _MIN_SUPPORT:
-            return printed(PrintedGroups, mine(self._taken.profile, min_support=min_support))
-        if self._groups is None:
-            self._groups = printed(PrintedGroups, mine(self._taken.profile, min_support=_MIN_SUPPORT))
-        return self._groups
+        if min_support not in self._groups:
+            self._groups[min_support] = printed(PrintedGroups, mine(self._taken.profile, min_support=min_support))
+        return self._groups[min_support]
 
     def diff(self, after: Trace) -> PrintedDiff:
         """What has changed from this trace to a later one."""
@@ -132,9 +131,6 @@ class Trace:
                 "PG734", "there is no trace yet", why="it is still being taken", hint="look at it behind the with block"
             )
         return self._source
-
-
-_MIN_SUPPORT = 5
 
 
 @dataclass(frozen=True)
