@@ -94,11 +94,11 @@ def measure(path: Path, decoder: str) -> None:
     """Read one trace in this process and print what it took."""
     if decoder == "json":
         sys.modules["msgspec"] = None  # type: ignore[assignment]  # as if it were not installed
-    from piecegraph.provenance.read import read_trace
+    from piecegraph.provenance.profile.read import read_profile
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     start, cpu_start = time.perf_counter(), time.process_time()
-    trace = read_trace(path)
+    trace = read_profile(path)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     assert all(launch.how == "stack" for launch in trace.launches)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

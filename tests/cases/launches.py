@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from piecegraph.base.origin import LaunchCall, Origin, WorkKind
 from piecegraph.base.plan import SourceLine
-from piecegraph.provenance.launch import How, KernelTrace, Launch
+from piecegraph.provenance.launch import How, KernelProfile, Launch
 
 FILE = "/site-packages/transformers/models/llama/modeling_llama.py"
 GEMM = "nvjet_sm90_tst_64x16_64x16_2x1_v_bz_splitK_TNT"
@@ -56,19 +56,19 @@ def layer(number: int, start: float) -> list[Launch]:
     ]
 
 
-def decode_trace() -> KernelTrace:
+def decode_trace() -> KernelProfile:
     """80 us of work in a span of 100 us: two layers, an eager add that overlaps the second, and a copy nobody knows."""
     eager = LaunchCall("aten::add", (origin("aten::add", "", 900),), ("float32[16]", "float32[16]"))
     others = [
         launch(ADD, 45, 10, eager, stream="13", instance=77, phase="", how="call"),
         launch("Memcpy DtoH (Device -> Pageable)", 90, 10, kind="memcpy", phase="", how="none"),
     ]
-    return KernelTrace((*layer(0, 0), *layer(1, 30), *others), device="NVIDIA H200", notes=("a note",))
+    return KernelProfile((*layer(0, 0), *layer(1, 30), *others), device="NVIDIA H200", notes=("a note",))
 
 
 GROUPS = {0: "1", 10: "1", 1: "1", 11: "1"}
 """The calls of ``aten::mm``."""
 
 
-def slower(trace: KernelTrace, factor: float) -> KernelTrace:
+def slower(trace: KernelProfile, factor: float) -> KernelProfile:
     return replace(trace, launches=tuple(replace(one, duration=one.duration * factor) for one in trace.launches))

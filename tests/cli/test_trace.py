@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from piecegraph.cli.what_if import measure_parts, parts_document, parts_view
-from piecegraph.provenance.cost import Cost
-from piecegraph.provenance.show_text import plain_text
+from piecegraph.provenance.selection.cost import Cost
+from piecegraph.provenance.show.text import plain_text
 from piecegraph.provenance.trace import open_trace
 from tests.cases.commands import Run, runner
 from tests.cases.kernel_traces import GPU_NAME, TraceBuilder

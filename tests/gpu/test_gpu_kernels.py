@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import piecegraph
-from piecegraph.provenance.group import Group, Groups
+from piecegraph.provenance.groups.group import Group, Groups
 from piecegraph.provenance.launch import Launch
 from piecegraph.provenance.names import family
 from tests.cases.attribution import (

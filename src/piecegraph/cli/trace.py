@@ -17,13 +17,13 @@ from piecegraph.cli.loading import is_gpu, load_model, model_options
 from piecegraph.cli.script import FAILED, ScriptFailedError, printing_to_stderr, run_script
 from piecegraph.cli.what_if import PartCost, measure_parts, parts_document, parts_view, require_gpu
 from piecegraph.errors import InputError
-from piecegraph.provenance.table import SORTS
+from piecegraph.provenance.tables.table import SORTS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from piecegraph.llm.llm import LLM
-    from piecegraph.provenance.table import Table
+    from piecegraph.provenance.tables.table import Table
     from piecegraph.provenance.trace import Trace
 
 _INTERRUPTED = 130
@@ -223,9 +223,8 @@ def _show(
     as_json: bool,
     with_groups: bool,
 ) -> None:
-    from piecegraph.provenance import groups_page
-    from piecegraph.provenance.show_row import find_row, row_text
-    from piecegraph.provenance.show_text import WIDTH, diff_view, table_view
+    from piecegraph.provenance.show.row import find_row, row_text
+    from piecegraph.provenance.show.text import WIDTH, diff_view, groups_view, table_view
 
     table = seen.taken.table(**selection)
     if row is not None:
@@ -241,7 +240,7 @@ def _show(
     if before is not None:
         views = [diff_view(before.diff(seen.taken), width=width, limit=limit)]
     if with_groups:
-        views.append(groups_page.as_table(seen.taken.groups()))
+        views.append(groups_view(seen.taken.groups()))
     if seen.parts:
         views.append(parts_view(seen.parts))
     _print(views, width)
@@ -249,7 +248,7 @@ def _show(
 
 def _print_document(seen: _Seen, table: Table, before: Trace | None) -> None:
     from piecegraph.base.json_text import to_json
-    from piecegraph.provenance.show_json import diff_document
+    from piecegraph.provenance.show.json_document import diff_document
 
     found = seen.taken.document(table)
     if before is not None:
@@ -263,7 +262,7 @@ def _terminal_width() -> int | None:
     """None if standard output is no terminal."""
     from rich.console import Console
 
-    from piecegraph.provenance.columns import GAP
+    from piecegraph.provenance.show.columns import GAP
 
     return Console().width - GAP if sys.stdout.isatty() else None
 
@@ -271,7 +270,7 @@ def _terminal_width() -> int | None:
 def _print(views: list[RenderableType], width: int) -> None:
     from rich.console import Console
 
-    from piecegraph.provenance.show_text import plain_text
+    from piecegraph.provenance.show.text import plain_text
 
     for number, view in enumerate(views):
         if number:

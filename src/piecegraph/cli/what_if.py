@@ -11,8 +11,8 @@ from piecegraph.errors import KernelError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from piecegraph.provenance.cost import Cost
     from piecegraph.provenance.live import LiveKernels
+    from piecegraph.provenance.selection.cost import Cost
     from piecegraph.provenance.trace import Trace
 
 _HEADS = ("Size", "Part", "Kernels", "With (us)", "Without (us)", "Saved (us)", "Saved %", "Spread (us)")

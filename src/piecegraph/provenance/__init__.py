@@ -1,1 +1,1 @@
-"""Which line launched this kernel: traces, tables and groups of kernels."""
+"""Who put a kernel into a graph, or launched it: found at capture and in profiles, shown in tables and groups."""

@@ -1,4 +1,4 @@
-"""What ran, and who launched it: the values between a trace and its tables."""
+"""What ran, and who launched it: the values between a profile and its tables."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ How = Literal["call", "stack", "node id", "position", "step", "none"]
 """How a launch was attributed, strongest first for each kind of launch.
 
 ``call``: the op was seen as it was called, with its exact line. ``stack``: by the ranges that the profiler saw around
-the launch. Inside a graph: ``node id``: the trace names the node. ``position``: the n-th kernel of a replay is the n-th
-node of the graph, and all their names agree. ``step``: only the step of the tape is known. ``none``: not at all.
+the launch. Inside a graph: ``node id``: the profile names the node. ``position``: the n-th kernel of a replay is the
+n-th node of the graph, and all their names agree. ``step``: only the step of the tape is known. ``none``: not at all.
 """
 
 RangeKind = Literal["op", "python", "annotation", "module"]
@@ -29,21 +29,28 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class RawLaunch:
-    """A launch as a trace file tells it."""
+class Work:
+    """A kernel, a memset or a memcpy as it ran; on a CPU, an op."""
 
     kind: WorkKind
     name: str
+    """Demangled and whole; tables shorten it."""
     start: float
     """Microseconds, in the file's own time."""
     duration: float
     stream: str
     grid: Dim3 | None
     block: Dim3 | None
+
+
+@dataclass(frozen=True, slots=True)
+class RawLaunch(Work):
+    """A launch as a profile tells it."""
+
     correlation: int
     """Equal for everything that one call of the driver launched: all kernels of a graph replay share it. -1: none."""
     launcher: str
-    """The driver's call: ``cudaLaunchKernel``, ``cudaGraphLaunch``; empty if it is not in the trace."""
+    """The driver's call: ``cudaLaunchKernel``, ``cudaGraphLaunch``; empty if it is not in the profile."""
     launched_at: float
     ranges: tuple[Range, ...]
     """Innermost first."""
@@ -74,17 +81,9 @@ class RawLaunch:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(Work):
     """A launch and who made it."""
 
-    kind: WorkKind
-    name: str
-    """Demangled and whole; tables shorten it."""
-    start: float
-    duration: float
-    stream: str
-    grid: Dim3 | None
-    block: Dim3 | None
     call: LaunchCall | None
     instance: int
     """Equal for launches that one call made, and for them alone; -1 if that is not known."""
@@ -94,8 +93,8 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class KernelTrace:
-    """Everything that ran while a trace was taken."""
+class KernelProfile:
+    """Everything that ran while a profile was taken."""
 
     launches: tuple[Launch, ...]
     """In the order of their launch."""

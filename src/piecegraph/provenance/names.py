@@ -1,8 +1,9 @@
-"""Three levels of a kernel's name: whole, short (what tables show), and family (what groups are mined by).
+"""Names as tables show them: of kernels, and of modules with their layers folded.
 
-Whole is what the driver tells, demangled. Short leaves out the return type, the parameters and the template arguments,
-unless the name that matters is one of these. Family also leaves out what a library chooses for each shape: tiles,
-transposes, numbers that change from one compile to the next.
+A kernel's name has three levels: whole, short (what tables show), and family (what groups are mined by). Whole is what
+the driver tells, demangled. Short leaves out the return type, the parameters and the template arguments, unless the
+name that matters is one of these. Family also leaves out what a library chooses for each shape: tiles, transposes,
+numbers that change from one compile to the next.
 """
 
 from __future__ import annotations
@@ -173,3 +174,12 @@ def _without_tiles(name: str) -> str:
         return name
     head = re.sub(r"(_[nt]{1,3})+$", "", name[: tile.start()])
     return f"{head}_splitK" if _SPLIT_K.search(name, tile.start()) else head
+
+
+def fold_layers(module: str) -> str:
+    """A module's path without numbers.
+
+    >>> fold_layers("model.layers.3.mlp.experts.17.up")
+    'model.layers.*.mlp.experts.*.up'
+    """
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)

@@ -20,7 +20,7 @@ from piecegraph.base.call_stack import current_origin
 from piecegraph.base.origin import LaunchCall, Origin
 from piecegraph.base.plan import Piece
 from piecegraph.graph.program import Step, take, watched_steps
-from piecegraph.provenance.fx_origins import all_origins, launch_calls, origins_by_line
+from piecegraph.provenance.origins.fx import all_origins, launch_calls, origins_by_line
 
 _num_profiles = 0
 

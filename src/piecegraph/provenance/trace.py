@@ -7,7 +7,7 @@ import gzip
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,22 +15,18 @@ from typing import Any, TextIO
 from piecegraph.base.environment import describe_environment
 from piecegraph.base.json_text import to_json
 from piecegraph.errors import InputError, KernelError, SelectionError
-from piecegraph.provenance import groups_page
-from piecegraph.provenance.changes import Diff, diff
-from piecegraph.provenance.group import Groups
-from piecegraph.provenance.groups import mine
-from piecegraph.provenance.keep import kept_members
-from piecegraph.provenance.launch import KernelTrace, Launch
-from piecegraph.provenance.read import read_trace
-from piecegraph.provenance.session import profiled
-from piecegraph.provenance.show_chrome import annotate, launch_args, write_events
-from piecegraph.provenance.show_csv import table_csv
-from piecegraph.provenance.show_json import table_document
-from piecegraph.provenance.show_markdown import table_markdown
-from piecegraph.provenance.show_text import table_text
-from piecegraph.provenance.table import Table, tabulate
-from piecegraph.provenance.trace_event import decode_whole
-from piecegraph.provenance.trace_file import TraceFile
+from piecegraph.provenance.groups.mining import mine
+from piecegraph.provenance.launch import KernelProfile, Launch
+from piecegraph.provenance.profile.read import read_profile
+from piecegraph.provenance.profile.take import profiled
+from piecegraph.provenance.show.json_document import groups_document, table_document
+from piecegraph.provenance.show.markdown import groups_markdown, table_markdown
+from piecegraph.provenance.show.nsys_csv import table_csv
+from piecegraph.provenance.show.perfetto import write_perfetto
+from piecegraph.provenance.show.printed import PrintedDiff, PrintedGroups, PrintedTable, printed
+from piecegraph.provenance.show.text import table_text
+from piecegraph.provenance.tables.changes import diff
+from piecegraph.provenance.tables.table import Table, tabulate
 
 FORMATS = (".txt", ".csv", ".json", ".md", ".trace.json", ".trace.json.gz")
 """What a trace can be saved as: a table, a document, a page, or a trace for Perfetto."""
@@ -41,17 +37,18 @@ class Trace:
 
     def __init__(self) -> None:
         self._source: _Source | None = None
-        self._groups: Groups | None = None
+        self._groups: dict[int, PrintedGroups] = {}
+        """By the support they need."""
 
     @property
     def launches(self) -> tuple[Launch, ...]:
         """Everything that ran, in the order of its launch."""
-        return self._taken.kernels.launches
+        return self._taken.profile.launches
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What was lost, and what could not be attributed and why."""
-        return self._taken.kernels.notes
+        return self._taken.profile.notes
 
     def table(
         self,
@@ -61,7 +58,7 @@ class Trace:
         op: str | None = None,
         kernel: str | None = None,
         line: str | None = None,
-    ) -> Table:
+    ) -> PrintedTable:
         """Which kernel, launched by which line, for how long; print it, or look into its rows.
 
         Args:
@@ -71,26 +68,24 @@ class Trace:
             kernel: only these kernels: ``nvjet*``.
             line: only what this line launches: ``model.py:12`` or ``model.py``.
         """
-        table = tabulate(self._taken.kernels, self.groups().group_of_instance)
+        table = printed(PrintedTable, tabulate(self._taken.profile, self.groups().group_of_instance))
         if module is not None or op is not None or kernel is not None or line is not None:
             table = table.filter(module=module, op=op, kernel=kernel, line=line)
         return table.sort(sort)
 
-    def groups(self, *, min_support: int = 5) -> Groups:
+    def groups(self, *, min_support: int = 5) -> PrintedGroups:
         """Kernels that always come from one call, with the call that owns them: the place to intercept them.
 
         Args:
             min_support: how many calls a claim needs.
         """
-        if min_support != _MIN_SUPPORT:
-            return mine(self._taken.kernels, min_support=min_support)
-        if self._groups is None:
-            self._groups = mine(self._taken.kernels, min_support=_MIN_SUPPORT)
-        return self._groups
+        if min_support not in self._groups:
+            self._groups[min_support] = printed(PrintedGroups, mine(self._taken.profile, min_support=min_support))
+        return self._groups[min_support]
 
-    def diff(self, after: Trace) -> Diff:
+    def diff(self, after: Trace) -> PrintedDiff:
         """What has changed from this trace to a later one."""
-        return diff(self.table(), after.table())
+        return printed(PrintedDiff, diff(self.table(), after.table()))
 
     def save(self, path: str | Path) -> Path:
         """Write the trace; the name's ending says how: ``.txt``, ``.csv`` (with the columns of ``nsys stats`` first),
@@ -102,7 +97,7 @@ class Trace:
         try:
             with _open(path) as file:
                 if ".trace." in ending:
-                    self._write_chrome(file)
+                    write_perfetto(self._taken.path, self._taken.profile, self.groups().group_of_instance, file)
                 else:
                     file.write(self._text(ending))
         except OSError as error:
@@ -117,7 +112,7 @@ class Trace:
             table: one of this trace, sorted or filtered; the whole by default.
         """
         shown = self.table() if table is None else table
-        return {**table_document(shown), "groups": groups_page.as_document(self.groups())["groups"]}
+        return {**table_document(shown), "groups": groups_document(self.groups())}
 
     def _text(self, ending: str) -> str:
         if ending == ".json":
@@ -126,22 +121,8 @@ class Trace:
             return table_csv(self.table())
         if ending == ".md":
             page = table_markdown(self.table(), describe_environment())
-            return page + "\n" + groups_page.as_markdown(self.groups())
+            return page + "\n" + groups_markdown(self.groups())
         return f"{table_text(self.table())}\n{self.groups()}\n"
-
-    def _write_chrome(self, file: TextIO) -> None:
-        labels = self.groups().group_of_instance
-        known = {
-            (launch.name, launch.start): launch_args(launch, labels.get(launch.instance, ""))
-            for launch in self.launches
-        }
-
-        def extra(event: Mapping[str, Any]) -> Mapping[str, str] | None:
-            return known.get((event["name"], event["ts"])) if event.get("ph") == "X" and "ts" in event else None
-
-        source = TraceFile(str(self._taken.path), decode_whole, make=dict)
-        events: Iterator[Any] = (event for batch in source.batches() for event in batch)
-        write_events(annotate(events, extra), file, dict(kept_members(self._taken.kernels)))
 
     @property
     def _taken(self) -> _Source:
@@ -152,14 +133,11 @@ class Trace:
         return self._source
 
 
-_MIN_SUPPORT = 5
-
-
 @dataclass(frozen=True)
 class _Source:
     """Where a trace comes from."""
 
-    kernels: KernelTrace
+    profile: KernelProfile
     path: Path
 
 
@@ -182,15 +160,15 @@ def trace() -> Iterator[Trace]:
     taken = Trace()
     folder = tempfile.mkdtemp(prefix="piecegraph-trace-")
     weakref.finalize(taken, shutil.rmtree, folder, ignore_errors=True)
-    with profiled(Path(folder)) as profile:
+    with profiled(Path(folder)) as marked:
         yield taken
-    taken._source = _Source(profile.read(), profile.path)
+    taken._source = _Source(marked.read(), marked.path)
 
 
 def open_trace(path: str | Path) -> Trace:
     """A trace that torch.profiler wrote, of any program, or one that was saved as ``.trace.json``."""
     taken = Trace()
-    taken._source = _Source(read_trace(path), Path(path))
+    taken._source = _Source(read_profile(path), Path(path))
     return taken
 
 

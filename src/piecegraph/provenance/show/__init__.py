@@ -1,0 +1,1 @@
+"""How a table, a diff and groups become text, Markdown, CSV, JSON, and a file for Perfetto."""

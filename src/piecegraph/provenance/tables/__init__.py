@@ -1,0 +1,1 @@
+"""Launches as rows of a table, and what changed from one table to another."""
