@@ -1,0 +1,78 @@
+"""How far it is from a call to the tape: the functions of Python that a replay and a step pass through."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import piecegraph
+from tests.cases.llm_shelf import shelf
+
+SIMULATED = {"graph_device": "simulated"}
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x)) + y
+
+
+def walk(run: Callable[[], Any]) -> list[tuple[str, str]]:
+    """The functions of Python that are entered, in order, with their files."""
+    seen: list[tuple[str, str]] = []
+
+    def enter(frame: Any, event: str, arg: Any) -> None:
+        if event == "call":
+            seen.append((frame.f_code.co_qualname, frame.f_code.co_filename))
+
+    sys.setprofile(enter)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def up_to_the_graph(seen: list[tuple[str, str]]) -> list[str]:
+    names = [name for name, _ in seen]
+    return names[: names.index("SimulatedGraphs.end.<locals>.replay") + 1]
+
+
+@pytest.mark.parametrize("frontend", ["trace", "breakable"])
+def test_a_replay_is_at_most_15_functions_from_its_graph(frontend: str) -> None:
+    fast = piecegraph.compile(
+        Layer().eval(), backend="eager", frontend=frontend, dynamic_dims={"x": 0, "y": 0}, options=SIMULATED
+    )
+    x = torch.ones(4, 8)
+    with torch.inference_mode():
+        fast(x, y=x)
+        fast(x, y=x)
+        _, *passed = up_to_the_graph(walk(lambda: fast(x, y=x)))
+    assert len(passed) <= 15, passed
+    assert passed[-2:] == ["Tape._replay", "SimulatedGraphs.end.<locals>.replay"]
+
+
+def test_a_decode_step_is_schedule_fill_run_commit(tmp_path: Path) -> None:
+    with shelf(tmp_path) as models:
+        llm = models.load("llama", capture_sizes=[1, 8], max_num_seqs=1, options=SIMULATED)
+        engine = llm.started.engine
+        with torch.inference_mode():
+            engine.add([5, 6, 7], piecegraph.llm.SamplingParams(max_new_tokens=8, ignore_eos=True), seed=0)
+            for _ in range(3):
+                engine.step()
+            seen = walk(engine.step)
+    ours = [(name, file) for name, file in seen if "/piecegraph/" in file and "simulated" not in file]
+    names = [name for name, _ in ours]
+    order = ["Scheduler.schedule", "Forward.fill", "Forward.run_step", "Scheduler.commit"]
+    assert [name for name in names if name in order] == order
+    before_tape = names[: names.index("Tape._replay")]
+    assert len(before_tape) <= 60, before_tape
+    assert len({file for _, file in ours}) <= 20
