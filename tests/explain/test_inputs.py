@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from piecegraph.errors import InputError, PiecegraphError
-from piecegraph.explain import log_source, scan, tail
-from piecegraph.explain.log import explain_logs
+from piecegraph.explain.from_logs import explain_logs
+from piecegraph.explain.log import scan, source, tail
 from piecegraph.explain.render import to_dict, to_html, to_markdown, to_text
 from tests.cli.test_cli import run
 from tests.explain.test_interleaved import CAPTURE
@@ -168,11 +168,11 @@ def test_a_gzip_that_ends_early_is_read_as_far_as_it_goes(tmp_path: Path) -> Non
 
 
 def test_a_file_without_line_ends_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_source, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(log_source, "MAX_LINE", 500)
+    monkeypatch.setattr(source, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(source, "MAX_LINE", 500)
     path = tmp_path / "run.log"
     path.write_text("x" * 20_000 + "\n" + TRACEBACK)
-    kept = [len(line) for block in log_source.Log(str(path)).blocks() for line in block]
+    kept = [len(line) for block in source.Log(str(path)).blocks() for line in block]
     assert max(kept) <= 500
     page = explain_logs([path])
     assert page.root is not None
@@ -184,7 +184,7 @@ def test_blocks_do_not_change_what_is_read(tmp_path: Path, monkeypatch: pytest.M
     path.write_text(f"{TRACEBACK}\n{OTHER}\n")
     whole = explain_logs([path])
     for size in (1, 7, 64):
-        monkeypatch.setattr(log_source, "BLOCK_BYTES", size)
+        monkeypatch.setattr(source, "BLOCK_BYTES", size)
         assert explain_logs([path]) == whole
 
 
@@ -193,7 +193,7 @@ def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "MAX_STREAM_LINES", 40)
     monkeypatch.setattr(scan, "MAX_READ_PARTS", 170)
     monkeypatch.setattr(tail, "TAIL_LINES", 30)
-    monkeypatch.setattr(log_source, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(source, "BLOCK_BYTES", 512)
 
 
 @pytest.mark.usefixtures("small_bounds")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.explain.failure import Process
-from piecegraph.explain.log import explain_logs
+from piecegraph.explain.evidence import Process
+from piecegraph.explain.from_logs import explain_logs
 from piecegraph.explain.page import Page
 from piecegraph.explain.render import to_text
 from tests.explain.test_prefixes import prefixed, scan

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from piecegraph.explain.failure import Evidence, Failure, Process
-from piecegraph.explain.scan import Scanner
+from piecegraph.explain.evidence import Evidence, Failure, Process
+from piecegraph.explain.log.scan import Scanner
 
 TRACEBACK = """\
 Traceback (most recent call last):

@@ -15,18 +15,18 @@ from textwrap import dedent
 
 import pytest
 
-from piecegraph.explain import hook
-from piecegraph.explain.failure import Evidence, Failure
-from piecegraph.explain.launch import Ended
-from piecegraph.explain.recorded_run import RecordedRun, fresh_folder
-from piecegraph.explain.records import read_records
-from piecegraph.explain.stack_dump import last_dump
+from piecegraph.explain.evidence import Evidence, Failure
+from piecegraph.explain.run import hook
+from piecegraph.explain.run.launch import Ended
+from piecegraph.explain.run.recorded_run import RecordedRun, fresh_folder
+from piecegraph.explain.run.records import read_records
+from piecegraph.explain.run.stack_dump import last_dump
 
 DRIVER = """
 import os, pickle, signal, sys
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background has it ignored
-from piecegraph.explain.recorded_run import run_recorded
+from piecegraph.explain.run.recorded_run import run_recorded
 folder, *command = sys.argv[1:]
 os.mkdir(f"{folder}/records")
 done = run_recorded(command, Path(folder, "records"), os.environ)
@@ -329,7 +329,7 @@ def test_a_subprocess_that_was_only_tried_out_is_not_the_cause(tmp_path: Path, m
         """
     run = Run(tmp_path, script)
     run.end()
-    from piecegraph.explain import endings
+    from piecegraph.explain.run import endings
 
     monkeypatch.setattr(endings, "_SOON_NS", 200_000_000)
     evidence = endings.gather(read_records(tmp_path / "records")[0], run.done.ended)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from piecegraph.explain.failure import Evidence, Failure, Phase
+from piecegraph.explain.evidence import Evidence, Failure, Phase
 from piecegraph.explain.phases import layers_of
 
 Fit = Literal["fits", "does not fit", "at a cost", "diagnosis", "not judged"]

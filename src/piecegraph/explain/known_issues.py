@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from piecegraph.errors import ConfigError
-from piecegraph.explain.failure import Failure, Raised
+from piecegraph.explain.evidence import Failure, Raised
 
 REQUIRED = ("id", "title", "meaning", "fix", "source")
 PATTERNS = ("exception", "frame", "log_line")

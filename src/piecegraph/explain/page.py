@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from piecegraph.explain.advice import Suggestion, judge_suggestions
 from piecegraph.explain.echoes import Verdict, judge
-from piecegraph.explain.failure import Certainty, Evidence, Exit, Failure, Frame, Phase, Process, TreeLine
+from piecegraph.explain.evidence import Certainty, Evidence, Exit, Failure, Frame, Phase, Process, TreeLine
 from piecegraph.explain.known_issues import load_catalogue, match_known_issues
 from piecegraph.explain.ownership import place_of
 from piecegraph.explain.phases import PHASES, layers_of, phase_of

@@ -6,10 +6,10 @@ import json
 import os
 from collections.abc import Mapping
 
-from piecegraph.explain import hook
-from piecegraph.explain.endings import likeness, milestones_of
-from piecegraph.explain.failure import Evidence, Failure, Process
-from piecegraph.explain.records import NotedException, read_noted
+from piecegraph.explain.evidence import Evidence, Failure, Process
+from piecegraph.explain.run import hook
+from piecegraph.explain.run.endings import likeness, milestones_of
+from piecegraph.explain.run.records import NotedException, read_noted
 
 
 def write_failure(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from piecegraph.explain.failure import Frame, Milestone, Phase
+from piecegraph.explain.evidence import Frame, Milestone, Phase
 
 PHASES: tuple[Phase, ...] = ("init", "load", "kv cache", "compile", "capture", "serve")
 """In the order in which a healthy start passes them."""
@@ -30,7 +30,7 @@ MARK_WORDS = (
     *("shards:", "ache", "Memory pool", "GPU blocks", "torch.compile", "Dynamo bytecode", "apturing", "Capture cuda"),
     *("fired up", "startup complete", "Uvicorn", "Prefill batch", "Avg prompt"),
 )
-"""Every milestone holds one of these: see :data:`piecegraph.explain.observations.WORDS`."""
+"""Every milestone holds one of these: see :data:`piecegraph.explain.log.observations.WORDS`."""
 _SIZE = re.compile(r"\b(?:bs=\d+|num_tokens=\d+)|\bbs \[(?P<one>\d+)\]|batch size (?P<size>\d+)")
 
 _LAYERS: tuple[tuple[str, Phase | None, str], ...] = (

@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from piecegraph.explain.chunks import exception_of
-from piecegraph.explain.failure import Failure, Frame, Raised
+from piecegraph.explain.evidence import Failure, Frame, Raised
+from piecegraph.explain.log.parts import exception_of
+from piecegraph.explain.log.torn import FRAME
 from piecegraph.explain.ownership import place_of
-from piecegraph.explain.torn import FRAME
 
 _WRAPPERS = re.compile(
     r"(?:BackendCompilerFailed|InductorError|LoweringException|TorchRuntimeError|RayTaskError\(.*\)|RemoteError"

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-from piecegraph.explain.failure import Process
+from piecegraph.explain.evidence import Process
 
 _NUMBERED = re.compile(r"^(?P<stem>.*?)(?P<number>\d+)$")
 _MAX_NAMES = 12

@@ -7,8 +7,8 @@ from typing import Literal
 
 from piecegraph.base.text import count_of
 from piecegraph.explain.advice import Suggestion
-from piecegraph.explain.failure import Frame, TreeLine
-from piecegraph.explain.launcher import describe_code
+from piecegraph.explain.evidence import Frame, TreeLine
+from piecegraph.explain.log.launcher import describe_code
 from piecegraph.explain.ownership import place_of
 from piecegraph.explain.page import Group, KnownMatch, Page, PhaseRow, StackLine
 from piecegraph.explain.spans import describe_processes

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from piecegraph.explain.chunks import Chunk, representatives
-from piecegraph.explain.likelihood import IMPOSSIBLE, STEP, Likelihood
-from piecegraph.explain.stories import Act, Link, Story, num_tellers
+from piecegraph.explain.log.likelihood import IMPOSSIBLE, STEP, Likelihood
+from piecegraph.explain.log.parts import Chunk, representatives
+from piecegraph.explain.log.tracebacks import Act, Link, Story, num_tellers
 
 BEAM = 128
 _SIMILAR = 1.0

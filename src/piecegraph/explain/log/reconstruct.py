@@ -14,10 +14,10 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from piecegraph.explain.chunks import Chunk, representatives
-from piecegraph.explain.failure import TreeLine
-from piecegraph.explain.likelihood import IMPOSSIBLE, Likelihood
-from piecegraph.explain.stories import Link, num_tellers
+from piecegraph.explain.evidence import TreeLine
+from piecegraph.explain.log.likelihood import IMPOSSIBLE, Likelihood
+from piecegraph.explain.log.parts import Chunk, representatives
+from piecegraph.explain.log.tracebacks import Link, num_tellers
 
 BEAM = 64
 MAX_WORK = 15_000

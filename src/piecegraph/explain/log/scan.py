@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
-from piecegraph.explain.chunks import kind_of, mask
-from piecegraph.explain.failure import Evidence, Failure, Frame, Process, TreeLine
-from piecegraph.explain.launcher import exits_of_table
-from piecegraph.explain.log_lines import Line, PrefixReader
-from piecegraph.explain.observations import WORDS, Observations, has_any, words_in
+from piecegraph.explain.evidence import Evidence, Failure, Frame, Process, TreeLine
+from piecegraph.explain.log.failures import Resolved, resolve
+from piecegraph.explain.log.launcher import exits_of_table
+from piecegraph.explain.log.lines import Line, PrefixReader
+from piecegraph.explain.log.observations import WORDS, Observations, has_any, words_in
+from piecegraph.explain.log.parts import kind_of, mask
+from piecegraph.explain.log.tail import Tail
 from piecegraph.explain.phases import milestone_of
-from piecegraph.explain.resolve import Resolved, resolve
-from piecegraph.explain.tail import Tail
 
 MAX_STREAM_LINES = 20_000
 """A stream is resolved when it holds as many lines, even if it goes on."""

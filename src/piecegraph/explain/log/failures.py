@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from piecegraph.explain.chunks import Chunk, Cut, cut
-from piecegraph.explain.failure import Certainty, Failure, Frame, Process, Raised, TreeLine
-from piecegraph.explain.fatal import take_deaths
-from piecegraph.explain.log_lines import Line
-from piecegraph.explain.reconstruct import Ending, reconstruct
-from piecegraph.explain.stories import Act, Story, key_of, num_tellers, read_in_order
-from piecegraph.explain.torn import mend
-from piecegraph.explain.unweave import unweave
+from piecegraph.explain.evidence import Certainty, Failure, Frame, Process, Raised, TreeLine
+from piecegraph.explain.log.fatal import take_deaths
+from piecegraph.explain.log.lines import Line
+from piecegraph.explain.log.parts import Chunk, Cut, cut
+from piecegraph.explain.log.reconstruct import Ending, reconstruct
+from piecegraph.explain.log.torn import mend
+from piecegraph.explain.log.tracebacks import Act, Story, key_of, num_tellers, read_in_order
+from piecegraph.explain.log.unweave import unweave
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from piecegraph.explain.log_lines import Line
+from piecegraph.explain.log.lines import Line
 
 HEADER_TEXT = "Traceback (most recent call last):"
 LINK_TEXTS = {

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from piecegraph.explain.failure import Failure, Frame, Process, Raised
-from piecegraph.explain.log_lines import Line
-from piecegraph.explain.torn import FRAME
+from piecegraph.explain.evidence import Failure, Frame, Process, Raised
+from piecegraph.explain.log.lines import Line
+from piecegraph.explain.log.torn import FRAME
 
 _FATAL = re.compile(r"^(?:Fatal Python error|Windows fatal exception): (?P<reason>.+)$")
 _THREAD = re.compile(r"^(?:(?P<which>Current thread|Thread) 0x[0-9a-fA-F]+.*|Stack) \(most recent call first\):\s*$")

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from piecegraph.explain.failure import Frame
-from piecegraph.explain.log_lines import Line
-from piecegraph.explain.torn import FRAME, LINK_TEXTS
+from piecegraph.explain.evidence import Frame
+from piecegraph.explain.log.lines import Line
+from piecegraph.explain.log.torn import FRAME, LINK_TEXTS
 
 Kind = Literal["header", "frame", "text", "link"]
 Origin = Literal["", "thread", "ignored", "logging"]

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from piecegraph.errors import CommandError
-from piecegraph.explain import hook
-from piecegraph.explain.endings import gather
-from piecegraph.explain.failure import Evidence
-from piecegraph.explain.launch import Ended, launch
-from piecegraph.explain.records import read_records
-from piecegraph.explain.running import ask_for_stacks, wait_for_ends
+from piecegraph.explain.evidence import Evidence
+from piecegraph.explain.run import hook
+from piecegraph.explain.run.endings import gather
+from piecegraph.explain.run.launch import Ended, launch
+from piecegraph.explain.run.records import read_records
+from piecegraph.explain.run.running import ask_for_stacks, wait_for_ends
 
 _GRACE_SECONDS = 1.0
 

@@ -7,8 +7,8 @@ import os
 import time
 from pathlib import Path
 
-from piecegraph.explain.hook import STACK_SIGNAL
-from piecegraph.explain.records import ProcessRecord, read_records
+from piecegraph.explain.run.hook import STACK_SIGNAL
+from piecegraph.explain.run.records import ProcessRecord, read_records
 
 
 def is_running(record: ProcessRecord) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 
-from piecegraph.explain.failure import Exit, Process
+from piecegraph.explain.evidence import Exit, Process
 
 _ENTRY = re.compile(
     r"host\s*:\s*(?P<host>\S*).*?rank\s*:\s*(?P<rank>\d+)\s*\(local_rank:\s*(?P<local>\d+)\)"

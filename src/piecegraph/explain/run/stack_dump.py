@@ -6,7 +6,7 @@ import linecache
 import re
 from dataclasses import dataclass
 
-from piecegraph.explain.failure import Frame
+from piecegraph.explain.evidence import Frame
 
 _FATAL = re.compile(r"^Fatal Python error: (.+)$")
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*most recent call first")

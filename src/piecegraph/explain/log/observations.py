@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from piecegraph.explain.failure import Exit, Milestone, Phase, Process
-from piecegraph.explain.launcher import exit_of_line
-from piecegraph.explain.log_lines import Line
+from piecegraph.explain.evidence import Exit, Milestone, Phase, Process
+from piecegraph.explain.log.launcher import exit_of_line
+from piecegraph.explain.log.lines import Line
 from piecegraph.explain.phases import MARK_WORDS
 
 MAX_KEPT = 40

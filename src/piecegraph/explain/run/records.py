@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from piecegraph.explain.failure import Frame, Process, Raised
-from piecegraph.explain.hook import SCHEMA
-from piecegraph.explain.stack_dump import StackDump, last_dump
+from piecegraph.explain.evidence import Frame, Process, Raised
+from piecegraph.explain.run.hook import SCHEMA
+from piecegraph.explain.run.stack_dump import StackDump, last_dump
 
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 """Variables that number the processes of a job, the most telling first."""

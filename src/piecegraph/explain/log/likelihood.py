@@ -7,7 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 
-from piecegraph.explain.chunks import Chunk
+from piecegraph.explain.log.parts import Chunk
 
 IMPOSSIBLE = 1e9
 STEP = 1.5

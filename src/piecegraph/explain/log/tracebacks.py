@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from piecegraph.explain.chunks import Chunk
+from piecegraph.explain.log.parts import Chunk
 
 Link = Literal["", "cause", "context"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from piecegraph.explain.failure import Process
+from piecegraph.explain.evidence import Process
 
 
 class Line(NamedTuple):

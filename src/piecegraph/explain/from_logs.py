@@ -10,11 +10,11 @@ from typing import Literal
 from piecegraph.base.progress import Bar, Progress
 from piecegraph.errors import InputError
 from piecegraph.explain.echoes import judge
-from piecegraph.explain.failure import Evidence
+from piecegraph.explain.evidence import Evidence
 from piecegraph.explain.known_issues import KnownIssue, load_catalogue, log_line_matcher, match_known_issues
-from piecegraph.explain.log_source import Log, name_logs
+from piecegraph.explain.log.scan import Scanner
+from piecegraph.explain.log.source import Log, name_logs
 from piecegraph.explain.page import Page, compose
-from piecegraph.explain.scan import Scanner
 
 _MIB = 1 << 20
 
