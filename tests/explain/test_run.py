@@ -19,8 +19,7 @@ from piecegraph.explain.evidence import Evidence, Failure
 from piecegraph.explain.run import hook
 from piecegraph.explain.run.launch import Ended
 from piecegraph.explain.run.recorded_run import RecordedRun, fresh_folder
-from piecegraph.explain.run.records import read_records
-from piecegraph.explain.run.stack_dump import last_dump
+from piecegraph.explain.run.records import last_dump, read_records
 
 DRIVER = """
 import os, pickle, signal, sys

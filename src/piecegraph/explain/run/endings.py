@@ -20,8 +20,7 @@ from typing import Literal
 
 from piecegraph.explain.evidence import Evidence, Failure, Milestone, Phase, Process, Raised
 from piecegraph.explain.run.launch import Ended
-from piecegraph.explain.run.records import NotedException, NotedSignal, ProcessRecord, identify, program_of
-from piecegraph.explain.run.running import is_running
+from piecegraph.explain.run.records import NotedException, NotedSignal, ProcessRecord, identify, is_running, program_of
 
 _SOON_NS = 5_000_000_000
 """What happens within this time belongs together: an exception and the exit after it, a death and its news."""

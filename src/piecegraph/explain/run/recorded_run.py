@@ -22,8 +22,7 @@ from piecegraph.explain.evidence import Evidence
 from piecegraph.explain.run import hook
 from piecegraph.explain.run.endings import gather
 from piecegraph.explain.run.launch import Ended, launch
-from piecegraph.explain.run.records import read_records
-from piecegraph.explain.run.running import ask_for_stacks, wait_for_ends
+from piecegraph.explain.run.records import is_running, read_records
 
 _GRACE_SECONDS = 1.0
 
@@ -53,12 +52,12 @@ def run_recorded(command: Sequence[str], records: Path, environment: Mapping[str
         if environment.get("PYTHONPATH"):
             own["PYTHONPATH"] += os.pathsep + environment["PYTHONPATH"]
         try:
-            ended = launch(command, own, lambda: ask_for_stacks(records))
+            ended = launch(command, own, lambda: _ask_for_stacks(records))
         except OSError as error:
             raise _not_started(command[0], error) from error
         if ended.exit_code == 0:
             return RecordedRun(ended, None)
-        wait_for_ends(records, _GRACE_SECONDS)
+        _wait_for_ends(records, _GRACE_SECONDS)
     found, num_unreadable = read_records(records)
     evidence = gather(found, ended, _num_oom_kills() - kills_before)
     return RecordedRun(ended, evidence, _why_incomplete(records, num_unreadable))
@@ -69,6 +68,37 @@ def _not_started(program: str, error: OSError) -> CommandError:
     failed = CommandError("PG612", f"{program} cannot be started", why=error.strerror or str(error), hint=hint)
     failed.exit_code = 127 if isinstance(error, FileNotFoundError) else 126  # as a shell does
     return failed
+
+
+def _wait_for_ends(folder: Path, seconds: float) -> None:
+    """Give processes that are going down too the time to write their last record."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(is_running(record) for record in read_records(folder)[0]):
+        time.sleep(0.05)
+
+
+def _ask_for_stacks(folder: Path, seconds: float = 0.3) -> None:
+    """Have every recorded process write the stacks of its threads, and give them a moment to do so."""
+    waiting = []
+    for record in read_records(folder)[0]:
+        # Unhandled, the signal would end the process: another program may have taken its place.
+        if is_running(record) and _catches(record.pid, hook.STACK_SIGNAL):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(record.pid, hook.STACK_SIGNAL)
+            waiting.append(record.file.with_suffix(".stack"))
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not all(file.exists() and file.stat().st_size for file in waiting):
+        time.sleep(0.02)
+    time.sleep(0.05 if waiting else 0)  # the rest of the threads
+
+
+def _catches(pid: int, number: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def _why_incomplete(records: Path, num_unreadable: int) -> CommandError | None:

@@ -7,6 +7,8 @@ wrote into the folder on its own: what cannot be read is counted, never trusted.
 from __future__ import annotations
 
 import json
+import linecache
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +16,12 @@ from typing import Any
 
 from piecegraph.explain.evidence import Frame, Process, Raised
 from piecegraph.explain.run.hook import SCHEMA
-from piecegraph.explain.run.stack_dump import StackDump, last_dump
 
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 """Variables that number the processes of a job, the most telling first."""
+_FATAL = re.compile(r"^Fatal Python error: (.+)$")
+_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*most recent call first")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,17 @@ class NotedSignal:
     number: int
     """The signal; for a death, the status of ``os.waitpid``."""
     time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StackDump:
+    """What one signal wrote."""
+
+    fatal: str
+    """``Segmentation fault``; empty for stacks that were asked for."""
+    frames: tuple[Frame, ...]
+    """Of the thread that was hit, outermost first; of the main thread where none was."""
+    num_threads: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +170,34 @@ def _text(value: str) -> str:
     return value.encode("utf-8", "backslashreplace").decode()
 
 
+# -- the stacks that faulthandler wrote
+
+
+def last_dump(text: str) -> StackDump | None:
+    """The last complete dump of a file that dumps were appended to.
+
+    >>> last_dump('Current thread 0x1 (most recent call first):\\n  File "a.py", line 3 in f\\n').frames
+    (Frame(file='a.py', line=3, function='f', source=''),)
+    """
+    fatal, before = "", ""
+    threads: list[tuple[bool, list[Frame]]] = []
+    for line in text.splitlines():
+        if found := _FATAL.match(line):
+            fatal, threads = found[1], []
+        elif found := _THREAD.match(line):
+            if before:  # the threads of one dump are apart: here the next dump begins
+                fatal, threads = "", []
+            threads.append((found[1] == "Current thread", []))
+        elif (found := _FRAME.match(line)) and threads:
+            file, number = found[1], int(found[2])
+            threads[-1][1].append(Frame(file, number, found[3], linecache.getline(file, number).strip()))
+        before = line
+    if not threads:
+        return StackDump(fatal, (), 0) if fatal else None
+    frames = next((frames for current, frames in threads if current), threads[-1][1])
+    return StackDump(fatal, tuple(reversed(frames)), len(threads))
+
+
 # -- who is who
 
 
@@ -192,3 +235,12 @@ def program_of(arguments: Sequence[str]) -> str:
         if not part.startswith("-"):
             return part.rpartition("/")[2]
     return "python"
+
+
+def is_running(record: ProcessRecord) -> bool:
+    """Whether the very process of a record is still there, and not only its number."""
+    try:
+        fields = Path(f"/proc/{record.pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return fields[0] not in (b"Z", b"X") and int(fields[19]) == record.start_ticks
+    except (OSError, IndexError):
+        return False
