@@ -331,7 +331,7 @@ def test_a_subprocess_that_was_only_tried_out_is_not_the_cause(tmp_path: Path, m
     from piecegraph.explain.run import endings
 
     monkeypatch.setattr(endings, "_SOON_NS", 200_000_000)
-    evidence = endings.gather(read_records(tmp_path / "records")[0], run.done.ended)
+    evidence = endings.evidence_of_records(read_records(tmp_path / "records")[0], run.done.ended)
     assert [story(failure)[2] for failure in evidence.failures] == [["RuntimeError"], ["ModuleNotFoundError"]]
 
 

@@ -7,6 +7,7 @@ was put together again from interleaved pieces says so in :attr:`Failure.certain
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from typing import Literal
 
@@ -139,3 +140,15 @@ class Evidence:
     """Set when stacks had to be reconstructed: an ordering of the frames that explains the log, not the only one."""
     notes: tuple[str, ...] = ()
     """What limits the evidence: a file that ends early, failures that were counted and not kept."""
+
+
+def signal_name(number: int) -> str:
+    """A signal as people call it.
+
+    >>> signal_name(9), signal_name(99)
+    ('SIGKILL', 'signal 99')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import signal
 
-from piecegraph.explain.evidence import Exit, Process
+from piecegraph.explain.evidence import Exit, Process, signal_name
 
 _ENTRY = re.compile(
     r"host\s*:\s*(?P<host>\S*).*?rank\s*:\s*(?P<rank>\d+)\s*\(local_rank:\s*(?P<local>\d+)\)"
@@ -43,10 +42,7 @@ def describe_code(code: int) -> str:
     """
     if code >= 0:
         return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
+    return f"killed by {signal_name(-code)}"
 
 
 def _exit(row: re.Match[str], line: int | None, *, is_first: bool) -> Exit:

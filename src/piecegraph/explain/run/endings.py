@@ -2,10 +2,10 @@
 
 Note [Order of failures]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-Failures are in order of time, which is exact for what a process noted itself. A violent death is noted by the parent,
-often after others have already failed because of it, so such a death counts as earlier than it was noticed. What was
-done *to* a process afterwards comes last whatever its time: a signal that a recorded process (or we) sent, an exit code
-without an exception, and a plain subprocess whose failure its parent lived on with.
+Failures are in order of time, which is exact for what a process recorded itself. A violent death is recorded by the
+parent, often after others have already failed because of it, so such a death counts as earlier than it was noticed.
+What was done *to* a process afterwards comes last whatever its time: a signal that a recorded process (or we) sent, an
+exit code without an exception, and a plain subprocess whose failure its parent lived on with.
 """
 
 from __future__ import annotations
@@ -18,9 +18,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from piecegraph.explain.evidence import Evidence, Failure, Milestone, Phase, Process, Raised
+from piecegraph.explain.evidence import Evidence, Failure, Milestone, Phase, Process, Raised, signal_name
+from piecegraph.explain.run.hook import PRINTED
 from piecegraph.explain.run.launch import Ended
-from piecegraph.explain.run.records import NotedException, NotedSignal, ProcessRecord, identify, is_running, program_of
+from piecegraph.explain.run.records import (
+    ProcessRecord,
+    RecordedException,
+    RecordedSignal,
+    identify,
+    is_running,
+    program_of,
+)
 
 _SOON_NS = 5_000_000_000
 """What happens within this time belongs together: an exception and the exit after it, a death and its news."""
@@ -32,7 +40,7 @@ Kind = Literal["exception", "thread", "signal", "killed", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Death:
+class _Ending:
     """One failure of one process, with what decides on its place."""
 
     record: ProcessRecord | None
@@ -40,11 +48,11 @@ class _Death:
     chain: tuple[Raised, ...]
     time_ns: int
     wall_ns: int | None = None
-    noted: NotedException | None = None
+    exception: RecordedException | None = None
     is_after_effect: bool = False
 
 
-def gather(records: Sequence[ProcessRecord], ended: Ended, num_oom_kills: int = 0) -> Evidence:
+def evidence_of_records(records: Sequence[ProcessRecord], ended: Ended, num_oom_kills: int = 0) -> Evidence:
     """What the records prove about a run that failed.
 
     Args:
@@ -52,61 +60,67 @@ def gather(records: Sequence[ProcessRecord], ended: Ended, num_oom_kills: int = 
         ended: how the command itself ended.
         num_oom_kills: how many processes the kernel killed for memory on this machine meanwhile.
     """
-    deaths = [death for record in records for death in _deaths_of(record, records, ended)]
+    endings = [ending for record in records for ending in _endings_of(record, records, ended)]
     if not any(record.pid == ended.pid for record in records):
-        deaths.append(_unrecorded(ended, len(records)))
-    deaths.sort(key=lambda death: (death.is_after_effect, death.time_ns))
-    first = next((death.noted for death in deaths if death.noted is not None), None)
+        endings.append(_unrecorded(ended, len(records)))
+    endings.sort(key=lambda ending: (ending.is_after_effect, ending.time_ns))
+    first = next((ending.exception for ending in endings if ending.exception is not None), None)
     who = identify(records)
     return Evidence(
         sources=(f"the records of {len(records)} processes",),
         processes=tuple(who.values()),
-        failures=_merge(deaths, who, ended),
+        failures=_merge(endings, who, ended),
         milestones=milestones_of(first) if first is not None else (),
-        memory_signs=tuple(_memory_signs(deaths, num_oom_kills)),
+        memory_signs=tuple(_memory_signs(endings, num_oom_kills)),
     )
 
 
 # -- one process
 
 
-def _deaths_of(record: ProcessRecord, records: Sequence[ProcessRecord], ended: Ended) -> list[_Death]:
-    found = [_from_exception(record, noted, "thread") for noted in record.exceptions if noted.kind == "thread"]
+def _endings_of(record: ProcessRecord, records: Sequence[ProcessRecord], ended: Ended) -> list[_Ending]:
+    found = [
+        _from_exception(record, exception, "thread") for exception in record.exceptions if exception.kind == "thread"
+    ]
     if record.state == "replaced" or _was_replaced(record, records):
         return found  # what happened to the process afterwards is the other program's story
-    last = next((noted for noted in reversed(record.exceptions) if noted.kind in ("exception", "interrupted")), None)
+    last = next(
+        (exception for exception in reversed(record.exceptions) if exception.kind in ("exception", "interrupted")), None
+    )
     if last is not None:
         kind: Kind = "interrupted" if last.kind == "interrupted" else "exception"
         return [*found, _demote(_from_exception(record, last, kind), records)]
     if record.dump is not None and record.dump.fatal:
         raised = Raised(type="Fatal Python error", message=record.dump.fatal, frames=record.dump.frames)
-        return [*found, _Death(record=record, kind="signal", chain=(raised,), time_ns=_end_of(record, records))]
+        return [*found, _Ending(record=record, kind="signal", chain=(raised,), time_ns=_end_of(record, records))]
     status, noticed_ns = _status(record, records, ended)
     is_bad = status != 0 if status is not None else record.code not in (None, 0)
-    told = next((noted for noted in reversed(record.exceptions) if noted.kind == "told"), None)
-    if told is not None and (is_bad or _ended_soon_after(record, told, noticed_ns)):
-        return [*found, _demote(_from_exception(record, told, "exception"), records)]
+    printed = next((exception for exception in reversed(record.exceptions) if exception.kind == PRINTED), None)
+    if printed is not None and (is_bad or _ended_soon_after(record, printed, noticed_ns)):
+        return [*found, _demote(_from_exception(record, printed, "exception"), records)]
     if status is not None and os.WIFSIGNALED(status):
         return [*found, _from_signal(record, os.WTERMSIG(status), noticed_ns, records, ended)]
     if is_bad:
         return [*found, _from_exit(record, status, noticed_ns)]
     if record.state == "started" and status is None and not is_running(record):
         why = "the process ended without a word: killed (out of memory?), or it left through code that is not Python"
-        return [*found, _Death(record=record, kind="killed", chain=(_said("no ending", why),), time_ns=noticed_ns)]
+        return [*found, _Ending(record=record, kind="killed", chain=(_said("no ending", why),), time_ns=noticed_ns)]
     return found
 
 
-def _from_exception(record: ProcessRecord, noted: NotedException, kind: Kind) -> _Death:
-    time_ns, wall_ns = noted.time_ns, noted.wall_ns
-    return _Death(record=record, kind=kind, chain=noted.chain, time_ns=time_ns, wall_ns=wall_ns, noted=noted)
+def _from_exception(record: ProcessRecord, exception: RecordedException, kind: Kind) -> _Ending:
+    time_ns, wall_ns = exception.time_ns, exception.wall_ns
+    return _Ending(
+        record=record, kind=kind, chain=exception.chain, time_ns=time_ns, wall_ns=wall_ns, exception=exception
+    )
 
 
 def _from_signal(
     record: ProcessRecord, number: int, noticed_ns: int, records: Sequence[ProcessRecord], ended: Ended
-) -> _Death:
+) -> _Ending:
     senders = [other for other in records for sent in other.sent if _hits(sent, record, number)]
     frames = record.dump.frames if record.dump is not None else ()
-    name = _name_of(number)
+    name = signal_name(number)
     if number == ended.interrupted_by:
         message, is_ours = f"{name} was sent to the run", True
     elif senders:
@@ -118,27 +132,27 @@ def _from_signal(
     kind: Kind = "interrupted" if number in _STOPS else "killed" if number == signal.SIGKILL else "signal"
     raised = Raised(type=name, message=message, frames=frames)
     time_ns = noticed_ns if is_ours else noticed_ns - _SOON_NS
-    return _Death(record=record, kind=kind, chain=(raised,), time_ns=time_ns, is_after_effect=is_ours)
+    return _Ending(record=record, kind=kind, chain=(raised,), time_ns=time_ns, is_after_effect=is_ours)
 
 
-def _from_exit(record: ProcessRecord, status: int | None, noticed_ns: int) -> _Death:
+def _from_exit(record: ProcessRecord, status: int | None, noticed_ns: int) -> _Ending:
     code = os.waitstatus_to_exitcode(status) if status is not None else record.code
     said, frames = f"exit code {code}, no exception", ()
     if record.exit_call is not None:
         said, frames = f"sys.exit({record.exit_call[0]})", (record.exit_call[1],)  # type: ignore[assignment]
     raised = Raised(type="SystemExit", message=said, frames=frames)
-    return _Death(record=record, kind="exception", chain=(raised,), time_ns=noticed_ns, is_after_effect=True)
+    return _Ending(record=record, kind="exception", chain=(raised,), time_ns=noticed_ns, is_after_effect=True)
 
 
-def _unrecorded(ended: Ended, num_records: int) -> _Death:
+def _unrecorded(ended: Ended, num_records: int) -> _Ending:
     signaled = os.WIFSIGNALED(ended.status)
-    name = _name_of(os.WTERMSIG(ended.status)) if signaled else f"exit code {ended.exit_code}"
+    name = signal_name(os.WTERMSIG(ended.status)) if signaled else f"exit code {ended.exit_code}"
     who = "the command's own process wrote no record" if num_records else "no process of the command wrote a record"
     why = f"{who}: it is no Python program, or Python was started with -I, -E or -S"
     kind: Kind = "exception"
     if signaled:
         kind = "interrupted" if os.WTERMSIG(ended.status) in _STOPS else "killed"
-    return _Death(record=None, kind=kind, chain=(_said(name, why),), time_ns=0, is_after_effect=True)
+    return _Ending(record=None, kind=kind, chain=(_said(name, why),), time_ns=0, is_after_effect=True)
 
 
 def _said(name: str, message: str) -> Raised:
@@ -161,7 +175,7 @@ def _end_of(record: ProcessRecord, records: Sequence[ProcessRecord]) -> int:
     return seen.time_ns if seen is not None else max(_signs_of_life(records))
 
 
-def _seen_dead(record: ProcessRecord, records: Sequence[ProcessRecord]) -> NotedSignal | None:
+def _seen_dead(record: ProcessRecord, records: Sequence[ProcessRecord]) -> RecordedSignal | None:
     """How the parent saw a process end. A number may be used again: the first death after the start counts."""
     seen = (child for other in records for child in other.children if child.pid == record.pid)
     return min((child for child in seen if child.time_ns > record.started_ns), key=lambda c: c.time_ns, default=None)
@@ -170,13 +184,13 @@ def _seen_dead(record: ProcessRecord, records: Sequence[ProcessRecord]) -> Noted
 def _signs_of_life(records: Iterable[ProcessRecord]) -> Iterable[int]:
     for record in records:
         yield record.started_ns
-        yield from (noted.time_ns for noted in record.exceptions)
+        yield from (exception.time_ns for exception in record.exceptions)
         if record.ended_ns is not None:
             yield record.ended_ns
 
 
-def _ended_soon_after(record: ProcessRecord, told: NotedException, noticed_ns: int) -> bool:
-    return record.state == "ended" and noticed_ns - told.time_ns < _SOON_NS
+def _ended_soon_after(record: ProcessRecord, printed: RecordedException, noticed_ns: int) -> bool:
+    return record.state == "ended" and noticed_ns - printed.time_ns < _SOON_NS
 
 
 def _was_replaced(record: ProcessRecord, records: Sequence[ProcessRecord]) -> bool:
@@ -187,21 +201,21 @@ def _was_replaced(record: ProcessRecord, records: Sequence[ProcessRecord]) -> bo
     )
 
 
-def _demote(death: _Death, records: Sequence[ProcessRecord]) -> _Death:
+def _demote(ending: _Ending, records: Sequence[ProcessRecord]) -> _Ending:
     """Put a plain subprocess last if its parent lived on with its failure: it was tried out, and is not the cause."""
-    record = death.record
+    record = ending.record
     assert record is not None
     if record.name or record.ranks or record.rank is not None:
-        return death
+        return ending
     parent = next((other for other in reversed(records) if other.pid == record.ppid), None)
     if parent is None:
-        return death
-    later = [noted for noted in parent.exceptions if noted.kind in ("exception", "told")]
-    lived_on = bool(later) and later[-1].time_ns - death.time_ns > _SOON_NS
-    return replace(death, is_after_effect=True) if lived_on else death
+        return ending
+    later = [exception for exception in parent.exceptions if exception.kind in ("exception", PRINTED)]
+    lived_on = bool(later) and later[-1].time_ns - ending.time_ns > _SOON_NS
+    return replace(ending, is_after_effect=True) if lived_on else ending
 
 
-def _hits(sent: NotedSignal, record: ProcessRecord, number: int) -> bool:
+def _hits(sent: RecordedSignal, record: ProcessRecord, number: int) -> bool:
     return sent.number == number and (sent.pid == record.pid or sent.group in (record.group, record.pid))
 
 
@@ -209,25 +223,18 @@ def _command_of(record: ProcessRecord) -> str:
     return f"pid {record.pid} ({program_of(record.arguments)})"
 
 
-def _name_of(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 # -- all processes
 
 
-def _merge(deaths: Sequence[_Death], who: dict[Path, Process], ended: Ended) -> tuple[Failure, ...]:
+def _merge(endings: Sequence[_Ending], who: dict[Path, Process], ended: Ended) -> tuple[Failure, ...]:
     """Equal failures of several processes become one, in the place of the first."""
-    merged: dict[object, list[_Death]] = {}
-    for death in deaths:
-        merged.setdefault((death.kind, death.is_after_effect, likeness(death.chain)), []).append(death)
+    merged: dict[object, list[_Ending]] = {}
+    for ending in endings:
+        merged.setdefault((ending.kind, ending.is_after_effect, likeness(ending.chain)), []).append(ending)
     failures = []
     for alike in merged.values():
         processes = [
-            who[death.record.file] if death.record else Process("the command", pid=ended.pid) for death in alike
+            who[ending.record.file] if ending.record else Process("the command", pid=ended.pid) for ending in alike
         ]
         first = alike[0]
         failures.append(
@@ -249,16 +256,16 @@ def likeness(chain: Sequence[Raised]) -> object:
     return frames, tuple((raised.type, re.sub(r"0x[0-9a-f]+|\d+", "#", raised.message)) for raised in chain)
 
 
-def milestones_of(noted: NotedException) -> tuple[Milestone, ...]:
+def milestones_of(exception: RecordedException) -> tuple[Milestone, ...]:
     """The phases a failure happened in; of what was done before it, records say nothing."""
-    phases = dict.fromkeys(_PHASES[phase] for phase in noted.phases if phase in _PHASES)
-    text = f"{noted.chain[0].type}: {noted.chain[0].message}".splitlines()[0]
-    return tuple(Milestone(phase, "failed", text, size=noted.size) for phase in phases)
+    phases = dict.fromkeys(_PHASES[phase] for phase in exception.phases if phase in _PHASES)
+    text = f"{exception.chain[0].type}: {exception.chain[0].message}".splitlines()[0]
+    return tuple(Milestone(phase, "failed", text, size=exception.size) for phase in phases)
 
 
-def _memory_signs(deaths: Sequence[_Death], num_oom_kills: int) -> Iterable[tuple[str, int | None]]:
+def _memory_signs(endings: Sequence[_Ending], num_oom_kills: int) -> Iterable[tuple[str, int | None]]:
     if num_oom_kills:
         yield f"the kernel killed {num_oom_kills} process(es) on this machine for memory during the run", None
-    for raised in (raised for death in deaths for raised in death.chain):
+    for raised in (raised for ending in endings for raised in ending.chain):
         if "OutOfMemory" in raised.type or raised.type == "MemoryError" or "out of memory" in raised.message:
             yield f"{raised.type}: {raised.message}".splitlines()[0], None

@@ -29,6 +29,9 @@ SCHEMA = 1
 STACK_SIGNAL = _signal.SIGRTMAX - 5
 """Asks for the stacks of all threads. A real-time signal that nothing is known to use: SIGUSR1 stays the program's."""
 
+PRINTED = "told"
+"""The kind of an exception that was handled and printed, in the word that records of this schema have for it."""
+
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "TORCHELASTIC_RESTART_COUNT"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -56,7 +59,7 @@ PHASE_MARKERS = (
 ERROR_FIELDS = ("code", "phase", "piece", "size", "op", "line")
 """What piecegraph's own errors know of where they happened."""
 
-MAX_FRAMES, MAX_MESSAGE, MAX_CHAIN, MAX_TOLD, MAX_NOTED, MAX_WRITES = 120, 20_000, 20, 8, 200, 100
+MAX_FRAMES, MAX_MESSAGE, MAX_CHAIN, MAX_PRINTED, MAX_NOTED, MAX_WRITES = 120, 20_000, 20, 8, 200, 100
 
 
 def quiet(function: Any) -> Any:
@@ -186,7 +189,7 @@ def now() -> dict[str, int]:
     return {"wall_ns": time.time_ns(), "monotonic_ns": time.monotonic_ns()}
 
 
-class Recorder:
+class ProcessRecorder:
     """The record of this process."""
 
     def __init__(self, folder: str) -> None:
@@ -259,23 +262,23 @@ class Recorder:
 
     @quiet
     def note_exception(self, kind: str, error: BaseException, thread: str = "") -> None:
-        """Note an exception that ended the process or a thread, or (``told``) was handled and printed."""
+        """Note an exception that ended the process or a thread, or (:data:`PRINTED`) was handled and printed."""
         innermost = (positions(error.__traceback__) or [("", 0, "", {})])[-1][:3]
         key = [type_name(error), *innermost, text_of(error)[:200]]
         failures = self.record["failures"]
         for failure in failures:
             if failure["key"] == key and failure["thread"] == thread:
-                if failure["kind"] == "told" != kind:
+                if failure["kind"] == PRINTED != kind:
                     failure["kind"] = kind
                     self.save()
                 return
         chain = chain_of(error)
         entry = {"kind": kind, "thread": thread, "time": now(), "key": key, "phase": phases_in(chain), "chain": chain}
-        told = [failure for failure in failures if failure["kind"] == "told"]
-        if len(told) >= MAX_TOLD:
-            failures.remove(told[0])
+        printed = [failure for failure in failures if failure["kind"] == PRINTED]
+        if len(printed) >= MAX_PRINTED:
+            failures.remove(printed[0])
         failures.append(entry)
-        if kind != "told":
+        if kind != PRINTED:
             self.num_writes = 0  # what ends a process is always written
         self.save()
 
@@ -355,7 +358,7 @@ def hide(tb: Any) -> None:
         tb = tb.tb_next
 
 
-def watch_main(recorder: Recorder) -> None:
+def watch_main(recorder: ProcessRecorder) -> None:
     """Uncaught exceptions of the main thread, and the end of the interpreter."""
     previous = sys.excepthook
 
@@ -369,7 +372,7 @@ def watch_main(recorder: Recorder) -> None:
     os.register_at_fork(after_in_child=quiet(recorder.begin))
 
 
-def watch_exits(recorder: Recorder) -> None:
+def watch_exits(recorder: ProcessRecorder) -> None:
     """Ways out that pass by no exception hook."""
     leave, immediately, enable = sys.exit, os._exit, faulthandler.enable
 
@@ -398,7 +401,7 @@ def watch_exits(recorder: Recorder) -> None:
         setattr(os, name, around_exec(recorder, getattr(os, name)))
 
 
-def around_exec(recorder: Recorder, function: Any) -> Any:
+def around_exec(recorder: ProcessRecorder, function: Any) -> Any:
     """An exec that says beforehand that this program ends here."""
 
     def call(*args: Any) -> Any:
@@ -411,7 +414,7 @@ def around_exec(recorder: Recorder, function: Any) -> Any:
     return call
 
 
-def watch_children(recorder: Recorder) -> None:
+def watch_children(recorder: ProcessRecorder) -> None:
     """How children died, as their parents see it, and who sent which signal."""
     waitpid, kill, killpg = os.waitpid, os.kill, os.killpg
 
@@ -434,7 +437,7 @@ def watch_children(recorder: Recorder) -> None:
     os.waitpid, os.kill, os.killpg = watched_waitpid, watched_kill, watched_killpg  # type: ignore[assignment]
 
 
-def watch_threads(recorder: Recorder, threading: Any) -> None:
+def watch_threads(recorder: ProcessRecorder, threading: Any) -> None:
     """Uncaught exceptions of threads."""
     previous = threading.excepthook
 
@@ -447,7 +450,7 @@ def watch_threads(recorder: Recorder, threading: Any) -> None:
     threading.excepthook = excepthook
 
 
-def watch_printing(recorder: Recorder, traceback: Any) -> None:
+def watch_printing(recorder: ProcessRecorder, traceback: Any) -> None:
     """Exceptions that are handled and printed: engines log the cause of their death and then exit by other means."""
 
     @quiet
@@ -461,7 +464,7 @@ def watch_printing(recorder: Recorder, traceback: Any) -> None:
             printer is not None and printer.f_code.co_name == "_bootstrap"
         )  # of multiprocessing: it prints, then exits
         interrupted = isinstance(error, KeyboardInterrupt)
-        recorder.note_exception(("interrupted" if interrupted else "exception") if died else "told", error)
+        recorder.note_exception(("interrupted" if interrupted else "exception") if died else PRINTED, error)
 
     def watched(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -521,7 +524,7 @@ def run_users_own(own: Any) -> None:
 
 def install(folder: str) -> None:
     """Start recording this process."""
-    recorder = Recorder(folder)
+    recorder = ProcessRecorder(folder)
     watch_main(recorder)
     watch_exits(recorder)
     watch_children(recorder)

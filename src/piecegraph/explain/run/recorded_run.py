@@ -20,7 +20,7 @@ from pathlib import Path
 from piecegraph.errors import CommandError
 from piecegraph.explain.evidence import Evidence
 from piecegraph.explain.run import hook
-from piecegraph.explain.run.endings import gather
+from piecegraph.explain.run.endings import evidence_of_records
 from piecegraph.explain.run.launch import Ended, launch
 from piecegraph.explain.run.records import is_running, read_records
 
@@ -59,7 +59,7 @@ def run_recorded(command: Sequence[str], records: Path, environment: Mapping[str
             return RecordedRun(ended, None)
         _wait_for_ends(records, _GRACE_SECONDS)
     found, num_unreadable = read_records(records)
-    evidence = gather(found, ended, _num_oom_kills() - kills_before)
+    evidence = evidence_of_records(found, ended, _num_oom_kills() - kills_before)
     return RecordedRun(ended, evidence, _why_incomplete(records, num_unreadable))
 
 

@@ -25,11 +25,11 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NotedException:
-    """An exception as the hook noted it."""
+class RecordedException:
+    """An exception as the hook recorded it."""
 
     kind: str
-    """``exception``, ``interrupted`` or ``thread``: not caught. ``told``: handled and printed."""
+    """``exception``, ``interrupted`` or ``thread``: not caught. :data:`~hook.PRINTED`: handled and printed."""
     thread: str
     wall_ns: int
     time_ns: int
@@ -39,7 +39,7 @@ class NotedException:
 
 
 @dataclass(frozen=True, slots=True)
-class NotedSignal:
+class RecordedSignal:
     """A signal this process sent, or a child's death it saw."""
 
     pid: int
@@ -80,9 +80,9 @@ class ProcessRecord:
     code: int | None
     started_ns: int
     ended_ns: int | None
-    exceptions: tuple[NotedException, ...]
-    children: tuple[NotedSignal, ...]
-    sent: tuple[NotedSignal, ...]
+    exceptions: tuple[RecordedException, ...]
+    children: tuple[RecordedSignal, ...]
+    sent: tuple[RecordedSignal, ...]
     exit_call: tuple[str, Frame] | None
     """What ``sys.exit`` was called with, and where."""
     dump: StackDump | None
@@ -120,7 +120,7 @@ def _record(file: Path, data: dict[str, Any]) -> ProcessRecord:
         code=data["code"],
         started_ns=int(data["started"]["monotonic_ns"]),
         ended_ns=int(data["ended"]["monotonic_ns"]) if data["ended"] else None,
-        exceptions=tuple(read_noted(part) for part in data["failures"]),
+        exceptions=tuple(read_exception(part) for part in data["failures"]),
         children=tuple(_signal(part, "status") for part in data["children"]),
         sent=tuple(_signal(part, "signal") for part in data["sent"]),
         exit_call=(_text(called["said"]), _frame(called["frame"])) if called else None,
@@ -128,10 +128,10 @@ def _record(file: Path, data: dict[str, Any]) -> ProcessRecord:
     )
 
 
-def read_noted(data: dict[str, Any]) -> NotedException:
+def read_exception(data: dict[str, Any]) -> RecordedException:
     """An exception as the hook wrote it down."""
     fields = [part["fields"] for part in data["chain"]]
-    return NotedException(
+    return RecordedException(
         kind=data["kind"],
         thread=_text(data["thread"]),
         wall_ns=int(data["time"]["wall_ns"]),
@@ -160,9 +160,9 @@ def _frame(data: Sequence[Any]) -> Frame:
     return Frame(_text(file), int(line), _text(function), _text(source))
 
 
-def _signal(data: dict[str, Any], number: str) -> NotedSignal:
+def _signal(data: dict[str, Any], number: str) -> RecordedSignal:
     time_ns = int(data["time"]["monotonic_ns"])
-    return NotedSignal(int(data.get("pid", 0)), int(data.get("group", 0)), int(data[number]), time_ns)
+    return RecordedSignal(int(data.get("pid", 0)), int(data.get("group", 0)), int(data[number]), time_ns)
 
 
 def _text(value: str) -> str:
