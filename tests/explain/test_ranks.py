@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 
-from piecegraph.explain.peers import evidence_of, write_failure
+from piecegraph.explain.ranks import evidence_of_ranks, write_failure
 
 JOB = """
 import sys
@@ -93,7 +93,7 @@ def test_equal_failures_are_told_once() -> None:
         except ValueError as error:
             return write_failure(error)
 
-    evidence = evidence_of({3: failure("size 3"), 1: failure("size 1"), 2: failure("another")}, 4)
+    evidence = evidence_of_ranks({3: failure("size 3"), 1: failure("size 1"), 2: failure("another")}, 4)
     told = [(found.chain[0].message, [process.rank for process in found.processes]) for found in evidence.failures]
     assert told == [("size 3", [3, 1]), ("another", [2])]
     assert [process.rank for process in evidence.processes] == [0, 1, 2, 3]
