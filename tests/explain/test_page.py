@@ -8,13 +8,12 @@ import json
 import pytest
 
 from piecegraph.explain.advice import judge_suggestions
-from piecegraph.explain.echoes import judge
 from piecegraph.explain.evidence import Evidence, Exit, Failure, Frame, Milestone, Process, Raised
 from piecegraph.explain.log.scan import Scanner
 from piecegraph.explain.ownership import place_of
 from piecegraph.explain.page import Page, compose, fold
 from piecegraph.explain.render import SCHEMA, to_dict, to_html, to_markdown, to_text
-from piecegraph.explain.root_cause import find_root_cause
+from piecegraph.explain.root_cause import find_root_cause, triage
 from tests.explain.test_prefixes import TRACEBACK, prefixed, scan
 
 CALL_CHAIN = "\n".join(
@@ -91,9 +90,9 @@ def test_a_traceback_that_was_cut_off_says_so() -> None:
 )
 def test_an_echo_is_not_the_root_even_if_it_is_printed_first(type: str, message: str) -> None:
     echo, cause = failing(type, message, line=5, count=7), failing("ValueError", "bad weights", line=20)
-    verdict = judge(evidence(echo, cause))
-    assert verdict.root is cause
-    assert verdict.echoes == (echo,)
+    found = triage(evidence(echo, cause))
+    assert found.root is cause
+    assert found.echoes == (echo,)
 
 
 def test_a_log_of_echoes_alone_is_called_that() -> None:
@@ -105,9 +104,9 @@ def test_a_log_of_echoes_alone_is_called_that() -> None:
 def test_a_failure_after_which_the_run_went_on_is_not_the_root() -> None:
     early, late = failing("ImportError", "no apex", line=5), failing("ValueError", "bad", line=50)
     done = Milestone("load", "done", "Load weight end", 30)
-    assert judge(evidence(early, late, milestones=(done,))).root is late
-    assert judge(evidence(early, late, milestones=(done,))).survived == (early,)
-    assert judge(evidence(early, milestones=(done,))).root is early, "unless there is no other"
+    assert triage(evidence(early, late, milestones=(done,))).root is late
+    assert triage(evidence(early, late, milestones=(done,))).survived == (early,)
+    assert triage(evidence(early, milestones=(done,))).root is early, "unless there is no other"
 
 
 def test_what_python_itself_ignored_is_not_the_root() -> None:

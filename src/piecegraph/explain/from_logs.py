@@ -9,12 +9,12 @@ from typing import Literal
 
 from piecegraph.base.progress import Bar, Progress
 from piecegraph.errors import InputError
-from piecegraph.explain.echoes import judge
 from piecegraph.explain.evidence import Evidence
 from piecegraph.explain.known_issues import KnownIssue, load_catalogue, log_line_matcher, match_known_issues
 from piecegraph.explain.log.scan import Scanner
 from piecegraph.explain.log.source import Log, name_logs
 from piecegraph.explain.page import Page, compose
+from piecegraph.explain.root_cause import triage
 
 _MIB = 1 << 20
 
@@ -39,7 +39,7 @@ def explain_logs(
     catalogue = load_catalogue(issues)
     runs = read_evidence([os.fspath(path) for path in paths], catalogue, progress=progress)
     # Of several runs in one log, the last that failed is the one somebody is waiting for.
-    failed = [run for run in runs if judge(run).root is not None]
+    failed = [run for run in runs if triage(run).root is not None]
     chosen = failed[-1] if failed else runs[-1]
     lines = [text for text, _ in chosen.telling_lines]
     return compose(

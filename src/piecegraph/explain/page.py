@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from piecegraph.explain.advice import Suggestion, judge_suggestions
-from piecegraph.explain.echoes import Verdict, judge
 from piecegraph.explain.evidence import Certainty, Evidence, Exit, Failure, Frame, Phase, Process, TreeLine
 from piecegraph.explain.known_issues import load_catalogue, match_known_issues
 from piecegraph.explain.ownership import place_of
 from piecegraph.explain.phases import PHASES, layers_of, phase_of
-from piecegraph.explain.root_cause import RootCause, find_root_cause
+from piecegraph.explain.root_cause import RootCause, Triage, find_root_cause, triage
 
 Outcome = Literal["failure", "exits", "call chains", "nothing"]
 
@@ -156,8 +155,8 @@ def compose(
             otherwise.
         other_runs: the evidence of other runs in the same log.
     """
-    verdict = judge(evidence)
-    failure = verdict.root
+    found = triage(evidence)
+    failure = found.root
     phase = _phases(evidence, failure)
     find = known or _from_catalogue(evidence)
     return Page(
@@ -165,11 +164,11 @@ def compose(
         num_lines=evidence.num_lines,
         outcome=_outcome(evidence, failure),
         root=find_root_cause(failure) if failure is not None and failure.chain else None,
-        who=_who(evidence, verdict),
+        who=_who(evidence, found),
         phase=phase,
         stack=_stack(evidence, failure),
         tree=evidence.tree if failure is not None and failure.certainty == "reconstructed" else (),
-        known=_known(find, verdict),
+        known=_known(find, found),
         suggestions=judge_suggestions(evidence, failure, phase.failed) if failure is not None else (),
         artefacts=evidence.artefacts,
         num_call_chains=evidence.num_call_chains,
@@ -193,26 +192,26 @@ def _from_catalogue(evidence: Evidence) -> Callable[[Failure], Sequence[Issue]]:
     return lambda failure: match_known_issues(failure, load_catalogue(), lines)
 
 
-def _known(find: Callable[[Failure], Sequence[Issue]], verdict: Verdict) -> tuple[KnownMatch, ...]:
+def _known(find: Callable[[Failure], Sequence[Issue]], found: Triage) -> tuple[KnownMatch, ...]:
     # Some issues are known by a line of the log, and leave no exception behind.
-    failure = verdict.root or Failure(chain=(), kind="killed")
+    failure = found.root or Failure(chain=(), kind="killed")
     return tuple(
         KnownMatch(issue.id, issue.title, issue.meaning, issue.fix, issue.fixed_in, issue.source, issue.rule)
         for issue in find(failure)
     )
 
 
-def _who(evidence: Evidence, verdict: Verdict) -> Who:
-    groups = [_group(verdict.root, "root")] if verdict.root is not None else []
-    survived = set(map(id, verdict.survived))
-    groups += [_group(failure, "survived" if id(failure) in survived else "other") for failure in verdict.others]
-    groups += [_group(failure, "echo") for failure in verdict.echoes]
+def _who(evidence: Evidence, found: Triage) -> Who:
+    groups = [_group(found.root, "root")] if found.root is not None else []
+    survived = set(map(id, found.survived))
+    groups += [_group(failure, "survived" if id(failure) in survived else "other") for failure in found.others]
+    groups += [_group(failure, "echo") for failure in found.echoes]
     is_recorded = all(failure.certainty == "recorded" for failure in evidence.failures)
     return Who(
         tuple(groups),
         evidence.processes,
         evidence.exits,
-        verdict.has_only_echoes,
+        found.has_only_echoes,
         is_recorded or len(evidence.sources) == 1,
     )
 
@@ -305,7 +304,7 @@ def _folded(run: Sequence[Frame]) -> StackLine:
 
 def _summary(run: Evidence) -> str:
     where = f"lines {run.first_line} to {run.first_line + run.num_lines - 1}"
-    root = judge(run).root
+    root = triage(run).root
     if root is None or not root.chain:
         return f"{where}: no failure"
     cause = find_root_cause(root)
