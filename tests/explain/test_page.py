@@ -9,8 +9,8 @@ import pytest
 
 from piecegraph.explain.advice import judge_suggestions
 from piecegraph.explain.evidence import Evidence, Exit, Failure, Frame, Milestone, Process, Raised
+from piecegraph.explain.frames import place_of
 from piecegraph.explain.log.scan import Scanner
-from piecegraph.explain.ownership import place_of
 from piecegraph.explain.page import Page, compose, fold
 from piecegraph.explain.render import SCHEMA, to_dict, to_html, to_markdown, to_text
 from piecegraph.explain.root_cause import find_root_cause, triage

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from piecegraph.explain.evidence import Evidence, Failure, Phase
-from piecegraph.explain.phases import layers_of
+from piecegraph.explain.frames import layers_of
 
 Fit = Literal["fits", "does not fit", "at a cost", "diagnosis", "not judged"]
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Phase = Literal["init", "load", "kv cache", "compile", "capture", "serve"]
+PHASES: tuple[Phase, ...] = ("init", "load", "kv cache", "compile", "capture", "serve")
+"""In the order in which a healthy start passes them."""
+
 Certainty = Literal["recorded", "printed", "unwoven", "reconstructed"]
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from piecegraph.explain.advice import Suggestion, judge_suggestions
-from piecegraph.explain.evidence import Certainty, Evidence, Exit, Failure, Frame, Phase, Process, TreeLine
+from piecegraph.explain.evidence import PHASES, Certainty, Evidence, Exit, Failure, Frame, Phase, Process, TreeLine
+from piecegraph.explain.frames import layers_of, phase_of, place_of
 from piecegraph.explain.known_issues import load_catalogue, match_known_issues
-from piecegraph.explain.ownership import place_of
-from piecegraph.explain.phases import PHASES, layers_of, phase_of
 from piecegraph.explain.root_cause import RootCause, Triage, find_root_cause, triage
 
 Outcome = Literal["failure", "exits", "call chains", "nothing"]

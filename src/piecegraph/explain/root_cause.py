@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from piecegraph.explain.evidence import Evidence, Failure, Frame, Raised
+from piecegraph.explain.frames import place_of
 from piecegraph.explain.log.parts import exception_of
 from piecegraph.explain.log.torn import FRAME
-from piecegraph.explain.ownership import place_of
 
 _ECHO_TYPES = re.compile(
     r"(?:ChildFailedError|ProcessRaisedException|ProcessExitedException|BrokenPipeError|ConnectionResetError"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from piecegraph.base.text import count_of
 from piecegraph.explain.advice import Suggestion
-from piecegraph.explain.evidence import Frame, TreeLine
-from piecegraph.explain.log.launcher import describe_code
-from piecegraph.explain.ownership import place_of
+from piecegraph.explain.evidence import Frame, Process, TreeLine, signal_name
+from piecegraph.explain.frames import place_of
 from piecegraph.explain.page import Group, KnownMatch, Page, PhaseRow, StackLine
-from piecegraph.explain.spans import describe_processes
 
 Tone = Literal["", "strong", "bad", "good", "quiet"]
 MAX_GROUPS = 6
@@ -20,6 +21,8 @@ MAX_STACK_LINES = 24
 MAX_ARTEFACTS = 6
 MAX_PLACE = 64
 """Sources stand in a column behind the frames, but for frames that are longer."""
+_NUMBERED = re.compile(r"^(?P<stem>.*?)(?P<number>\d+)$")
+_MAX_NAMES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,3 +322,56 @@ def _phase_name(page: Page) -> str:
 
 def _line(line: int | None) -> str:
     return f"line {line}" if line is not None else "unknown line"
+
+
+def describe_code(code: int) -> str:
+    """An exit code in words.
+
+    >>> describe_code(-9)
+    'killed by SIGKILL'
+    >>> describe_code(1)
+    'exit code 1'
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    return f"killed by {signal_name(-code)}"
+
+
+def describe_processes(processes: Iterable[Process]) -> str:
+    """Names with consecutive numbers as spans.
+
+    >>> describe_processes([Process("rank0"), Process("rank1"), Process("rank2"), Process("Worker_TP0", pid=7)])
+    'rank0 to rank2, Worker_TP0 (pid 7)'
+    """
+    numbers: defaultdict[str, list[int]] = defaultdict(list)
+    names: list[str] = []
+    for process in processes:
+        found = _NUMBERED.match(process.label)
+        if found is not None and process.pid is None and process.host is None:
+            if found["stem"] not in numbers:
+                names.append(found["stem"])
+            numbers[found["stem"]].append(int(found["number"]))
+        else:
+            names.append(_full_name(process))
+    parts = [part for name in names for part in (_spans(name, numbers[name]) if name in numbers else [name])]
+    if len(parts) > _MAX_NAMES:
+        parts = [*parts[:_MAX_NAMES], f"and {len(parts) - _MAX_NAMES} more"]
+    return ", ".join(parts)
+
+
+def _spans(stem: str, numbers: list[int]) -> list[str]:
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return [
+        f"{stem}{first}" if first == last else f"{stem}{first}{', ' if last == first + 1 else ' to '}{stem}{last}"
+        for first, last in found
+    ]
+
+
+def _full_name(process: Process) -> str:
+    more = [f"pid {process.pid}"] * (process.pid is not None) + [f"on {process.host}"] * (process.host is not None)
+    return f"{process.label} ({', '.join(more)})" if more else process.label

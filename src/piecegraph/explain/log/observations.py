@@ -10,9 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from piecegraph.explain.evidence import Exit, Milestone, Phase, Process
-from piecegraph.explain.log.launcher import exit_of_line
 from piecegraph.explain.log.lines import Line
-from piecegraph.explain.phases import MARK_WORDS
 
 MAX_KEPT = 40
 """Of each sort; the page shows a few and the number of the others."""
@@ -20,6 +18,35 @@ MAX_KEPT = 40
 MAX_TEXT = 200
 MAX_RANKS = 4096
 
+_MARKS: tuple[tuple[Phase, str, str], ...] = (
+    ("init", "begun", r"Init torch distributed begin|Initializing an? (?:V1 )?LLM engine"
+                      r"|vLLM API server version|server_args=ServerArgs"),
+    ("init", "done", r"Init torch distributed ends|rank \d+ in world size \d+ is assigned as"),
+    ("load", "begun", r"Load weight begin|Starting to load model|Loading (?:safetensors )?checkpoint shards:\s+0%"),
+    ("load", "done", r"Load weight end|Loading weights took|Model loading took|checkpoint shards: 100%"),
+    ("kv cache", "done", r"KV Cache is allocated|Memory pool end|GPU KV cache size:|# GPU blocks:"),
+    ("compile", "begun", r"Using cache directory: \S+ for vLLM's torch\.compile|Dynamo bytecode transform time"),
+    ("compile", "done", r"torch\.compile takes [\d.]+ s in total"),
+    ("capture", "begun", r"Capture cuda graph b|Capturing (?:batches|CUDA graph|cudagraph)"),
+    ("capture", "done", r"Capture cuda graph end|Graph capturing finished"),
+    ("serve", "begun", r"The server is fired up|Application startup complete|Uvicorn running on|Prefill batch"
+                       r"|Engine 0\d\d: Avg prompt"),
+)  # fmt: skip
+_MARK = re.compile("|".join(f"(?P<m{number}>{pattern})" for number, (_, _, pattern) in enumerate(_MARKS)))
+_MARK_WORDS = (
+    *(" distributed ", "LLM engine", "API server", "ServerArgs", "world size", "eight", "load model", "loading took"),
+    *("shards:", "ache", "Memory pool", "GPU blocks", "torch.compile", "Dynamo bytecode", "apturing", "Capture cuda"),
+    *("fired up", "startup complete", "Uvicorn", "Prefill batch", "Avg prompt"),
+)
+"""Every milestone holds one of these."""
+_SIZE = re.compile(r"\b(?:bs=\d+|num_tokens=\d+)|\bbs \[(?P<one>\d+)\]|batch size (?P<size>\d+)")
+_EXIT_ROW = re.compile(
+    r"host\s*:\s*(?P<host>\S*).*?rank\s*:\s*(?P<rank>\d+)\s*\(local_rank:\s*(?P<local>\d+)\)"
+    r".*?exitcode\s*:\s*(?P<code>-?\d+)\s*\(pid:\s*(?P<pid>\d+)\)",
+    re.DOTALL,
+)
+_FIRST_EXIT = "Root Cause (first observed failure)"
+_EXIT_LINE = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)")
 _MEMORY = re.compile(
     r"(?i:out of memory|outofmemory|out_of_memory|cannot allocate memory|oom.?kill|memory cgroup|bad_alloc)"
     r"|No available memory for the cache blocks|Killed process \d+"
@@ -40,7 +67,7 @@ _ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b")
 _GLOO_RANK = re.compile(r"\[Gloo\] Rank (?P<rank>\d+) is connected to [1-9]")
 
 WORDS = (
-    *MARK_WORDS,
+    *_MARK_WORDS,
     *("memory", "OutOfMemory", "OUT_OF_MEMORY", "oom", "Killed", "bad_alloc", "avail"),
     *("olution", "uggestion", "can try", "ry setting", "Try ", "onsider ", "Please ", "VERBOSE=1", "NCCL_DEBUG"),
     *("aved", "ritten", "ump", "rote ", "riting ", "tored", "error_file", "minifier", "bytes)"),
@@ -90,7 +117,7 @@ class Observations:
         self._files(text)
         if line.record and _ERROR.search(raw) and len(self.errors) < MAX_KEPT:
             self.errors.append((text.strip()[:MAX_TEXT], number))
-        ended = exit_of_line(text, number)
+        ended = _exit_of_line(text, number)
         if ended is not None and len(self.exits) < MAX_KEPT:
             self.exits.append(ended)
         rank = _GLOO_RANK.search(text)
@@ -135,3 +162,44 @@ class Observations:
         if saved is not None and len(self.artefacts) < MAX_KEPT:
             path = saved["path"] or saved["error_file"] or saved["minifier"]
             self.artefacts.setdefault(path.rstrip(".:"), [])
+
+
+def milestone_of(text: str, line: int | None) -> Milestone | None:
+    """What a line says was begun or done.
+
+    >>> milestone_of("Capturing batches (bs=1 avail_mem=12.33 GB):   0%", 115).size
+    'bs=1'
+    """
+    found = _MARK.search(text)
+    if found is None:
+        return None
+    assert found.lastgroup is not None
+    phase, state, _ = _MARKS[int(found.lastgroup[1:])]
+    size = _SIZE.search(text)
+    shown = (f"bs={size['one'] or size['size']}" if size["one"] or size["size"] else size[0]) if size else ""
+    return Milestone(phase, "done" if state == "done" else "begun", found[0], line, shown if phase == "capture" else "")
+
+
+# -- torchelastic
+
+
+def exits_of_table(text: str, line: int | None) -> tuple[Exit, ...]:
+    """The rows of ``ChildFailedError``'s table, the first observed failure first."""
+    others, _, root = text.partition(_FIRST_EXIT)
+    found = [_exit(row, line, is_first=True) for row in _EXIT_ROW.finditer(root)]
+    return (*found, *(_exit(row, line, is_first=False) for row in _EXIT_ROW.finditer(others)))
+
+
+def _exit_of_line(text: str, line: int | None) -> Exit | None:
+    """``failed (exitcode: -9) local_rank: 3 (pid: 1234) of binary: ...``."""
+    found = _EXIT_LINE.search(text)
+    if found is None:
+        return None
+    return Exit(
+        process=Process(f"local rank {found['local']}", pid=int(found["pid"])), code=int(found["code"]), line=line
+    )
+
+
+def _exit(row: re.Match[str], line: int | None, *, is_first: bool) -> Exit:
+    who = Process(f"rank{row['rank']}", rank=int(row["rank"]), pid=int(row["pid"]), host=row["host"] or None)
+    return Exit(process=who, code=int(row["code"]), is_first=is_first, line=line)

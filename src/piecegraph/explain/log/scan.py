@@ -11,12 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from piecegraph.explain.evidence import Evidence, Failure, Frame, Process, TreeLine
 from piecegraph.explain.log.failures import Resolved, resolve
-from piecegraph.explain.log.launcher import exits_of_table
 from piecegraph.explain.log.lines import Line, PrefixReader
-from piecegraph.explain.log.observations import WORDS, Observations, has_any, words_in
+from piecegraph.explain.log.observations import WORDS, Observations, exits_of_table, has_any, milestone_of, words_in
 from piecegraph.explain.log.parts import kind_of, mask
 from piecegraph.explain.log.tail import Tail
-from piecegraph.explain.phases import milestone_of
 
 MAX_STREAM_LINES = 20_000
 """A stream is resolved when it holds as many lines, even if it goes on."""
