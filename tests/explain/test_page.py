@@ -29,7 +29,7 @@ CALL_CHAIN = "\n".join(
 
 
 def page_of(text: str) -> Page:
-    return compose(scan(text), lambda failure: ())
+    return compose(scan(text), ())
 
 
 def failing(type: str, message: str = "", *, file: str = "/srv/a.py", line: int = 1, count: int = 1) -> Failure:
@@ -96,7 +96,7 @@ def test_an_echo_is_not_the_root_even_if_it_is_printed_first(type: str, message:
 
 
 def test_a_log_of_echoes_alone_is_called_that() -> None:
-    page = compose(evidence(failing("BrokenPipeError", "[Errno 32] Broken pipe")), lambda failure: ())
+    page = compose(evidence(failing("BrokenPipeError", "[Errno 32] Broken pipe")), ())
     assert page.who.has_only_echoes
     assert "only what a failure elsewhere caused" in to_text(page)
 
@@ -213,7 +213,7 @@ def test_several_runs_in_one_file() -> None:
     assert (first.failures[0].count, second.failures[0].count) == (1, 1)
     assert [milestone.state for milestone in first.milestones] == ["begun"]
     assert [milestone.state for milestone in second.milestones] == ["begun", "done"]
-    page = to_text(compose(second, lambda failure: (), other_runs=[first]))
+    page = to_text(compose(second, (), other_runs=[first]))
     assert "ValueError: loss is inf" in page
     assert "other run, lines 1 to " in page
     assert "ValueError: loss is nan" in page
@@ -342,7 +342,7 @@ def test_memory_advice_fits_where_memory_ran_out() -> None:
 def test_compile_inside_capture_is_a_failed_capture() -> None:
     frames = (Frame("/x/sglang/srt/cuda_graph_runner.py", 3, "capture"), Frame("/x/torch/_dynamo/a.py", 4, "compile"))
     raised = Raised(type="ValueError", message="", frames=frames)
-    page = compose(evidence(Failure(chain=(raised,))), lambda failure: ())
+    page = compose(evidence(Failure(chain=(raised,))), ())
     assert page.phase.failed == "capture"
     assert page.phase.layers == ("CUDA graph capture", "Dynamo")
 
@@ -367,7 +367,7 @@ def recorded() -> Evidence:
 
 
 def test_records_are_exact() -> None:
-    page = compose(recorded(), lambda failure: ())
+    page = compose(recorded(), ())
     text = to_text(page)
     assert "recorded by the processes themselves" in text
     assert "cannot tell" not in text

@@ -136,7 +136,7 @@ class Evidence:
     """The last statement about free device memory: ``12.33 GB``."""
     error_lines: tuple[tuple[str, int | None], ...] = ()
     """The first lines logged as errors outside of any traceback."""
-    telling_lines: tuple[tuple[str, int | None], ...] = ()
+    known_issue_lines: tuple[tuple[str, int | None], ...] = ()
     """Lines outside of any traceback by which a known issue is recognised."""
     last_line: tuple[str, int | None] | None = None
     tree: tuple[TreeLine, ...] = ()

@@ -10,7 +10,7 @@ from typing import Literal
 from piecegraph.base.progress import Bar, Progress
 from piecegraph.errors import InputError
 from piecegraph.explain.evidence import Evidence
-from piecegraph.explain.known_issues import KnownIssue, load_catalogue, log_line_matcher, match_known_issues
+from piecegraph.explain.known_issues import KnownIssue, load_catalogue, log_line_matcher
 from piecegraph.explain.log.scan import Scanner
 from piecegraph.explain.log.source import Log, name_logs
 from piecegraph.explain.page import Page, compose
@@ -41,12 +41,7 @@ def explain_logs(
     # Of several runs in one log, the last that failed is the one somebody is waiting for.
     failed = [run for run in runs if triage(run).root is not None]
     chosen = failed[-1] if failed else runs[-1]
-    lines = [text for text, _ in chosen.telling_lines]
-    return compose(
-        chosen,
-        lambda failure: match_known_issues(failure, catalogue, lines),
-        other_runs=[run for run in runs if run is not chosen],
-    )
+    return compose(chosen, catalogue, other_runs=[run for run in runs if run is not chosen])
 
 
 def read_evidence(
@@ -57,8 +52,8 @@ def read_evidence(
     names = name_logs(logs)
     scanner = Scanner(
         is_one_log=len(logs) == 1,
-        is_telling=log_line_matcher(catalogue),
-        telling_words=dict.fromkeys(word for issue in catalogue for word in issue.line_words),
+        is_known_issue=log_line_matcher(catalogue),
+        known_issue_words=dict.fromkeys(word for issue in catalogue for word in issue.line_words),
     )
     total = sum(log.num_bytes for log in logs) // _MIB
     with Progress(progress).bar("explain", total) as bar:

@@ -86,7 +86,7 @@ class _Run:
     chains: list[tuple[Frame, ...]] = field(default_factory=list)
     num_chains: int = 0
     tree: tuple[TreeLine, ...] = ()
-    telling: list[tuple[str, int | None]] = field(default_factory=list)
+    known_issue_lines: list[tuple[str, int | None]] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
 
     def add(self, found: Resolved) -> None:
@@ -123,7 +123,7 @@ class _Run:
             exits=tuple(seen.exits),
             free_memory=seen.free_memory,
             error_lines=tuple(seen.errors),
-            telling_lines=tuple(self.telling),
+            known_issue_lines=tuple(self.known_issue_lines),
             last_line=seen.last_line,
             tree=self.tree,
             notes=tuple(notes),
@@ -146,18 +146,18 @@ class Scanner:
         self,
         *,
         is_one_log: bool = True,
-        is_telling: Callable[[str], object] = lambda line: False,
-        telling_words: Iterable[str] = (),
+        is_known_issue: Callable[[str], object] = lambda line: False,
+        known_issue_words: Iterable[str] = (),
     ) -> None:
         """Make one.
 
         Args:
             is_one_log: whether all lines come from one log, which may hold several runs.
-            is_telling: whether a known issue is recognised by a line outside of tracebacks.
-            telling_words: every such line holds one of these.
+            is_known_issue: whether a known issue is recognised by a line outside of tracebacks.
+            known_issue_words: every such line holds one of these.
         """
-        self._is_one_log, self._is_telling = is_one_log, is_telling
-        self._words = (*WORDS, *telling_words)
+        self._is_one_log, self._is_known_issue = is_one_log, is_known_issue
+        self._words = (*WORDS, *known_issue_words)
         self._finished: list[Evidence] = []
         self._sources: list[str] = []
         self._label = ""
@@ -268,8 +268,8 @@ class Scanner:
                     seen = self._run.seen
             seen.keep(milestone)
         seen.observe(line, raw)
-        if len(self._run.telling) < MAX_CALL_CHAINS and self._is_telling(line.text):
-            self._run.telling.append((line.text, line.number))
+        if len(self._run.known_issue_lines) < MAX_CALL_CHAINS and self._is_known_issue(line.text):
+            self._run.known_issue_lines.append((line.text, line.number))
 
     def _close_streams(self, *, only_quiet: bool = False) -> None:
         latest = max((stream.latest for stream in self._streams.values()), default=0)
