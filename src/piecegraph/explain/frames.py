@@ -12,13 +12,13 @@ from typing import Literal, NamedTuple
 
 from piecegraph.explain.evidence import Frame, Phase
 
-Owner = Literal["python", "library", "engine", "user"]
+CodeOwner = Literal["python", "library", "engine", "user"]
 
 
-class Place(NamedTuple):
+class FramePlace(NamedTuple):
     """A file as people speak of it."""
 
-    owner: Owner
+    owner: CodeOwner
     package: str
     path: str
     """From the package on: ``torch/fx/proxy.py``."""
@@ -61,29 +61,29 @@ _COMPILED_LAYERS = tuple((name, phase, re.compile(pattern)) for name, phase, pat
 
 
 @lru_cache(maxsize=4096)
-def place_of(file: str) -> Place:
+def place_of(file: str) -> FramePlace:
     """Whose a file is.
 
     >>> place_of("/home/me/pytorch/torch/fx/proxy.py")
-    Place(owner='library', package='torch', path='torch/fx/proxy.py', is_installed=False)
+    FramePlace(owner='library', package='torch', path='torch/fx/proxy.py', is_installed=False)
     """
     file = file.replace("\\", "/")
     site = _SITE.search(file)
     if site is not None:
         package = site["package"].removesuffix(".py")
-        return Place("engine" if package in _ENGINES else "library", package, site["path"], True)
+        return FramePlace("engine" if package in _ENGINES else "library", package, site["path"], True)
     named = _by_name(file)
     if named is not None:
         return named
     standard = _STANDARD.search(file)
     if standard is not None:
-        return Place("python", "python", standard["path"] or standard["frozen"], False)
+        return FramePlace("python", "python", standard["path"] or standard["frozen"], False)
     if file.startswith("<"):
-        return Place("python", "python", file, False)
-    return Place("user", "", file, False)
+        return FramePlace("python", "python", file, False)
+    return FramePlace("user", "", file, False)
 
 
-def _by_name(file: str) -> Place | None:
+def _by_name(file: str) -> FramePlace | None:
     """A checkout: the innermost folder that is called like a package (``sglang/python/sglang/srt``)."""
     parts = file.split("/")
     for at in range(len(parts) - 2, -1, -1):
@@ -92,7 +92,7 @@ def _by_name(file: str) -> Place | None:
             path = "/".join(parts[at:])
             if package == "torch" and not _TORCH_PARTS.match(path):
                 continue
-            return Place("engine" if package in _ENGINES else "library", package, path, False)
+            return FramePlace("engine" if package in _ENGINES else "library", package, path, False)
     return None
 
 

@@ -12,8 +12,7 @@ from typing import Literal
 
 from piecegraph.explain.evidence import Evidence, Failure, Frame, Raised
 from piecegraph.explain.frames import place_of
-from piecegraph.explain.log.parts import exception_of
-from piecegraph.explain.log.torn import FRAME
+from piecegraph.explain.log.syntax import exception_of, frame_of
 
 _ECHO_TYPES = re.compile(
     r"(?:ChildFailedError|ProcessRaisedException|ProcessExitedException|BrokenPipeError|ConnectionResetError"
@@ -172,9 +171,9 @@ def _remote(lines: list[str]) -> Raised | None:
     """Ray quotes the worker's frames and exception below its own."""
     frames = []
     for line, below in zip(lines[1:], [*lines[2:], ""], strict=False):
-        found = FRAME.match(line)
+        found = frame_of(line)
         if found is not None:
-            source = "" if FRAME.match(below) else below.strip()
-            frames.append(Frame(found["file"], int(found["line"]), found["function"] or "", source))
+            source = "" if frame_of(below) else below.strip()
+            frames.append(Frame(*found, source))
     last = next(filter(None, map(exception_of, reversed(lines[1:]))), None)
     return Raised(type=last[0], message=last[1], frames=tuple(frames)) if last else None

@@ -1,4 +1,4 @@
-"""How likely it is that one chunk follows another in the same process, as a price: the lower, the likelier."""
+"""How likely it is that one part follows another in the same process, as a cost: the lower, the likelier."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 
-from piecegraph.explain.log.parts import Chunk
+from piecegraph.explain.log.parts import TracebackPart
 
 IMPOSSIBLE = 1e9
-STEP = 1.5
-"""The price of any new step, for the shortest description to win."""
+STEP_COST = 1.5
+"""The cost of any new step, for the shortest description to win."""
 
 _GENERIC = re.compile(
     r"^(__\w+__|<\w+>|_?wrapp\w*|inner|_?fn|decorate_\w+|compile_wrapper|_?call_?\w*|_wrapped_call_impl|_call_impl"
@@ -21,46 +21,46 @@ _GENERIC = re.compile(
 
 
 class Likelihood:
-    """Evidence from one stream of chunks."""
+    """Evidence from one stream of parts."""
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        self._num_chunks = len(chunks)
+    def __init__(self, parts: Sequence[TracebackPart]) -> None:
+        self._num_parts = len(parts)
         self._places: defaultdict[Hashable, list[int]] = defaultdict(list)
-        for at, chunk in enumerate(chunks):
-            self._places[chunk.key].append(at)
-        self._neighbours = Counter((a.key, b.key) for a, b in itertools.pairwise(chunks))
-        self._prices: dict[tuple[Hashable, Hashable], float] = {}
+        for at, part in enumerate(parts):
+            self._places[part.key].append(at)
+        self._neighbours = Counter((a.key, b.key) for a, b in itertools.pairwise(parts))
+        self._costs: dict[tuple[Hashable, Hashable], float] = {}
 
-    def price(self, before: Chunk | None, after: Chunk) -> float:
-        """The price of ``after`` coming right after ``before``; None is the beginning."""
+    def cost(self, before: TracebackPart | None, after: TracebackPart) -> float:
+        """The cost of ``after`` coming right after ``before``; None is the beginning."""
         pair = (before.key if before else None, after.key)
-        price = self._prices.get(pair)
-        if price is None:
-            price = self._prices[pair] = self._price(before, after)
-        return price
+        cost = self._costs.get(pair)
+        if cost is None:
+            cost = self._costs[pair] = self._cost(before, after)
+        return cost
 
-    def _price(self, before: Chunk | None, after: Chunk) -> float:
+    def _cost(self, before: TracebackPart | None, after: TracebackPart) -> float:
         kinds = (before.kind if before else "", after.kind)
         if before is None or kinds in (("link", "header"), ("text", "link")):
-            return STEP if kinds in (("", "header"), ("link", "header"), ("text", "link")) else IMPOSSIBLE
+            return STEP_COST if kinds in (("", "header"), ("link", "header"), ("text", "link")) else IMPOSSIBLE
         if kinds == ("header", "frame"):
             base = 2.0
         elif kinds == ("header", "text"):
             base = 6.0
         elif kinds == ("frame", "frame"):
-            base = _call_price(before, after)
+            base = _call_cost(before, after)
         elif kinds == ("frame", "text"):
-            base = _raise_price(before, after)
+            base = _raise_cost(before, after)
         else:
             return IMPOSSIBLE
-        return STEP + base + self._place_price(before.key, after.key)
+        return STEP_COST + base + self._distance_cost(before.key, after.key)
 
-    def _place_price(self, a: Hashable, b: Hashable) -> float:
+    def _distance_cost(self, a: Hashable, b: Hashable) -> float:
         """Cheaper where the two are neighbours more often than by chance, dearer where they stand far apart."""
-        by_chance = len(self._places[a]) * len(self._places[b]) / self._num_chunks
+        by_chance = len(self._places[a]) * len(self._places[b]) / self._num_parts
         near = min(1.5, max(0.0, self._neighbours[a, b] - by_chance) * 0.5)
         lag = self._lag(a, b)
-        return -near + (1.5 if lag is None else min(1.5, 6.0 * lag / self._num_chunks))
+        return -near + (1.5 if lag is None else min(1.5, 6.0 * lag / self._num_parts))
 
     def _lag(self, a: Hashable, b: Hashable) -> float | None:
         """The mean distance of each ``b`` to the first unused ``a`` before it; None if some ``b`` has none."""
@@ -76,7 +76,7 @@ class Likelihood:
         return total / len(self._places[b])
 
 
-def _call_price(caller: Chunk, callee: Chunk) -> float:
+def _call_cost(caller: TracebackPart, callee: TracebackPart) -> float:
     assert caller.frame is not None
     assert callee.frame is not None
     name, source = callee.frame.function, caller.frame.source
@@ -89,7 +89,7 @@ def _call_price(caller: Chunk, callee: Chunk) -> float:
     return 2.0 if _GENERIC.match(name) else 4.0
 
 
-def _raise_price(frame: Chunk, text: Chunk) -> float:
+def _raise_cost(frame: TracebackPart, text: TracebackPart) -> float:
     assert frame.frame is not None
     source, name = frame.frame.source, text.name.rsplit(".", 1)[-1]
     if not (source.startswith("raise") or "assert" in source):

@@ -1,6 +1,6 @@
-"""Lines cut into the pieces that a process writes at once.
+"""Lines split into the parts of tracebacks that a process writes at once.
 
-Note [Chunks]: the ``traceback`` module prints one *entry* with one write: the head line, one frame with its source,
+Note [Parts]: the ``traceback`` module prints one *entry* with one write: the head line, one frame with its source,
 the whole text of an exception however long, or the sentence that links two exceptions. So the output of several
 processes mixes between entries and not inside them. CPython up to 3.12 prints an exception nobody caught line by
 line, so the source line may be torn from its frame: frames are told apart by file, line and function, never by their
@@ -18,22 +18,31 @@ from typing import Literal, NamedTuple
 
 from piecegraph.explain.evidence import Frame
 from piecegraph.explain.log.lines import Line
-from piecegraph.explain.log.torn import FRAME, LINK_TEXTS
+from piecegraph.explain.log.syntax import (
+    EXCEPTION_NAME,
+    LINK_TEXTS,
+    NAMED,
+    PartKind,
+    exception_of,
+    frame_of,
+    kind_of,
+    mask,
+    unmasked,
+)
 
-Kind = Literal["header", "frame", "text", "link"]
-Origin = Literal["", "thread", "ignored", "logging"]
+TracebackOrigin = Literal["", "thread", "ignored", "logging"]
 MAX_TEXT_LINES = 200
 MAX_REPAIRED_LINES = 20_000
-"""Longer streams are cut once: torn texts in them are lost."""
+"""Longer streams are split once: torn texts in them are lost."""
 _MAX_FRAME_LINES = 12
 
 
-class Chunk(NamedTuple):
+class TracebackPart(NamedTuple):
     """One write of one process. A tuple, because a log may hold a million."""
 
-    kind: Kind
+    kind: PartKind
     key: Hashable
-    """Equal for the same entry of another process: without addresses and numbers."""
+    """Equal for the same part of another process's traceback: without addresses and numbers."""
     line: int
     end: int
     """The last line of it."""
@@ -44,35 +53,23 @@ class Chunk(NamedTuple):
     """Of an exception: its type. Of a header: the worker or process named right in front of it."""
     anchor: str = ""
     """The part of a frame's source that carets point at."""
-    origin: Origin = ""
+    origin: TracebackOrigin = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """The chunks of one stream, and who announced itself there."""
+class StreamParts:
+    """The parts of one stream, and who announced itself there."""
 
-    chunks: tuple[Chunk, ...]
+    parts: tuple[TracebackPart, ...]
     names: tuple[str, ...]
     """From multiprocessing's ``Process Process-4:``."""
 
 
-_HEADER = re.compile(r"^(?P<lead>.*?)(?:Exception Group )?Traceback \(most recent call last\):\s*$")
-_STACK_HEADER = re.compile(r"^\s*(?:Stack|Call stack|Stack trace)(?: \(most recent call last\))?:\s*$", re.IGNORECASE)
 _GROUP_MARGIN = re.compile(r"^\s+(?:\| ?|\+ (?=Exception Group)|\+(?:-\+)?-{4,}.*$)")
-_NAMED = re.compile(r"^Process (?P<name>\S+):\s*$")
-_EXCEPTION = re.compile(
-    r"^(?P<type>[A-Za-z_]\w*(?:\.(?:[A-Za-z_]\w*|<locals>))*(?:\([A-Za-z_][\w.]*\))?)(?::(?:\s(?P<message>.*))?)?$"
-)
-_EXCEPTION_NAME = re.compile(
-    r"(?:Error|Exception|Failed|Failure|Interrupt|Exit|Warning|Timeout|TimedOut|Unsupported|Abort\w*|Fault|StopIteration"
-    r"|StopAsyncIteration|Empty|Full|Died|Group|Dead|Refused)$"
-)
-_CLASS_IN_MODULE = re.compile(r"\._?[A-Z]\w*$")
 _MIN_MESSAGE = 12
 """Shorter messages may stand in any line by chance."""
-_NUMBER = re.compile(r"0x[0-9a-fA-F]{4,}|\d+(?:\.\d+)?")
 _LOG_LINE = re.compile(r"^(?:={8,}|-{20,}|Capturing batches|.*\d+%\||/\S+\.py:\d+: \w*Warning)")
-_ORIGINS: tuple[tuple[str, Origin], ...] = (
+_ORIGINS: tuple[tuple[str, TracebackOrigin], ...] = (
     ("Exception in thread ", "thread"),
     ("Exception ignored in", "ignored"),
     ("Error in atexit", "ignored"),
@@ -80,77 +77,32 @@ _ORIGINS: tuple[tuple[str, Origin], ...] = (
 )
 
 
-def mask(text: str) -> str:
-    """Without what differs between processes that fail alike.
-
-    >>> mask("CUDA error on device 3: <Stream at 0x7f132db09880>, 1.5 GiB")
-    'CUDA error on device #: <Stream at #>, # GiB'
-    """
-    return _NUMBER.sub("#", text)
-
-
-def cut(lines: Sequence[Line]) -> Cut:
-    """Cut a stream. Which lines start the text of an exception is learned first: see :func:`_learn_starts`."""
+def split_parts(lines: Sequence[Line]) -> StreamParts:
+    """Split a stream. Which lines start the text of an exception is learned first: see :func:`_learn_starts`."""
     lines = [_without_margin(line) for line in lines]
     starts = _without_torn(_learn_starts(lines))
-    done = _Cutter(lines, starts).run()
+    done = _PartReader(lines, starts).run()
     # Every header has one exception text. Where there are fewer, some were torn by another process's output, or never
     # stood right under a frame and were taken for a part of another's text: give the likeliest such line back.
     if len(lines) > MAX_REPAIRED_LINES:
-        return replace(done, chunks=_with_settled_sources(done.chunks))
+        return replace(done, parts=_with_settled_sources(done.parts))
     if _count(done, "text") < _count(done, "header"):
-        torn = _Cutter(lines, starts, are_torn=True).run()
+        torn = _PartReader(lines, starts, are_torn=True).run()
         done = torn if _count(torn, "text") <= _count(torn, "header") else done
     for _ in range(8):
         if _count(done, "text") >= _count(done, "header"):
             break
-        missed = _likeliest_missed_start(done.chunks)
+        missed = _likeliest_missed_start(done.parts)
         if missed is None:
             break
         starts.add(missed)
-        done = _Cutter(lines, starts).run()
-    return replace(done, chunks=_with_settled_sources(done.chunks))
-
-
-@lru_cache(maxsize=1 << 15)
-def kind_of(text: str) -> Kind | Literal["stack", "named", ""]:
-    """What a line is by itself; an exception's text can only be told from its place."""
-    if 'File "' in text and FRAME.match(text):
-        return "frame"
-    if "most recent call last" in text and _HEADER.match(text):
-        return "header"
-    if text.strip() in LINK_TEXTS:
-        return "link"
-    if text.startswith("Process ") and _NAMED.match(text):
-        return "named"
-    return "stack" if "tack" in text and _STACK_HEADER.match(text) else ""
-
-
-@lru_cache(maxsize=1 << 14)
-def _frame_of(text: str) -> tuple[str, int, str]:
-    found = FRAME.match(text)
-    assert found is not None
-    return found["file"], int(found["line"]), found["function"] or ""
+        done = _PartReader(lines, starts).run()
+    return replace(done, parts=_with_settled_sources(done.parts))
 
 
 @lru_cache(maxsize=1 << 14)
 def _make_frame(file: str, line: int, function: str, source: str) -> Frame:
     return Frame(file, line, function, source)
-
-
-def exception_of(text: str) -> tuple[str, str] | None:
-    """Type and message, if a line reads like the first line of an exception's text.
-
-    >>> exception_of("torch.OutOfMemoryError: CUDA out of memory.")
-    ('torch.OutOfMemoryError', 'CUDA out of memory.')
-    """
-    found = _EXCEPTION.match(text)
-    if found is None:
-        return None
-    name = found["type"]
-    if found["message"] is None and not _EXCEPTION_NAME.search(name) and not _CLASS_IN_MODULE.search(name):
-        return None
-    return name, (found["message"] or "")
 
 
 def _without_margin(line: Line) -> Line:
@@ -188,12 +140,7 @@ def _messages_of(starts: set[str]) -> list[tuple[re.Pattern[str], str]]:
         if len(message) >= _MIN_MESSAGE:
             messages[message] = start
     longest_first = sorted(messages.items(), key=lambda item: -len(item[0]))
-    return [(re.compile(_unmasked(message)), start) for message, start in longest_first]
-
-
-def _unmasked(masked: str) -> str:
-    """A pattern of the texts that :func:`mask` makes this text of."""
-    return re.escape(masked).replace(r"\#", f"(?:{_NUMBER.pattern})")
+    return [(re.compile(unmasked(message)), start) for message, start in longest_first]
 
 
 def _without_torn(starts: set[str]) -> set[str]:
@@ -212,73 +159,73 @@ def _without_torn(starts: set[str]) -> set[str]:
     return {start for start in starts if not is_torn(start)}
 
 
-def _likeliest_missed_start(chunks: Sequence[Chunk]) -> str | None:
+def _likeliest_missed_start(parts: Sequence[TracebackPart]) -> str | None:
     found: Counter[str] = Counter()
     alike: defaultdict[Hashable, list[list[str]]] = defaultdict(list)
-    for chunk in chunks:
-        if chunk.kind == "text":
-            alike[chunk.key].append(chunk.text.split("\n"))
+    for part in parts:
+        if part.kind == "text":
+            alike[part.key].append(part.text.split("\n"))
     for texts in alike.values():
         quoting = Counter(masked for text in texts for masked in {mask(line) for line in text[1:]})
         for masked, number in quoting.items():
             read = exception_of(masked)
             # What most texts of a kind contain is a quotation.
-            if read and _EXCEPTION_NAME.search(read[0]) and (len(texts) == 1 or number <= len(texts) / 2):
+            if read and EXCEPTION_NAME.search(read[0]) and (len(texts) == 1 or number <= len(texts) / 2):
                 found[masked] += number
     return found.most_common(1)[0][0] if found else None
 
 
-def _with_settled_sources(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+def _with_settled_sources(parts: Sequence[TracebackPart]) -> tuple[TracebackPart, ...]:
     """Every frame with the source that most of its occurrences have: some were torn off or glued together."""
     votes: defaultdict[Hashable, Counter[str]] = defaultdict(Counter)
-    for chunk in chunks:
-        if chunk.frame is not None and chunk.frame.source:
-            votes[chunk.key][chunk.frame.source] += 1
+    for part in parts:
+        if part.frame is not None and part.frame.source:
+            votes[part.key][part.frame.source] += 1
     settled = {key: vote.most_common(1)[0][0] for key, vote in votes.items()}
     return tuple(
-        chunk
-        if chunk.frame is None or settled.get(chunk.key, "") == chunk.frame.source
-        else chunk._replace(frame=replace(chunk.frame, source=settled[chunk.key]), anchor="")
-        for chunk in chunks
+        part
+        if part.frame is None or settled.get(part.key, "") == part.frame.source
+        else part._replace(frame=replace(part.frame, source=settled[part.key]), anchor="")
+        for part in parts
     )
 
 
-def representatives(chunks: Sequence[Chunk]) -> dict[Hashable, Chunk]:
-    """One chunk for each key, at the place of the first; of exceptions the wording that most have, as some are torn."""
-    first: dict[Hashable, Chunk] = {}
+def representatives(parts: Sequence[TracebackPart]) -> dict[Hashable, TracebackPart]:
+    """One part for each key, at the place of the first; of exceptions the wording that most have, as some are torn."""
+    first: dict[Hashable, TracebackPart] = {}
     wordings: defaultdict[Hashable, Counter[str]] = defaultdict(Counter)
     by_wording: dict[tuple[Hashable, str], str] = {}
-    for chunk in chunks:
-        first.setdefault(chunk.key, chunk)
-        if chunk.kind == "text":
-            masked = mask(chunk.text)
-            wordings[chunk.key][masked] += 1
-            by_wording.setdefault((chunk.key, masked), chunk.text)
+    for part in parts:
+        first.setdefault(part.key, part)
+        if part.kind == "text":
+            masked = mask(part.text)
+            wordings[part.key][masked] += 1
+            by_wording.setdefault((part.key, masked), part.text)
     for key, votes in wordings.items():
         first[key] = first[key]._replace(text=by_wording[key, votes.most_common(1)[0][0]])
     return first
 
 
-def _count(done: Cut, kind: Kind) -> int:
-    return sum(chunk.kind == kind for chunk in done.chunks)
+def _count(done: StreamParts, kind: PartKind) -> int:
+    return sum(part.kind == kind for part in done.parts)
 
 
-class _Cutter:
+class _PartReader:
     """One walk over the lines of a stream."""
 
     def __init__(self, lines: Sequence[Line], starts: set[str], *, are_torn: bool = False) -> None:
         self._lines, self._starts = lines, starts
         self._messages = _messages_of(starts) if are_torn else []
-        self._chunks: list[Chunk] = []
+        self._parts: list[TracebackPart] = []
         self._names: list[str] = []
         self._num_waiting = 0  # headers whose exception has not come yet
         self._is_open = False  # whether an exception's text can come: frames or a header were seen
 
-    def run(self) -> Cut:
+    def run(self) -> StreamParts:
         at = 0
         while at < len(self._lines):
             at = self._step(at)
-        return Cut(tuple(self._chunks), tuple(self._names))
+        return StreamParts(tuple(self._parts), tuple(self._names))
 
     def _step(self, at: int) -> int:
         line = self._lines[at]
@@ -289,36 +236,36 @@ class _Cutter:
         if kind == "header":
             self._is_open = True
             self._num_waiting += 1
-            self._chunks.append(self._header(at))
+            self._parts.append(self._header(at))
         elif kind == "link":
             text = LINK_TEXTS[line.text.strip()]
-            self._chunks.append(Chunk("link", ("link", text), line.number, line.number, text))
+            self._parts.append(TracebackPart("link", ("link", text), line.number, line.number, text))
         elif kind == "named":
             self._names.append(line.text.split()[1].rstrip(":"))
         elif self._is_open and exception_of(line.text) and mask(line.text) in self._starts:
             return self._text(at)
         elif self._num_waiting and self._messages:
-            self._chunks.extend(self._torn_texts(line))
+            self._parts.extend(self._torn_texts(line))
         return at + 1
 
-    def _torn_texts(self, line: Line) -> list[Chunk]:
+    def _torn_texts(self, line: Line) -> list[TracebackPart]:
         """The exceptions whose message stands in a line, whatever was written in between."""
         found, rest = [], line.text
         for pattern, start in self._messages:
             for message in pattern.findall(rest):
                 name, _ = exception_of(start) or ("", "")
                 text = f"{name}: {message}"
-                found.append(Chunk("text", ("text", start), line.number, line.number, text, name=name))
+                found.append(TracebackPart("text", ("text", start), line.number, line.number, text, name=name))
             rest = pattern.sub("", rest)
         self._num_waiting = max(0, self._num_waiting - len(found))
         return found
 
-    def _header(self, at: int) -> Chunk:
+    def _header(self, at: int) -> TracebackPart:
         line = self._lines[at]
         before = self._lines[at - 1].text if at else ""
-        origins: list[Origin] = [origin for words, origin in _ORIGINS if before.startswith(words)]
-        named = _NAMED.match(before) if at and self._lines[at - 1].number == line.number - 1 else None
-        return Chunk(
+        origins: list[TracebackOrigin] = [origin for words, origin in _ORIGINS if before.startswith(words)]
+        named = NAMED.match(before) if at and self._lines[at - 1].number == line.number - 1 else None
+        return TracebackPart(
             "header",
             ("header",),
             line.number,
@@ -343,10 +290,10 @@ class _Cutter:
             else:
                 break
             end += 1
-        file, number, function = _frame_of(line.text)
+        file, number, function = frame_of(line.text) or ("", 0, "")
         frame = _make_frame(file, number, function, self._own_source(sources))
-        self._chunks.append(
-            Chunk("frame", (file, number, function), line.number, lines[end - 1].number, "", frame, "", anchor)
+        self._parts.append(
+            TracebackPart("frame", (file, number, function), line.number, lines[end - 1].number, "", frame, "", anchor)
         )
         return end
 
@@ -355,15 +302,15 @@ class _Cutter:
         if len(sources) < 2:
             return sources[0] if sources else ""
         torn = 0
-        while len(sources) > torn + 1 and torn < len(self._chunks):
-            before = self._chunks[-1 - torn]
+        while len(sources) > torn + 1 and torn < len(self._parts):
+            before = self._parts[-1 - torn]
             if before.kind != "frame" or before.frame is None or before.frame.source:
                 break
             torn += 1
         for place in range(torn):
-            before = self._chunks[place - torn]
+            before = self._parts[place - torn]
             assert before.frame is not None
-            self._chunks[place - torn] = before._replace(frame=replace(before.frame, source=sources[place]))
+            self._parts[place - torn] = before._replace(frame=replace(before.frame, source=sources[place]))
         return sources[torn]
 
     def _text(self, at: int) -> int:
@@ -383,8 +330,8 @@ class _Cutter:
             end += 1
         body = "\n".join(part.text for part in self._lines[at:end]).rstrip()
         name, _ = exception_of(line.text) or ("", "")
-        self._chunks.append(
-            Chunk("text", ("text", mask(line.text)), line.number, self._lines[end - 1].number, body, name=name)
+        self._parts.append(
+            TracebackPart("text", ("text", mask(line.text)), line.number, self._lines[end - 1].number, body, name=name)
         )
         self._num_waiting = max(0, self._num_waiting - 1)
         self._is_open = self._num_waiting > 0

@@ -10,10 +10,10 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from piecegraph.explain.evidence import Evidence, Failure, Frame, Process, TreeLine
-from piecegraph.explain.log.failures import Resolved, resolve
+from piecegraph.explain.log.failures import StreamFailures, find_failures
 from piecegraph.explain.log.lines import Line, PrefixReader
 from piecegraph.explain.log.observations import WORDS, Observations, exits_of_table, has_any, milestone_of, words_in
-from piecegraph.explain.log.parts import kind_of, mask
+from piecegraph.explain.log.syntax import kind_of, mask
 from piecegraph.explain.log.tail import Tail
 
 MAX_STREAM_LINES = 20_000
@@ -89,7 +89,7 @@ class _Run:
     known_issue_lines: list[tuple[str, int | None]] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
 
-    def add(self, found: Resolved) -> None:
+    def add(self, found: StreamFailures) -> None:
         for failure in found.failures:
             self.failures.add(failure)
             last = failure.chain[-1]
@@ -285,7 +285,7 @@ class Scanner:
     def _resolve(self, lines: list[Line], process: Process, *, is_open: bool = False) -> list[Line]:
         """Resolve a stream; what is left of an open one, because it is not complete, comes back."""
         may_search = self._num_searched < MAX_SEARCHED_LINES
-        found = resolve(lines, process, may_search=may_search, is_open=is_open)
+        found = find_failures(lines, process, may_search=may_search, is_open=is_open)
         if any(failure.certainty == "reconstructed" for failure in found.failures):
             self._num_searched += len(lines)
             if not may_search:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from piecegraph.explain.log.parts import exception_of, mask
-from piecegraph.explain.log.torn import HEADER_TEXT
+from piecegraph.explain.log.syntax import HEADER_TEXT, exception_of, mask
 
 TAIL_LINES = 5000
 MAX_KINDS = 1000

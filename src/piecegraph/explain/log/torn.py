@@ -7,13 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from piecegraph.explain.log.lines import Line
-
-HEADER_TEXT = "Traceback (most recent call last):"
-LINK_TEXTS = {
-    "During handling of the above exception, another exception occurred:": "context",
-    "The above exception was the direct cause of the following exception:": "cause",
-}
-FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:,? in (?P<function>.+?))?\s*$')
+from piecegraph.explain.log.syntax import FRAME, HEADER_TEXT, LINK_TEXTS
 
 _BEGINNINGS = ("Traceback", "During h", "The abov")
 _GLUED = re.compile(r'(?<=\S)(?=  File "[^"]+", line \d+, in \S)')
@@ -24,7 +18,7 @@ _REACH = 6
 """How many lines further down the other half may stand: other processes write in between."""
 
 
-def mend(lines: Sequence[Line]) -> list[Line]:
+def repair(lines: Sequence[Line]) -> list[Line]:
     """Split glued frames and join torn ones."""
     whole: list[Line] = []
     for line in lines:

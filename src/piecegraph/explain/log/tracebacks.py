@@ -1,4 +1,7 @@
-"""What one process told: its exceptions in order. Read directly from chunks that stand in order."""
+"""What one process printed: its exceptions in order, each made of parts.
+
+Read directly from parts that stand in order. Interleaved ones are unwoven (:mod:`unweave`) or reconstructed.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,20 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from piecegraph.explain.log.parts import Chunk
+from piecegraph.explain.log.parts import TracebackPart
 
 Link = Literal["", "cause", "context"]
 
 
 @dataclass(frozen=True, slots=True)
-class Act:
+class ExceptionParts:
     """One exception with its frames."""
 
-    frames: tuple[Chunk, ...]
-    text: Chunk | None
+    frames: tuple[TracebackPart, ...]
+    text: TracebackPart | None
     """None where the log ends inside of it, or where the frames belong to no exception."""
     link: Link = ""
-    header: Chunk | None = None
+    header: TracebackPart | None = None
 
     @property
     def is_call_chain(self) -> bool:
@@ -32,73 +35,73 @@ class Act:
         return last.end if last is not None else 0
 
 
-Story = tuple[Act, ...]
+Traceback = tuple[ExceptionParts, ...]
 
 
-def key_of(story: Story) -> Hashable:
-    """Equal for processes that tell the same."""
+def key_of(traceback: Traceback) -> Hashable:
+    """Equal for processes that print the same."""
     return tuple(
-        (act.link, tuple(frame.key for frame in act.frames), act.text.key if act.text else None) for act in story
+        (one.link, tuple(frame.key for frame in one.frames), one.text.key if one.text else None) for one in traceback
     )
 
 
-def num_tellers(chunks: Sequence[Chunk]) -> int:
+def num_processes(parts: Sequence[TracebackPart]) -> int:
     """How many processes must have written these: each begins with a header that follows no link."""
-    headers = sum(chunk.kind == "header" for chunk in chunks)
-    return max(1, headers - sum(chunk.kind == "link" for chunk in chunks))
+    headers = sum(part.kind == "header" for part in parts)
+    return max(1, headers - sum(part.kind == "link" for part in parts))
 
 
-def read_in_order(chunks: Sequence[Chunk]) -> list[Story] | None:
-    """The stories, if each is told to its end before the next begins; None if they are interleaved."""
-    reader = _Reader()
-    return reader.finish() if all(map(reader.take, chunks)) else None
+def read_in_order(parts: Sequence[TracebackPart]) -> list[Traceback] | None:
+    """The tracebacks, if each is printed to its end before the next begins; None if they are interleaved."""
+    reader = _InOrderReader()
+    return reader.finish() if all(map(reader.take, parts)) else None
 
 
 @dataclass(slots=True)
-class _Reader:
+class _InOrderReader:
     """Follows ``(header frame* text (link header frame* text)*)*``, with headless call chains in between."""
 
-    stories: list[Story] = field(default_factory=list)
-    acts: list[Act] = field(default_factory=list)
-    header: Chunk | None = None
-    frames: list[Chunk] = field(default_factory=list)
+    tracebacks: list[Traceback] = field(default_factory=list)
+    exceptions: list[ExceptionParts] = field(default_factory=list)
+    header: TracebackPart | None = None
+    frames: list[TracebackPart] = field(default_factory=list)
     link: Link = ""
 
-    def take(self, chunk: Chunk) -> bool:
-        """Read on; False if the chunk does not fit."""
+    def take(self, part: TracebackPart) -> bool:
+        """Read on; False if the part does not fit."""
         is_inside = self.header is not None or bool(self.frames)
-        if chunk.kind == "frame":
+        if part.kind == "frame":
             if not is_inside and not self.link:
-                self._close_story()
-            self.frames.append(chunk)
-        elif chunk.kind == "text":
-            self._close_act(chunk)
-        elif chunk.kind == "link":
-            if is_inside or self.link or not self.acts:
+                self._close_traceback()
+            self.frames.append(part)
+        elif part.kind == "text":
+            self._close_exception(part)
+        elif part.kind == "link":
+            if is_inside or self.link or not self.exceptions:
                 return False
-            self.link = "cause" if chunk.text == "cause" else "context"
+            self.link = "cause" if part.text == "cause" else "context"
         elif self.header is not None:
             return False
         else:
             if not self.link:
-                self._close_story()
-            self.header = chunk
+                self._close_traceback()
+            self.header = part
         return True
 
-    def finish(self) -> list[Story]:
-        self._close_story()
-        return self.stories
+    def finish(self) -> list[Traceback]:
+        self._close_traceback()
+        return self.tracebacks
 
-    def _close_act(self, text: Chunk | None) -> None:
-        if not self.link and self.acts:
-            self.stories.append(tuple(self.acts))
-            self.acts = []
-        self.acts.append(Act(tuple(self.frames), text, self.link, self.header))
+    def _close_exception(self, text: TracebackPart | None) -> None:
+        if not self.link and self.exceptions:
+            self.tracebacks.append(tuple(self.exceptions))
+            self.exceptions = []
+        self.exceptions.append(ExceptionParts(tuple(self.frames), text, self.link, self.header))
         self.header, self.frames, self.link = None, [], ""
 
-    def _close_story(self) -> None:
+    def _close_traceback(self) -> None:
         if self.header is not None or self.frames:
-            self._close_act(None)
-        if self.acts:
-            self.stories.append(tuple(self.acts))
-        self.acts, self.link = [], ""
+            self._close_exception(None)
+        if self.exceptions:
+            self.tracebacks.append(tuple(self.exceptions))
+        self.exceptions, self.link = [], ""

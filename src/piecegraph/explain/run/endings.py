@@ -36,7 +36,7 @@ _STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 _PHASES: dict[str, Phase] = {"trace": "compile", "compile": "compile", "capture": "capture"}
 _PHASES |= {"init": "init", "load": "load", "kv cache": "kv cache"}
 
-Kind = Literal["exception", "thread", "signal", "killed", "interrupted"]
+EndingKind = Literal["exception", "thread", "signal", "killed", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class _Ending:
     """One failure of one process, with what decides on its place."""
 
     record: ProcessRecord | None
-    kind: Kind
+    kind: EndingKind
     chain: tuple[Raised, ...]
     time_ns: int
     wall_ns: int | None = None
@@ -88,7 +88,7 @@ def _endings_of(record: ProcessRecord, records: Sequence[ProcessRecord], ended: 
         (exception for exception in reversed(record.exceptions) if exception.kind in ("exception", "interrupted")), None
     )
     if last is not None:
-        kind: Kind = "interrupted" if last.kind == "interrupted" else "exception"
+        kind: EndingKind = "interrupted" if last.kind == "interrupted" else "exception"
         return [*found, _demote(_from_exception(record, last, kind), records)]
     if record.dump is not None and record.dump.fatal:
         raised = Raised(type="Fatal Python error", message=record.dump.fatal, frames=record.dump.frames)
@@ -108,7 +108,7 @@ def _endings_of(record: ProcessRecord, records: Sequence[ProcessRecord], ended: 
     return found
 
 
-def _from_exception(record: ProcessRecord, exception: RecordedException, kind: Kind) -> _Ending:
+def _from_exception(record: ProcessRecord, exception: RecordedException, kind: EndingKind) -> _Ending:
     time_ns, wall_ns = exception.time_ns, exception.wall_ns
     return _Ending(
         record=record, kind=kind, chain=exception.chain, time_ns=time_ns, wall_ns=wall_ns, exception=exception
@@ -129,7 +129,7 @@ def _from_signal(
         message, is_ours = "sent by no recorded process", False
         if number == signal.SIGKILL:
             message += ": by the kernel when memory ran out, by a supervisor, or by hand"
-    kind: Kind = "interrupted" if number in _STOPS else "killed" if number == signal.SIGKILL else "signal"
+    kind: EndingKind = "interrupted" if number in _STOPS else "killed" if number == signal.SIGKILL else "signal"
     raised = Raised(type=name, message=message, frames=frames)
     time_ns = noticed_ns if is_ours else noticed_ns - _SOON_NS
     return _Ending(record=record, kind=kind, chain=(raised,), time_ns=time_ns, is_after_effect=is_ours)
@@ -149,7 +149,7 @@ def _unrecorded(ended: Ended, num_records: int) -> _Ending:
     name = signal_name(os.WTERMSIG(ended.status)) if signaled else f"exit code {ended.exit_code}"
     who = "the command's own process wrote no record" if num_records else "no process of the command wrote a record"
     why = f"{who}: it is no Python program, or Python was started with -I, -E or -S"
-    kind: Kind = "exception"
+    kind: EndingKind = "exception"
     if signaled:
         kind = "interrupted" if os.WTERMSIG(ended.status) in _STOPS else "killed"
     return _Ending(record=None, kind=kind, chain=(_said(name, why),), time_ns=0, is_after_effect=True)
