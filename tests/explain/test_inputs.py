@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from piecegraph.errors import InputError, PiecegraphError
 from piecegraph.explain.from_logs import explain_logs
-from piecegraph.explain.log import scan, source, tail
+from piecegraph.explain.log import collected, scan, source
 from piecegraph.explain.render import to_dict, to_html, to_markdown, to_text
 from tests.cli.test_cli import run
 from tests.explain.test_interleaved import CAPTURE
@@ -192,7 +192,7 @@ def test_blocks_do_not_change_what_is_read(tmp_path: Path, monkeypatch: pytest.M
 def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "MAX_STREAM_LINES", 40)
     monkeypatch.setattr(scan, "MAX_READ_PARTS", 170)
-    monkeypatch.setattr(tail, "TAIL_LINES", 30)
+    monkeypatch.setattr(scan, "TAIL_LINES", 30)
     monkeypatch.setattr(source, "BLOCK_BYTES", 512)
 
 
@@ -210,7 +210,7 @@ def test_more_tracebacks_than_are_read_are_counted_and_the_last_is_read(tmp_path
 
 
 def test_more_distinct_failures_than_are_kept_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan, "MAX_DISTINCT_FAILURES", 3)
+    monkeypatch.setattr(collected, "MAX_DISTINCT_FAILURES", 3)
     path = tmp_path / "run.log"
     path.write_text("\n".join(TRACEBACK.replace("line 30", f"line {number}") for number in range(100, 110)))
     page = explain_logs([path])

@@ -5,34 +5,32 @@ In come lines, out comes one :class:`Evidence` for each run. A run ends where an
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from piecegraph.explain.evidence import Evidence, Failure, Frame, Process, TreeLine
-from piecegraph.explain.log.failures import StreamFailures, find_failures
+from piecegraph.explain.evidence import Evidence, Process
+from piecegraph.explain.log.collected import MAX_CALL_CHAINS, CollectedRun
+from piecegraph.explain.log.failures import find_failures
 from piecegraph.explain.log.lines import Line, PrefixReader
-from piecegraph.explain.log.observations import WORDS, Observations, exits_of_table, has_any, milestone_of, words_in
-from piecegraph.explain.log.syntax import kind_of, mask
-from piecegraph.explain.log.tail import Tail
+from piecegraph.explain.log.observations import WORDS, has_any, milestone_of, words_in
+from piecegraph.explain.log.syntax import HEADER_TEXT, exception_of, kind_of, mask
 
 MAX_STREAM_LINES = 20_000
 """A stream is resolved when it holds as many lines, even if it goes on."""
-MAX_DISTINCT_FAILURES = 200
-"""More are counted and not kept."""
 MAX_SEARCHED_LINES = 10_000
 """So many lines of processes that differ are reconstructed; behind them exceptions are counted."""
 MAX_READ_PARTS = 50_000
-"""So many heads and frames of tracebacks are read. Of more, all but the end is counted: see :class:`Tail`."""
-MAX_PROCESSES = 4096
-MAX_CALL_CHAINS = 20
+"""So many heads and frames of tracebacks are read. Of more, all but the end is counted: see :class:`_Tail`."""
+TAIL_LINES = 5000
+MAX_KINDS = 1000
+"""Of exceptions that are counted and not read."""
 QUIET_LINES = 200
 """A traceback has ended when as many lines without a part of one have passed ..."""
 PATIENCE_LINES = 5000
 """... or as many in which only other streams had one."""
 MAX_GATHERED_LINES = 60_000
 """Of all streams together; the fullest is resolved when there are more."""
-
 
 OPENING = (
     *('File "', "(most recent call", "Process ", "Exception i", " above exception"),
@@ -48,92 +46,6 @@ class _Stream:
     lines: list[Line] = field(default_factory=list)
     latest: int = 0
     """The line number of the latest part of a traceback."""
-
-
-class _Failures:
-    """Failures by what was told: equal ones are counted."""
-
-    def __init__(self) -> None:
-        self._kept: dict[Hashable, Failure] = {}
-        self.num_not_kept = 0
-
-    def add(self, failure: Failure) -> None:
-        key = _identity(failure)
-        known = self._kept.get(key)
-        if known is not None:
-            self._kept[key] = _merged(known, failure)
-        elif len(self._kept) < MAX_DISTINCT_FAILURES:
-            self._kept[key] = failure
-        else:
-            self.num_not_kept += failure.count
-
-    def in_order(self) -> tuple[Failure, ...]:
-        return tuple(sorted(self._kept.values(), key=lambda failure: failure.line or 0))
-
-    def __bool__(self) -> bool:
-        return bool(self._kept)
-
-
-@dataclass(slots=True)
-class _Run:
-    """What one run has shown so far."""
-
-    first_line: int = 1
-    num_lines: int = 0
-    seen: Observations = field(default_factory=Observations)
-    failures: _Failures = field(default_factory=_Failures)
-    processes: dict[Process, None] = field(default_factory=dict)
-    chains: list[tuple[Frame, ...]] = field(default_factory=list)
-    num_chains: int = 0
-    tree: tuple[TreeLine, ...] = ()
-    known_issue_lines: list[tuple[str, int | None]] = field(default_factory=list)
-    notes: Counter[str] = field(default_factory=Counter)
-
-    def add(self, found: StreamFailures) -> None:
-        for failure in found.failures:
-            self.failures.add(failure)
-            last = failure.chain[-1]
-            if last.type.endswith("ChildFailedError"):
-                self.seen.exits.extend(exits_of_table(last.message, failure.line))
-        self.num_chains += len(found.call_chains)
-        self.chains += found.call_chains[: MAX_CALL_CHAINS - len(self.chains)]
-        self.tree = self.tree or found.tree
-        self.notes.update(found.notes)
-
-    def evidence(self, sources: tuple[str, ...]) -> Evidence:
-        seen, notes = self.seen, list(self.notes)[:MAX_CALL_CHAINS]
-        if self.failures.num_not_kept:
-            notes.append(
-                f"more than {MAX_DISTINCT_FAILURES} distinct failures: {self.failures.num_not_kept} further tracebacks "
-                "were counted and not kept"
-            )
-        ranks = (Process(f"rank{rank}", rank=rank) for rank in sorted(seen.ranks))
-        return Evidence(
-            sources=sources,
-            num_lines=self.num_lines,
-            first_line=self.first_line,
-            processes=tuple(dict.fromkeys((*self.processes, *seen.workers.values(), *ranks))),
-            failures=self.failures.in_order(),
-            milestones=tuple(seen.milestones.values()),
-            suggestions=tuple(seen.suggestions.items()),
-            memory_signs=tuple(seen.memory_signs),
-            artefacts=tuple(_listed(path, names) for path, names in seen.artefacts.items()),
-            num_call_chains=self.num_chains,
-            call_chains=tuple(self.chains),
-            exits=tuple(seen.exits),
-            free_memory=seen.free_memory,
-            error_lines=tuple(seen.errors),
-            known_issue_lines=tuple(self.known_issue_lines),
-            last_line=seen.last_line,
-            tree=self.tree,
-            notes=tuple(notes),
-        )
-
-
-def _listed(path: str, names: list[str]) -> str:
-    if not names:
-        return path
-    return f"{path} ({len(names)} files: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
 class Scanner:
@@ -162,11 +74,11 @@ class Scanner:
         self._sources: list[str] = []
         self._label = ""
         self._number = 0
-        self._run = _Run()
+        self._run = CollectedRun()
         self._reader = PrefixReader()
         self._streams: dict[Process, _Stream] = {}
         self._num_searched = self._num_read = 0
-        self._tail: Tail | None = None
+        self._tail: _Tail | None = None
         self._watched: tuple[str, ...] = ()  # the words in the present block
         self._opening: tuple[str, ...] = ()
 
@@ -191,8 +103,8 @@ class Scanner:
     def feed(self, lines: list[str]) -> None:
         """The next lines of the log."""
         self._opening = words_in("\n".join(lines), OPENING)
-        told = "\n".join(line for line in lines if not line.startswith(("    ", '  File "')))
-        self._watched = words_in(told, self._words)
+        outside = "\n".join(line for line in lines if not line.startswith(("    ", '  File "')))
+        self._watched = words_in(outside, self._words)
         for at, raw in enumerate(lines):
             if self._num_read > MAX_READ_PARTS:
                 self._pass_by(lines[at:])
@@ -227,7 +139,7 @@ class Scanner:
     def _pass_by(self, lines: list[str]) -> None:
         """Observe lines of a log of which no more tracebacks are read."""
         if self._tail is None:
-            self._tail = Tail()
+            self._tail = _Tail()
             for process, stream in self._streams.items():
                 if sum(kind_of(line.text) == "header" for line in stream.lines) > 1:
                     self._resolve(stream.lines, process, is_open=True)
@@ -308,39 +220,61 @@ class Scanner:
 
     def _collect_processes(self) -> None:
         named = [Process(self._label)] if self._label else []
-        for process in (*named, *self._reader.processes):
-            if len(self._run.processes) < MAX_PROCESSES:
-                self._run.processes[process] = None
+        self._run.add_processes((*named, *self._reader.processes))
 
     def _end_run(self) -> None:
         self._collect_processes()
         self._finished.append(self._run.evidence(tuple(self._sources)))
-        self._run = _Run(first_line=self._number)
+        self._run = CollectedRun(first_line=self._number)
 
 
-def _identity(failure: Failure) -> Hashable:
-    """Equal for processes that failed alike: without sources, addresses and numbers."""
-    return failure.kind, tuple(
-        (
-            raised.type,
-            mask(raised.message.partition("\n")[0]),
-            tuple((frame.file, frame.line, frame.function) for frame in raised.frames),
-        )
-        for raised in failure.chain
-    )
+class _Tail:
+    """The end of a log that holds more tracebacks than are read; what comes before it is counted by exception."""
 
+    def __init__(self) -> None:
+        self._blocks: deque[tuple[int, list[str]]] = deque()
+        self._num_kept = 0
+        self._is_under_frame = False
+        self._counts: Counter[str] = Counter()
 
-def _merged(known: Failure, other: Failure) -> Failure:
-    certainties = {known.certainty, other.certainty}
-    certainty = next(c for c in ("reconstructed", "unwoven", "printed", "recorded") if c in certainties)
-    processes = known.processes
-    if len(processes) < MAX_PROCESSES:
-        processes = tuple(dict.fromkeys((*processes, *other.processes)))
-    lines = [line for line in (known.line, other.line) if line is not None]
-    return replace(
-        known,
-        count=known.count + other.count,
-        processes=processes,
-        certainty=certainty,
-        line=min(lines) if lines else None,
-    )
+    def add(self, first: int, lines: list[str]) -> None:
+        """The next lines, of which the first has this number. Whole blocks are let go: one by one costs too much."""
+        self._blocks.append((first, lines))
+        self._num_kept += len(lines)
+        while self._num_kept - len(self._blocks[0][1]) >= TAIL_LINES:
+            _, gone = self._blocks.popleft()
+            self._num_kept -= len(gone)
+            self._count(gone)
+
+    def lines(self) -> list[tuple[int, str]]:
+        """The last lines with their numbers, from the head of a traceback on; call it once, at the end."""
+        kept = [numbered for first, lines in self._blocks for numbered in enumerate(lines, first)]
+        start = max(0, len(kept) - TAIL_LINES)
+        while start < len(kept) and HEADER_TEXT not in kept[start][1]:
+            start += 1  # a traceback of which the head was let go would look like another failure
+        self._count([raw for _, raw in kept[:start]])
+        return kept[start:]
+
+    def notes(self, num_read: int) -> list[str]:
+        """What to say about the lines that were let go."""
+        total = self._counts.total()
+        if not total:
+            return []
+        text, number = self._counts.most_common(1)[0]
+        return [
+            f"after {num_read:,} frames, {total:,} further exceptions were counted and not read, "
+            f"most often ({number:,}) {text[:100]}; the last {TAIL_LINES:,} lines were read"
+        ]
+
+    def _count(self, lines: list[str]) -> None:
+        is_under_frame = self._is_under_frame
+        for raw in lines:
+            if raw[:2] == "  ":
+                is_under_frame = True
+            elif is_under_frame:
+                is_under_frame = False
+                if exception_of(raw.rstrip("\r")):
+                    text = mask(raw)
+                    if text in self._counts or len(self._counts) < MAX_KINDS:
+                        self._counts[text] += 1
+        self._is_under_frame = is_under_frame
