@@ -109,12 +109,12 @@ def architecture(machine: Machine) -> Finding:
 def clocks(machine: Machine) -> Finding:
     """Whether the driver stays loaded, and how fast the GPUs run. Read only."""
     name = "clocks"
-    told = [gpu for gpu in machine.gpus if gpu.clock_mhz is not None or gpu.persistence is not None]
-    if not told:
+    known = [gpu for gpu in machine.gpus if gpu.clock_mhz is not None or gpu.persistence is not None]
+    if not known:
         return not_applicable(name, "no GPU that tells its clocks", "how steady measured times are")
-    slowest = min(told, key=lambda gpu: gpu.clock_mhz or 0)
+    slowest = min(known, key=lambda gpu: gpu.clock_mhz or 0)
     evidence = f"{slowest.clock_mhz or '?'} of {slowest.max_clock_mhz or '?'} MHz now"
-    if any(gpu.persistence is False for gpu in told):
+    if any(gpu.persistence is False for gpu in known):
         lost = (
             "the driver is unloaded between runs: every start waits seconds for it, and clocks that were set are lost"
         )
