@@ -14,7 +14,7 @@ from piecegraph.explain.log.scan import Scanner
 from piecegraph.explain.page import Page, compose, fold
 from piecegraph.explain.render import SCHEMA, to_dict, to_html, to_markdown, to_text
 from piecegraph.explain.root_cause import find_root_cause, triage
-from tests.explain.test_prefixes import TRACEBACK, prefixed, scan
+from tests.explain.log.test_lines import TRACEBACK, prefixed, scan
 
 CALL_CHAIN = "\n".join(
     f'[rank0]:   File "/home/me/src/{file}", line {line}, in {name}\n[rank0]:     {source}'

@@ -63,7 +63,7 @@ def record(folder: Path, script: str, *python: str) -> Evidence:
     return Run(folder, script, *python).end()
 
 
-def story(failure: Failure) -> tuple[str, int, list[str]]:
+def summary(failure: Failure) -> tuple[str, int, list[str]]:
     """Kind, number of processes and the types of the chain."""
     return failure.kind, failure.count, [raised.type for raised in failure.chain]
 
@@ -93,7 +93,7 @@ def test_a_chain_is_recorded_with_its_frames_and_notes(tmp_path: Path) -> None:
         """
     evidence = record(tmp_path, script)
     (failure,) = evidence.failures
-    assert story(failure) == ("exception", 1, ["KeyError", "ValueError", "ValueError"])
+    assert summary(failure) == ("exception", 1, ["KeyError", "ValueError", "ValueError"])
     first, second, third = failure.chain
     assert [frame.function for frame in first.frames] == ["outer", "inner"]
     assert (first.frames[-1].line, first.frames[-1].source) == (2, 'raise KeyError("k")')
@@ -150,10 +150,10 @@ def test_eight_processes_that_fail_together(tmp_path: Path) -> None:
     run = Run(tmp_path, script)
     evidence = run.end()
     first, launcher = evidence.failures
-    assert story(first) == ("exception", 8, ["ValueError"])
+    assert summary(first) == ("exception", 8, ["ValueError"])
     assert sorted(process.rank for process in first.processes) == list(range(8))
     assert first.chain[0].frames[-1].function == "work"
-    assert story(launcher) == ("exception", 1, ["SystemExit"])
+    assert summary(launcher) == ("exception", 1, ["SystemExit"])
     assert run.stderr.count("Traceback") == 8
     assert "sitecustomize" not in run.stderr, "our own frames are in the program's output"
 
@@ -178,8 +178,8 @@ def test_a_child_that_is_killed_comes_before_what_follows_from_it(tmp_path: Path
     os.kill(victim, signal.SIGKILL)
     evidence = run.end()
     first, second = evidence.failures
-    assert (story(first)[0], first.processes[0].pid) == ("killed", victim)
-    assert story(second) == ("exception", 1, ["RuntimeError"])
+    assert (summary(first)[0], first.processes[0].pid) == ("killed", victim)
+    assert summary(second) == ("exception", 1, ["RuntimeError"])
     if method != "forkserver":  # whose children are not ours to wait for: the server is told their status by a pipe
         assert first.chain[0].type == "SIGKILL"
         assert "no recorded process" in first.chain[0].message
@@ -196,8 +196,8 @@ def test_a_child_that_its_parent_kills_comes_last(tmp_path: Path) -> None:
         raise RuntimeError("the cause")
         """
     first, second = record(tmp_path, script).failures
-    assert story(first) == ("exception", 1, ["RuntimeError"])
-    assert story(second) == ("killed", 1, ["SIGKILL"])
+    assert summary(first) == ("exception", 1, ["RuntimeError"])
+    assert summary(second) == ("killed", 1, ["SIGKILL"])
     assert f"sent by pid {first.processes[0].pid}" in second.chain[0].message
 
 
@@ -246,7 +246,7 @@ def test_an_interrupt_is_passed_on_once(tmp_path: Path) -> None:
     run.driver.send_signal(signal.SIGINT)
     (failure,) = run.end().failures
     assert run.done.ended.exit_code == 41
-    assert story(failure) == ("exception", 1, ["SystemExit"])
+    assert summary(failure) == ("exception", 1, ["SystemExit"])
     assert (failure.chain[0].message, failure.chain[0].frames[0].line) == ("sys.exit(41)", 9)
 
 
@@ -281,8 +281,8 @@ def test_a_thread_that_fails_and_one_that_is_no_failure(tmp_path: Path) -> None:
         raise SystemExit(5)
         """
     first, second = record(tmp_path, script).failures
-    assert story(first) == ("thread", 1, ["LookupError"])
-    assert story(second) == ("exception", 1, ["SystemExit"])
+    assert summary(first) == ("thread", 1, ["LookupError"])
+    assert summary(second) == ("exception", 1, ["SystemExit"])
 
 
 def test_a_fatal_signal_has_a_stack(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_program_that_wants_its_fatal_stacks_itself_gets_them(tmp_path: Path) 
     script = "import ctypes, faulthandler\nfaulthandler.enable()\nctypes.string_at(0)"
     run = Run(tmp_path, script)
     (failure,) = run.end().failures
-    assert story(failure) == ("signal", 1, ["SIGSEGV"])
+    assert summary(failure) == ("signal", 1, ["SIGSEGV"])
     assert "Segmentation fault" in run.stderr
 
 
@@ -315,8 +315,8 @@ def test_a_subprocess_of_a_subprocess(tmp_path: Path) -> None:
         raise OSError("at the bottom")
         """
     first, *others = record(tmp_path, script).failures
-    assert story(first) == ("exception", 1, ["OSError"])
-    assert [story(other) for other in others] == [("exception", 3, ["SystemExit"])]
+    assert summary(first) == ("exception", 1, ["OSError"])
+    assert [summary(other) for other in others] == [("exception", 3, ["SystemExit"])]
 
 
 def test_a_subprocess_that_was_only_tried_out_is_not_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def test_a_subprocess_that_was_only_tried_out_is_not_the_cause(tmp_path: Path, m
 
     monkeypatch.setattr(endings, "_SOON_NS", 200_000_000)
     evidence = endings.evidence_of_records(read_records(tmp_path / "records")[0], run.done.ended)
-    assert [story(failure)[2] for failure in evidence.failures] == [["RuntimeError"], ["ModuleNotFoundError"]]
+    assert [summary(failure)[2] for failure in evidence.failures] == [["RuntimeError"], ["ModuleNotFoundError"]]
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_an_engine_that_logs_its_cause_and_kills_itself(tmp_path: Path, tell: st
         """
     run = Run(tmp_path, script)
     (failure,) = run.end().failures
-    assert story(failure) == ("exception", 1, ["KeyError"])
+    assert summary(failure) == ("exception", 1, ["KeyError"])
     assert "sitecustomize" not in run.stderr
 
 
@@ -362,7 +362,7 @@ def test_an_exception_that_was_handled_long_ago_is_no_failure(tmp_path: Path) ->
         raise ValueError("the cause")
         """
     (failure,) = record(tmp_path, script).failures
-    assert story(failure) == ("exception", 1, ["ValueError"])
+    assert summary(failure) == ("exception", 1, ["ValueError"])
 
 
 def test_hooks_of_the_program_that_do_not_pass_on_are_no_hole(tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ def test_hooks_of_the_program_that_do_not_pass_on_are_no_hole(tmp_path: Path) ->
         """
     run = Run(tmp_path, script)
     (failure,) = run.end().failures
-    assert story(failure) == ("exception", 1, ["ZeroDivisionError"])
+    assert summary(failure) == ("exception", 1, ["ZeroDivisionError"])
     assert run.stderr == "mine\n"
 
 
@@ -385,7 +385,7 @@ def test_exec_is_not_a_death(tmp_path: Path) -> None:
         os.execvp(sys.executable, [sys.executable, "-c", "raise ValueError('after exec')"])
         """
     (failure,) = record(tmp_path, script).failures
-    assert story(failure) == ("exception", 1, ["ValueError"])
+    assert summary(failure) == ("exception", 1, ["ValueError"])
 
 
 def test_isolated_python_is_said_to_have_written_nothing(tmp_path: Path) -> None:
@@ -431,7 +431,7 @@ def test_a_torchrun_job_names_the_rank_that_failed_first(tmp_path: Path) -> None
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
     evidence = record(tmp_path, script, *launcher)
     first, *echoes = evidence.failures
-    assert story(first) == ("exception", 1, ["ValueError"])
+    assert summary(first) == ("exception", 1, ["ValueError"])
     assert [(process.label, process.rank) for process in first.processes] == [("rank1", 1)]
     assert {process.rank for echo in echoes for process in echo.processes} == {0, 2, None}
     assert any(echo.chain[-1].type.endswith("ChildFailedError") for echo in echoes)

@@ -18,9 +18,9 @@ from piecegraph.explain.from_logs import explain_logs
 from piecegraph.explain.log import collected, scan, source
 from piecegraph.explain.render import to_dict, to_html, to_markdown, to_text
 from tests.cli.test_cli import run
-from tests.explain.test_interleaved import CAPTURE
+from tests.explain.log.test_interleaved import CAPTURE
+from tests.explain.log.test_lines import FATAL, OTHER, PREFIXES, TRACEBACK
 from tests.explain.test_page import CALL_CHAIN, GROUP, RAY, TABLE
-from tests.explain.test_prefixes import FATAL, OTHER, PREFIXES, TRACEBACK
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from piecegraph.explain.evidence import Process
 from piecegraph.explain.from_logs import explain_logs
 from piecegraph.explain.page import Page
 from piecegraph.explain.render import to_text
-from tests.explain.test_prefixes import prefixed, scan
+from tests.explain.log.test_lines import prefixed, scan
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CAPTURE = ROOT / "tests" / "logs" / "eight_ranks_capture.log.gz"
 CRASH = ROOT / "tests" / "cases" / "crash_together.py"
 
@@ -122,44 +122,44 @@ CHAINED = [
 ]
 
 
-def weave(stories: list[list[str]], stay: float, seed: int) -> str:
-    """Entries of all stories in a random order; ``stay`` is how likely the same process goes on."""
+def weave(tracebacks: list[list[str]], stay: float, seed: int) -> str:
+    """Entries of all tracebacks in a random order; ``stay`` is how likely the same process goes on."""
     generator = random.Random(seed)
-    waiting, text = [list(story) for story in stories], ""
+    waiting, text = [list(traceback) for traceback in tracebacks], ""
     current = waiting[0]
     while any(waiting):
         if not current or generator.random() > stay:
-            current = generator.choice([story for story in waiting if story])
+            current = generator.choice([traceback for traceback in waiting if traceback])
         text += current.pop(0)
     return text
 
 
 @pytest.mark.parametrize("stay", [0.9, 0.5, 0.0])
-@pytest.mark.parametrize("story", [RECURSIVE, CHAINED], ids=["recursive", "chained"])
+@pytest.mark.parametrize("traceback", [RECURSIVE, CHAINED], ids=["recursive", "chained"])
 @pytest.mark.parametrize("count", [2, 8, 64])
-def test_equal_stories_are_unwoven_exactly(story: list[str], count: int, stay: float) -> None:
-    (failure,) = scan(weave([story] * count, stay, seed=count)).failures
+def test_equal_tracebacks_are_unwoven_exactly(traceback: list[str], count: int, stay: float) -> None:
+    (failure,) = scan(weave([traceback] * count, stay, seed=count)).failures
     assert failure.count == count
-    told = [frame.line for raised in failure.chain for frame in raised.frames]
-    truth = [int(entry.split("line ")[1].split(",")[0]) for entry in story if "File" in entry]
-    assert told == truth
-    assert len(failure.chain) == sum(entry.startswith("Traceback") for entry in story)
+    found = [frame.line for raised in failure.chain for frame in raised.frames]
+    truth = [int(entry.split("line ")[1].split(",")[0]) for entry in traceback if "File" in entry]
+    assert found == truth
+    assert len(failure.chain) == sum(entry.startswith("Traceback") for entry in traceback)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_of_different_stories_exceptions_and_innermost_frames_are_counted(seed: int) -> None:
+def test_of_different_tracebacks_exceptions_and_innermost_frames_are_counted(seed: int) -> None:
     evidence = scan(weave([RECURSIVE] * 3 + [CHAINED] * 5, 0.7, seed))
-    told = Counter({(f.chain[-1].message, f.chain[-1].frames[-1].line): f.count for f in evidence.failures})
-    assert told == {("bad shapes", 30): 3, ("no weights", 5): 5}
+    found = Counter({(f.chain[-1].message, f.chain[-1].frames[-1].line): f.count for f in evidence.failures})
+    assert found == {("bad shapes", 30): 3, ("no weights", 5): 5}
     assert {failure.certainty for failure in evidence.failures} == {"reconstructed"}
     assert evidence.tree
     assert all(not failure.processes for failure in evidence.failures)
 
 
-def test_many_different_stories_are_counted_without_a_search() -> None:
+def test_many_different_tracebacks_are_counted_without_a_search() -> None:
     evidence = scan(weave([RECURSIVE] * 60 + [CHAINED[:5]] * 40, 0.3, seed=1))
-    told = Counter({(f.chain[-1].message, f.chain[-1].frames[-1].line): f.count for f in evidence.failures})
-    assert told == {("bad shapes", 30): 60, ("'w'", 3): 40}
+    found = Counter({(f.chain[-1].message, f.chain[-1].frames[-1].line): f.count for f in evidence.failures})
+    assert found == {("bad shapes", 30): 60, ("'w'", 3): 40}
     assert not evidence.tree
 
 
@@ -170,7 +170,7 @@ def test_a_rank_that_pauses_while_others_print_is_not_cut_in_two() -> None:
     assert failure.count == 60
 
 
-def test_stories_that_follow_each_other_are_simply_read() -> None:
+def test_tracebacks_that_follow_each_other_are_simply_read() -> None:
     evidence = scan("".join(RECURSIVE + CHAINED))
     assert [failure.certainty for failure in evidence.failures] == ["printed", "printed"]
     assert not evidence.tree
@@ -185,13 +185,13 @@ def test_a_chain_that_goes_on_behind_another_process_is_given_back_to_its_own() 
 # -- really failing together
 
 
-def crash(story: str, way: str, prefix: str, folder: Path, **environment: str) -> Page:
+def crash(kind: str, way: str, prefix: str, folder: Path, **environment: str) -> Page:
     log = folder / "run.log"
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | environment
     with log.open("wb") as file:
         reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file)  # one pipe, as a launcher has it
         assert reader.stdin is not None
-        command = [sys.executable, str(CRASH), story, way, prefix]
+        command = [sys.executable, str(CRASH), kind, way, prefix]
         subprocess.run(command, stdout=reader.stdin, stderr=reader.stdin, env=variables, timeout=60, check=False)
         reader.stdin.close()
         reader.wait(timeout=60)
@@ -199,14 +199,14 @@ def crash(story: str, way: str, prefix: str, folder: Path, **environment: str) -
 
 
 def crash_until(
-    is_told: Callable[[Page], bool], story: str, way: str, prefix: str, folder: Path, **environment: str
+    is_complete: Callable[[Page], bool], kind: str, way: str, prefix: str, folder: Path, **environment: str
 ) -> Page:
-    """Fail again, twice at most, until everything is told. Processes weave as the machine lets them, and tear what
+    """Fail again, twice at most, until everything is found. Processes weave as the machine lets them, and tear what
     Python prints line by line: what a log does not hold, no reader can tell. It does not happen three times in a row.
     """
     for _ in range(3):
-        page = crash(story, way, prefix, folder, **environment)
-        if is_told(page):
+        page = crash(kind, way, prefix, folder, **environment)
+        if is_complete(page):
             return page
     pytest.fail(to_text(page))
 
