@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 from piecegraph.doctor import facts
+from piecegraph.doctor.check_gpu import hides_all_gpus
 from piecegraph.doctor.finding import Finding, FindingState, broken, joined, not_applicable, ok, warn
 from piecegraph.doctor.machine import MODELS, Folder, Machine, numbers
 
@@ -101,10 +102,6 @@ def _is_on(value: str) -> bool:
     return value.strip().lower() not in {"", "0", "false", "no"}
 
 
-def _hides_all(value: str) -> bool:
-    return value.strip() in {"", "-1"}
-
-
 # That TORCHDYNAMO_DISABLE leaves piecegraph alone was tried: it traces by itself.
 SUSPECT: tuple[tuple[str, Callable[[str], bool], FindingState, str], ...] = (
     (
@@ -115,7 +112,7 @@ SUSPECT: tuple[tuple[str, Callable[[str], bool], FindingState, str], ...] = (
     ),
     ("TRITON_INTERPRET", _is_on, "broken", "Triton kernels are interpreted in Python, a thousand times slower"),
     ("CUDA_LAUNCH_BLOCKING", _is_on, "warn", "every launch waits for the GPU: measured times mean nothing"),
-    ("CUDA_VISIBLE_DEVICES", _hides_all, "warn", "hides every GPU: pieces run on the CPU, without graphs"),
+    ("CUDA_VISIBLE_DEVICES", hides_all_gpus, "warn", "hides every GPU: pieces run on the CPU, without graphs"),
     (
         "TORCHDYNAMO_DISABLE",
         _is_on,

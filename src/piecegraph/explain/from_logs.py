@@ -37,14 +37,14 @@ def explain_logs(
         ConfigError: the file of known issues is malformed.
     """
     catalogue = load_catalogue(issues)
-    runs = read_evidence([os.fspath(path) for path in paths], catalogue, progress=progress)
+    runs = _read_evidence([os.fspath(path) for path in paths], catalogue, progress=progress)
     # Of several runs in one log, the last that failed is the one somebody is waiting for.
     failed = [run for run in runs if triage(run).root is not None]
     chosen = failed[-1] if failed else runs[-1]
     return compose(chosen, catalogue, other_runs=[run for run in runs if run is not chosen])
 
 
-def read_evidence(
+def _read_evidence(
     paths: Sequence[str], catalogue: Sequence[KnownIssue], *, progress: bool | Literal["auto"] = False
 ) -> tuple[Evidence, ...]:
     """What the logs prove, a value for each run."""

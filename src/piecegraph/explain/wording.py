@@ -142,7 +142,7 @@ def _who_rows(page: Page) -> list[PageRow]:
     failing = {process for group in groups for process in group.processes}
     seen = [process for process in who.seen if process not in failing]
     if seen:
-        rows.append(PageRow("also seen" if failing else "seen", describe_processes(seen)))
+        rows.append(PageRow("also seen" if failing else "seen", _describe_processes(seen)))
     if who.exits and page.outcome != "exits":
         rows.append(PageRow("launcher", _exits(page)))
     rows += _certainty_rows(page)
@@ -151,7 +151,7 @@ def _who_rows(page: Page) -> list[PageRow]:
 
 def _group_row(group: FailureGroup, *, is_alone: bool) -> PageRow:
     label = {"root": "failed", "other": "also failed", "echo": "echo", "survived": "survived"}[group.role]
-    names = describe_processes(group.processes)
+    names = _describe_processes(group.processes)
     if is_alone:
         return PageRow("failed", names)
     line = f", complete at {_line(group.line)}" if group.line is not None else ""
@@ -303,12 +303,12 @@ def _artefact_rows(page: Page) -> list[PageRow]:
 def _exits(page: Page) -> str:
     first = next((exit for exit in page.who.exits if exit.is_first), None)
     first_words = (
-        f"{describe_processes([first.process])} was the first to end ({describe_code(first.code)}); " if first else ""
+        f"{_describe_processes([first.process])} was the first to end ({_describe_code(first.code)}); " if first else ""
     )
     by_code: dict[int, int] = {}
     for exit in page.who.exits:
         by_code[exit.code] = by_code.get(exit.code, 0) + 1
-    return first_words + ", ".join(f"{number} x {describe_code(code)}" for code, number in by_code.items())
+    return first_words + ", ".join(f"{number} x {_describe_code(code)}" for code, number in by_code.items())
 
 
 def _frame_rows(label: str, frame: Frame, note: str = "") -> list[PageRow]:
@@ -330,12 +330,12 @@ def _line(line: int | None) -> str:
     return f"line {line}" if line is not None else "unknown line"
 
 
-def describe_code(code: int) -> str:
+def _describe_code(code: int) -> str:
     """An exit code in words.
 
-    >>> describe_code(-9)
+    >>> _describe_code(-9)
     'killed by SIGKILL'
-    >>> describe_code(1)
+    >>> _describe_code(1)
     'exit code 1'
     """
     if code >= 0:
@@ -343,10 +343,10 @@ def describe_code(code: int) -> str:
     return f"killed by {signal_name(-code)}"
 
 
-def describe_processes(processes: Iterable[Process]) -> str:
+def _describe_processes(processes: Iterable[Process]) -> str:
     """Names with consecutive numbers as spans.
 
-    >>> describe_processes([Process("rank0"), Process("rank1"), Process("rank2"), Process("Worker_TP0", pid=7)])
+    >>> _describe_processes([Process("rank0"), Process("rank1"), Process("rank2"), Process("Worker_TP0", pid=7)])
     'rank0 to rank2, Worker_TP0 (pid 7)'
     """
     numbers: defaultdict[str, list[int]] = defaultdict(list)
