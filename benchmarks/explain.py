@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from piecegraph.explain.log import explain_logs
+from piecegraph.explain.from_logs import explain_logs
 
 CHUNKS = (
     "Traceback (most recent call last):\n",

@@ -79,10 +79,10 @@ def all_reduce(rank: int) -> None:
     raise RuntimeError(f"[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:{40000 + rank}")
 
 
-def fail(story: str, rank: int) -> None:
-    if story == "compile" or (story == "mixed" and rank % 2):
+def fail(kind: str, rank: int) -> None:
+    if kind == "compile" or (kind == "mixed" and rank % 2):
         fail_compile(rank)
-    elif story == "mixed":
+    elif kind == "mixed":
         matmul(rank, 96)
     elif rank == 3:
         forward(rank)
@@ -107,7 +107,7 @@ class Prefixed:
         self._stream.flush()
 
 
-def work(story: str, rank: int, prefix: str, ready: int, go: int) -> None:
+def work(kind: str, rank: int, prefix: str, ready: int, go: int) -> None:
     """Fail, at the same moment as the others: when nobody holds the other end of ``go`` any more."""
     if prefix == "worker":
         sys.stderr = Prefixed(f"(Worker_TP{rank} pid={os.getpid()}) ")
@@ -115,30 +115,30 @@ def work(story: str, rank: int, prefix: str, ready: int, go: int) -> None:
         sys.stderr = Prefixed(f"[rank{rank}]: ")
     os.write(ready, b".")
     os.read(go, 1)
-    fail(story, rank)
+    fail(kind, rank)
 
 
-def work_forked(story: str, rank: int, prefix: str, ready: int, go: int, other_end: int) -> None:
+def work_forked(kind: str, rank: int, prefix: str, ready: int, go: int, other_end: int) -> None:
     os.close(other_end)
-    work(story, rank, prefix, ready, go)
+    work(kind, rank, prefix, ready, go)
 
 
 def main() -> None:
-    story, way, prefix = sys.argv[1:4]
+    kind, way, prefix = sys.argv[1:4]
     if len(sys.argv) > 4:
         rank, ready, go = map(int, sys.argv[4:])
-        work(story, rank, prefix, ready, go)
+        work(kind, rank, prefix, ready, go)
         return
     (ready_out, ready), (go, go_in) = os.pipe(), os.pipe()
     if way == "caught":
         fork = multiprocessing.get_context("fork")
-        arguments = [(story, rank, prefix, ready, go, go_in) for rank in range(NUM_PROCESSES)]
+        arguments = [(kind, rank, prefix, ready, go, go_in) for rank in range(NUM_PROCESSES)]
         jobs = [fork.Process(target=work_forked, args=each) for each in arguments]
         for job in jobs:
             job.start()
         wait = [job.join for job in jobs]
     else:
-        command = [sys.executable, __file__, story, way, prefix]
+        command = [sys.executable, __file__, kind, way, prefix]
         wait = [
             subprocess.Popen([*command, str(rank), str(ready), str(go)], pass_fds=(ready, go)).wait
             for rank in range(NUM_PROCESSES)

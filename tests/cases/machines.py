@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from piecegraph.doctor.machine import Bindings, Folder, Gpu, Machine, Program, Toolkit, Torch
+from piecegraph.doctor.machine import Bindings, Folder, Gpu, InstalledProgram, Machine, Toolkit, Torch
 
 H200_GPU = Gpu(
     name="NVIDIA H200",
@@ -16,7 +16,7 @@ H200_GPU = Gpu(
     max_clock_mhz=1980,
     compute_mode="Default",
 )
-GCC = Program(path="/usr/bin/gcc", version="13.3.0", family="gcc")
+GCC = InstalledProgram(path="/usr/bin/gcc", version="13.3.0", family="gcc")
 INDUCTOR = Folder(
     what="Inductor cache",
     path="/tmp/torchinductor_me",
@@ -53,16 +53,16 @@ H200 = Machine(
     driver_cuda="13.0",
     gpus=(H200_GPU,) * 8,
     toolkit=Toolkit(
-        nvcc=Program(path="/usr/local/cuda/bin/nvcc", version="13.0"),
+        nvcc=InstalledProgram(path="/usr/local/cuda/bin/nvcc", version="13.0"),
         architectures=(75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121),
         host_compiler=GCC,
         highest_gcc=15,
     ),
     c_compiler=GCC,
-    cxx_compiler=Program(path="/usr/bin/g++", version="13.3.0", family="gcc"),
+    cxx_compiler=InstalledProgram(path="/usr/bin/g++", version="13.3.0", family="gcc"),
     older_gccs={"12": "/usr/bin/gcc-12"},
-    triton_ptxas=Program(path="/site-packages/triton/backends/nvidia/bin/ptxas", version="12.8"),
-    rustc=Program(path="/usr/bin/rustc", version="1.90.0"),
+    triton_ptxas=InstalledProgram(path="/site-packages/triton/backends/nvidia/bin/ptxas", version="12.8"),
+    rustc=InstalledProgram(path="/usr/bin/rustc", version="1.90.0"),
     shm_bytes=64 * 2**30,
     memory_bytes=2048 * 2**30,
     open_files=65536,
@@ -111,7 +111,7 @@ BROKEN = replace(
     driver="520.61.05",
     driver_cuda="11.8",
     gpus=(replace(H200_GPU, persistence=False, clock_mhz=345),) * 2,
-    toolkit=Toolkit(nvcc=Program(path="/usr/local/cuda-12.1/bin/nvcc", version="12.1"), host_compiler=GCC),
+    toolkit=Toolkit(nvcc=InstalledProgram(path="/usr/local/cuda-12.1/bin/nvcc", version="12.1"), host_compiler=GCC),
     c_compiler=None,
     rustc=None,
     shm_bytes=64 * 2**20,
@@ -141,7 +141,7 @@ def with_gpu(machine: Machine, **changed: Any) -> Machine:
 def with_toolkit(machine: Machine, version: str, *, gcc: str = "12.2.0", **changed: Any) -> Machine:
     """The same machine with another nvcc, which tells nothing but its version, and another gcc for it."""
     found = Toolkit(
-        nvcc=Program(path="/usr/local/cuda/bin/nvcc", version=version),
+        nvcc=InstalledProgram(path="/usr/local/cuda/bin/nvcc", version=version),
         host_compiler=replace(GCC, version=gcc),
         **changed,
     )

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.doctor import check_compilers, check_gpu, check_packages, check_system, check_torch, facts
-from piecegraph.doctor.checks import CHECKS, counts, examine
-from piecegraph.doctor.finding import Finding, joined
-from piecegraph.doctor.machine import MODELS, Bindings, Machine, Program, Torch
+from piecegraph.doctor import check_compilers, check_gpu, check_packages, check_system, facts
+from piecegraph.doctor.checks import CHECKS, examine
+from piecegraph.doctor.finding import Finding, counts, joined
+from piecegraph.doctor.machine import MODELS, Bindings, InstalledProgram, Machine, Torch
 from tests.cases.machines import (
     BROKEN,
     CPU,
@@ -42,20 +42,25 @@ HIDDEN = replace(with_torch(H200, can_use_cuda=False), variables={"CUDA_VISIBLE_
 CASES: list[tuple[Check, Machine, str, str]] = [
     (check_system.system, H200, "ok", "Linux"),
     (check_system.system, replace(H200, system="Windows"), "warn", "Windows: unknown to this version"),
-    (check_torch.python, H200, "ok", "Python 3.12.11"),
-    (check_torch.python, replace(H200, python="3.11.0"), "ok", ""),
-    (check_torch.python, replace(H200, python="3.10.14"), "broken", "cannot be installed"),
-    (check_torch.python, replace(H200, python="3.13.1"), "broken", "missing Rust compiler"),
-    (check_torch.python, replace(H200, is_free_threaded=True), "broken", "free-threaded"),
-    (check_torch.torch, H200, "ok", "torch 2.11.0+cu130"),
-    (check_torch.torch, NO_TORCH, "broken", "not installed"),
-    (check_torch.torch, CRASHING, "broken", "torch 2.13.0+cpu: import crashed: died of SIGABRT"),
-    (check_torch.torch, HANGING, "broken", "import timed out: did not end within 120 s"),
-    (check_torch.torch, with_torch(with_packages(H200, torch="2.10.0"), version="2.10.0"), "broken", "2.11,<2.14"),
-    (check_torch.torch, with_torch(with_packages(H200, torch="2.14.0"), version="2.14.0"), "warn", "unknown to this"),
-    (check_torch.torch, with_packages(H200, torch="2.13.0"), "warn", "but 2.13.0 is installed"),
-    (check_torch.torch, with_torch(H200, cxx11_abi=False), "warn", "undefined symbol"),
-    (check_torch.torch, with_packages(OWN_TORCH, torch=""), "ok", "built in /src/pytorch/torch"),
+    (check_packages.python, H200, "ok", "Python 3.12.11"),
+    (check_packages.python, replace(H200, python="3.11.0"), "ok", ""),
+    (check_packages.python, replace(H200, python="3.10.14"), "broken", "cannot be installed"),
+    (check_packages.python, replace(H200, python="3.13.1"), "broken", "missing Rust compiler"),
+    (check_packages.python, replace(H200, is_free_threaded=True), "broken", "free-threaded"),
+    (check_packages.torch, H200, "ok", "torch 2.11.0+cu130"),
+    (check_packages.torch, NO_TORCH, "broken", "not installed"),
+    (check_packages.torch, CRASHING, "broken", "torch 2.13.0+cpu: import crashed: died of SIGABRT"),
+    (check_packages.torch, HANGING, "broken", "import timed out: did not end within 120 s"),
+    (check_packages.torch, with_torch(with_packages(H200, torch="2.10.0"), version="2.10.0"), "broken", "2.11,<2.14"),
+    (
+        check_packages.torch,
+        with_torch(with_packages(H200, torch="2.14.0"), version="2.14.0"),
+        "warn",
+        "unknown to this",
+    ),
+    (check_packages.torch, with_packages(H200, torch="2.13.0"), "warn", "but 2.13.0 is installed"),
+    (check_packages.torch, with_torch(H200, cxx11_abi=False), "warn", "undefined symbol"),
+    (check_packages.torch, with_packages(OWN_TORCH, torch=""), "ok", "built in /src/pytorch/torch"),
     (check_gpu.gpu, H200, "ok", "8 x NVIDIA H200, sm_90, 140 GiB"),
     (check_gpu.gpu, ONE_GPU, "ok", "NVIDIA H200, sm_90"),
     (check_gpu.gpu, CPU, "not applicable", "no GPU: nvidia-smi is not installed"),
@@ -117,7 +122,7 @@ CASES: list[tuple[Check, Machine, str, str]] = [
     (check_compilers.compilers, replace(CPU, cxx_compiler=None), "broken", "no g++"),
     (
         check_compilers.compilers,
-        replace(H200, cxx_compiler=Program(path="icpx", trouble="is not there, but CXX names it")),
+        replace(H200, cxx_compiler=InstalledProgram(path="icpx", trouble="is not there, but CXX names it")),
         "broken",
         "icpx is not there, but CXX names it",
     ),
@@ -129,7 +134,7 @@ CASES: list[tuple[Check, Machine, str, str]] = [
     (check_compilers.ptxas, replace(H200, triton_ptxas=None), "broken", "reinstall triton"),
     (
         check_compilers.ptxas,
-        replace(H200, triton_ptxas=None, ptxas=Program(path="/opt/bin/ptxas", version="13.0")),
+        replace(H200, triton_ptxas=None, ptxas=InstalledProgram(path="/opt/bin/ptxas", version="13.0")),
         "broken",
         "export TRITON_PTXAS_PATH=/opt/bin/ptxas",
     ),
@@ -137,22 +142,27 @@ CASES: list[tuple[Check, Machine, str, str]] = [
         check_compilers.ptxas,
         replace(
             H200,
-            triton_ptxas=Program(path="/no/ptxas", trouble="is not there"),
+            triton_ptxas=InstalledProgram(path="/no/ptxas", trouble="is not there"),
             variables={"TRITON_PTXAS_PATH": "/no/ptxas"},
         ),
         "broken",
         "unset TRITON_PTXAS_PATH",
     ),
-    (check_compilers.ptxas, replace(H200, triton_ptxas=Program(path="/x/ptxas")), "broken", "tells no version"),
+    (
+        check_compilers.ptxas,
+        replace(H200, triton_ptxas=InstalledProgram(path="/x/ptxas")),
+        "broken",
+        "tells no version",
+    ),
     (check_compilers.ptxas, with_gpu(H200, architecture=103), "broken", "sm_103 is known from CUDA 12.9 on"),
-    (check_torch.triton, H200, "ok", "Triton 3.6.0"),
-    (check_torch.triton, CPU, "not applicable", "writes C++"),
-    (check_torch.triton, NO_TRITON, "broken", "pip install triton==3.6.*"),
-    (check_torch.triton, with_packages(H200, triton="3.5.1"), "broken", "which wants 3.6"),
-    (check_torch.triton, with_packages(H200, triton="3.6.9"), "ok", ""),
-    (check_torch.triton, replace(with_packages(H200, triton="3.6.9"), pins=H200.pins), "warn", "which wants 3.6.0"),
-    (check_torch.triton, with_torch(with_packages(H200), version="2.14.0"), "warn", "unknown to this version"),
-    (check_torch.triton, with_packages(H200, triton="", pytorch_triton="3.6.0"), "ok", ""),
+    (check_packages.triton, H200, "ok", "Triton 3.6.0"),
+    (check_packages.triton, CPU, "not applicable", "writes C++"),
+    (check_packages.triton, NO_TRITON, "broken", "pip install triton==3.6.*"),
+    (check_packages.triton, with_packages(H200, triton="3.5.1"), "broken", "which wants 3.6"),
+    (check_packages.triton, with_packages(H200, triton="3.6.9"), "ok", ""),
+    (check_packages.triton, replace(with_packages(H200, triton="3.6.9"), pins=H200.pins), "warn", "which wants 3.6.0"),
+    (check_packages.triton, with_torch(with_packages(H200), version="2.14.0"), "warn", "unknown to this version"),
+    (check_packages.triton, with_packages(H200, triton="", pytorch_triton="3.6.0"), "ok", ""),
     (check_packages.cuda_bindings, H200, "ok", "13.0.3"),
     (check_packages.cuda_bindings, CPU, "not applicable", "not installed"),
     (check_packages.cuda_bindings, replace(H200, cuda_bindings=Bindings(state="missing")), "warn", "bindings==13.*"),
@@ -170,31 +180,36 @@ CASES: list[tuple[Check, Machine, str, str]] = [
     ),
     (check_packages.cuda_bindings, replace(H200, driver_cuda="12.9"), "warn", "bindings==12.*"),
     (check_packages.cuda_bindings, with_packages(H200, cuda_bindings="12.9.2"), "ok", ""),
-    (check_torch.torchvision, H200, "ok", "torchvision 0.26.0+cu130"),
-    (check_torch.torchvision, CPU, "not applicable", "not installed"),
-    (check_torch.torchvision, OWN_TORCH, "not applicable", "pip install torchvision==0.26.0 --no-deps"),
+    (check_packages.torchvision, H200, "ok", "torchvision 0.26.0+cu130"),
+    (check_packages.torchvision, CPU, "not applicable", "not installed"),
+    (check_packages.torchvision, OWN_TORCH, "not applicable", "pip install torchvision==0.26.0 --no-deps"),
     (
-        check_torch.torchvision,
+        check_packages.torchvision,
         with_packages(H200, torchvision="0.25.0"),
         "broken",
         "0.25.0 is not 0.26, the one for this",
     ),
-    (check_torch.torchvision, replace(H200, pins={"torchvision>torch": "2.12.0"}), "broken", "asks for torch 2.12.0"),
-    (check_torch.torchvision, with_packages(H200, torchvision="0.26.0+cpu"), "broken", "another CUDA"),
-    (check_torch.torchvision, with_packages(H200, torchvision="0.26.0"), "ok", ""),
-    (check_torch.torchvision, with_packages(OWN_TORCH, torchvision="0.24.0"), "broken", "--no-deps (without"),
-    (check_torch.torchvision, with_packages(OWN_TORCH, torchvision="0.26.0"), "ok", ""),
-    (check_torch.torchvision, with_torch(with_packages(H200), version="2.14.0"), "warn", "unknown to this version"),
     (
-        check_torch.torchvision,
+        check_packages.torchvision,
+        replace(H200, pins={"torchvision>torch": "2.12.0"}),
+        "broken",
+        "asks for torch 2.12.0",
+    ),
+    (check_packages.torchvision, with_packages(H200, torchvision="0.26.0+cpu"), "broken", "another CUDA"),
+    (check_packages.torchvision, with_packages(H200, torchvision="0.26.0"), "ok", ""),
+    (check_packages.torchvision, with_packages(OWN_TORCH, torchvision="0.24.0"), "broken", "--no-deps (without"),
+    (check_packages.torchvision, with_packages(OWN_TORCH, torchvision="0.26.0"), "ok", ""),
+    (check_packages.torchvision, with_torch(with_packages(H200), version="2.14.0"), "warn", "unknown to this version"),
+    (
+        check_packages.torchvision,
         replace(with_torch(with_packages(H200), version="2.14.0"), pins={"torchvision>torch": "2.14.0"}),
         "ok",
         "",
     ),
-    (check_torch.torchaudio, H200, "ok", "torchaudio 2.11.0"),
-    (check_torch.torchaudio, with_torch(H200, version="2.13.0+cu130"), "ok", ""),
-    (check_torch.torchaudio, with_packages(H200, torchaudio="2.10.0"), "broken", "pip install torchaudio==2.11.0"),
-    (check_torch.torchaudio, CPU, "not applicable", ""),
+    (check_packages.torchaudio, H200, "ok", "torchaudio 2.11.0"),
+    (check_packages.torchaudio, with_torch(H200, version="2.13.0+cu130"), "ok", ""),
+    (check_packages.torchaudio, with_packages(H200, torchaudio="2.10.0"), "broken", "pip install torchaudio==2.11.0"),
+    (check_packages.torchaudio, CPU, "not applicable", ""),
     (check_packages.flashinfer, H200, "ok", "nvidia-nvshmem-cu13 3.4.5"),
     (check_packages.flashinfer, CPU, "not applicable", ""),
     (
@@ -210,7 +225,7 @@ CASES: list[tuple[Check, Machine, str, str]] = [
     (check_packages.rust, replace(CPU, python="3.13.1"), "warn", "can't find Rust compiler"),
     (
         check_packages.rust,
-        replace(CPU, rustc=Program(path="rustc", trouble="failed")),
+        replace(CPU, rustc=InstalledProgram(path="rustc", trouble="failed")),
         "not applicable",
         "rustc failed",
     ),
@@ -301,7 +316,7 @@ def test_every_check_has_a_case_for_a_good_and_for_a_bad_outcome() -> None:
 
 
 def test_every_check_is_registered_once_and_has_a_name_of_its_own() -> None:
-    modules = (check_compilers, check_gpu, check_packages, check_system, check_torch)
+    modules = (check_compilers, check_gpu, check_packages, check_system)
     public = {
         function
         for module in modules
@@ -338,7 +353,7 @@ def test_the_mend_for_gcc_links_an_installed_older_one_or_installs_one() -> None
 
 
 @pytest.mark.parametrize("host", [None, replace(GCC, family="clang")])
-def test_a_host_compiler_that_is_no_gcc(host: Program | None) -> None:
+def test_a_host_compiler_that_is_no_gcc(host: InstalledProgram | None) -> None:
     assert H200.toolkit is not None
     machine = replace(H200, toolkit=replace(H200.toolkit, host_compiler=host))
     assert check_compilers.host_gcc(machine).state == ("warn" if host is None else "not applicable")
@@ -373,7 +388,7 @@ def test_joined_findings_keep_the_worst_and_say_each_thing_once() -> None:
     ],
 )
 def test_which_torch_is_self_built(version: str, own: bool) -> None:
-    assert check_torch.is_self_built(replace(with_torch(CPU, version=version), packages={})) is own
+    assert check_packages.is_self_built(replace(with_torch(CPU, version=version), packages={})) is own
 
 
 def test_the_supported_versions_are_those_of_the_package() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.doctor import read_gpus, read_host, read_imports, read_programs
+from piecegraph.doctor import read_host, read_packages, read_programs
 from piecegraph.doctor.commands import Shell
-from piecegraph.doctor.machine import Gpu, Program
+from piecegraph.doctor.machine import Gpu, InstalledProgram
 from piecegraph.doctor.read import VARIABLES, read_machine
 
 H200_ROW = "NVIDIA H200, 9.0, 143771, Enabled, 1980, 1980, Default, 580.159.04\n"  # as its machine printed it
@@ -44,7 +44,7 @@ def package(folder: Path, name: str, code: str) -> dict[str, str]:
 
 
 def test_a_recorded_h200() -> None:
-    gpus, driver = read_gpus.parse_gpus(H200_ROW)
+    gpus, driver = read_host.parse_gpus(H200_ROW)
     assert driver == "580.159.04"
     assert gpus == (
         Gpu(
@@ -61,35 +61,35 @@ def test_a_recorded_h200() -> None:
 
 def test_what_the_tool_does_not_tell_is_none() -> None:
     row = "Tesla M60, [N/A], [Not Supported], [N/A], [Unknown Error], [N/A], [N/A], 470.1\n"
-    assert read_gpus.parse_gpus(row) == ((Gpu(name="Tesla M60", architecture=None),), "470.1")
-    assert read_gpus.parse_gpus("NVIDIA B300, 10.3, 1, Disabled, 1, 1, Default, 590.1\n")[0][0].architecture == 103
+    assert read_host.parse_gpus(row) == ((Gpu(name="Tesla M60", architecture=None),), "470.1")
+    assert read_host.parse_gpus("NVIDIA B300, 10.3, 1, Disabled, 1, 1, Default, 590.1\n")[0][0].architecture == 103
 
 
 @pytest.mark.parametrize(
     "text", ["", "No devices were found\n", 'Field "compute_cap" is not a valid field to query.\n']
 )
 def test_text_that_is_no_table_gives_no_gpus(text: str) -> None:
-    assert read_gpus.parse_gpus(text) == ((), "")
+    assert read_host.parse_gpus(text) == ((), "")
 
 
 def test_the_tool_is_asked_for_what_the_parser_expects(tmp_path: Path) -> None:
-    fields = ",".join(read_gpus.FIELDS)
+    fields = ",".join(read_host.GPU_FIELDS)
     program(tmp_path, "nvidia-smi", f'[ "$1" = "--query-gpu={fields}" ] || exit 9\nprintf "{H200_ROW}{H200_ROW}"')
-    gpus, driver, trouble = read_gpus.read_gpus(shell(tmp_path))
+    gpus, driver, trouble = read_host.read_gpus(shell(tmp_path))
     assert (len(gpus), driver, trouble) == (2, "580.159.04", "")
 
 
 def test_a_tool_that_is_missing_fails_or_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = tmp_path / "version"
-    monkeypatch.setattr(read_gpus, "DRIVER_FILE", module)
-    assert read_gpus.read_gpus(shell(tmp_path)) == ((), "", "nvidia-smi is not installed")
+    monkeypatch.setattr(read_host, "DRIVER_FILE", module)
+    assert read_host.read_gpus(shell(tmp_path)) == ((), "", "nvidia-smi is not installed")
     module.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n")
     program(tmp_path, "nvidia-smi", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
-    gpus, driver, trouble = read_gpus.read_gpus(shell(tmp_path))
+    gpus, driver, trouble = read_host.read_gpus(shell(tmp_path))
     assert (gpus, driver) == ((), "580.95.05")
     assert trouble == "nvidia-smi failed with code 18: Failed to initialize NVML: Driver/library version mismatch"
     program(tmp_path, "nvidia-smi", "sleep 60")
-    assert read_gpus.read_gpus(shell(tmp_path, 0.3))[2] == "nvidia-smi did not end within 0.3 s"
+    assert read_host.read_gpus(shell(tmp_path, 0.3))[2] == "nvidia-smi did not end within 0.3 s"
 
 
 # --- commands
@@ -147,7 +147,7 @@ def test_a_toolkit_behind_a_wrapper(tmp_path: Path) -> None:
     found = read_programs.read_toolkit(shell(tmp_path))
     assert found is not None
     assert (found.nvcc.version, found.architectures, found.highest_gcc) == ("12.1", (80, 90), 12)
-    assert found.host_compiler == Program(path=str(tmp_path / "gcc"), version="13.3.0", family="gcc")
+    assert found.host_compiler == InstalledProgram(path=str(tmp_path / "gcc"), version="13.3.0", family="gcc")
 
 
 def test_cuda_home_comes_before_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,9 +172,9 @@ def test_the_plan_with_a_host_compiler_that_was_chosen() -> None:
 def test_compilers_named_by_variables(tmp_path: Path) -> None:
     program(tmp_path, "mycc", "echo 'clang version 18.1.3'")
     found = read_programs.read_c_compiler(shell(tmp_path, CC="ccache mycc -m64"))
-    assert found == Program(path=str(tmp_path / "mycc"), version="18.1.3", family="clang")
+    assert found == InstalledProgram(path=str(tmp_path / "mycc"), version="18.1.3", family="clang")
     missing = read_programs.read_cxx_compiler(shell(tmp_path, CXX="icpx"))
-    assert missing == Program(path="icpx", trouble="is not there, but CXX names it")
+    assert missing == InstalledProgram(path="icpx", trouble="is not there, but CXX names it")
     assert read_programs.read_c_compiler(shell(tmp_path, CC="'open"))
 
 
@@ -194,7 +194,7 @@ def test_older_gccs_are_found_by_name(tmp_path: Path) -> None:
 
 def test_a_wrong_path_to_ptxas_is_trouble(tmp_path: Path) -> None:
     found = read_programs.read_triton_ptxas(shell(tmp_path, TRITON_PTXAS_PATH="/no/ptxas"))
-    assert found == Program(path="/no/ptxas", trouble="is not there")
+    assert found == InstalledProgram(path="/no/ptxas", trouble="is not there")
 
 
 # --- imports
@@ -215,7 +215,7 @@ def test_a_wrong_path_to_ptxas_is_trouble(tmp_path: Path) -> None:
     ],
 )
 def test_a_torch_that_does_not_import(tmp_path: Path, code: str, state: str, error: str) -> None:
-    found, gpus = read_imports.read_torch(Shell(package(tmp_path, "torch", code), 20), 1 if "sleep" in code else 60)
+    found, gpus = read_packages.read_torch(Shell(package(tmp_path, "torch", code), 20), 1 if "sleep" in code else 60)
     assert (found.state, gpus) == (state, ())
     assert error in found.error
 
@@ -241,7 +241,7 @@ def test_a_self_built_torch_on_a_gpu(tmp_path: Path) -> None:
     for name in ("setup.py", "CMakeLists.txt"):
         (tmp_path / name).touch()
     environ = package(tmp_path, "torch", FAKE_TORCH.format(available=True))
-    found, gpus = read_imports.read_torch(Shell(environ, 20))
+    found, gpus = read_packages.read_torch(Shell(environ, 20))
     assert (found.state, found.version, found.cuda, found.architectures) == (
         "ok",
         "2.8.0a0+gitba56102",
@@ -254,7 +254,7 @@ def test_a_self_built_torch_on_a_gpu(tmp_path: Path) -> None:
 
 def test_a_torch_that_cannot_use_the_gpu_says_why(tmp_path: Path) -> None:
     environ = package(tmp_path, "torch", FAKE_TORCH.format(available=False))
-    found, gpus = read_imports.read_torch(Shell(environ, 20))
+    found, gpus = read_packages.read_torch(Shell(environ, 20))
     assert (found.can_use_cuda, found.cuda_error, found.is_checkout, gpus) == (False, "no driver", False, ())
 
 
@@ -264,19 +264,19 @@ def test_cuda_bindings(tmp_path: Path) -> None:
     (tmp_path / "cuda" / "bindings" / "__init__.py").touch()
     runtime = tmp_path / "cuda" / "bindings" / "runtime.py"
     runtime.write_text("cudaStreamGetCaptureInfo = cudaGraphGetNodes = cudaDriverGetVersion = None")
-    found = read_imports.read_bindings(Shell(environ, 20))
+    found = read_packages.read_bindings(Shell(environ, 20))
     assert (found.state, found.missing) == ("ok", ("cudaGraphNodeGetType",))
     runtime.write_text("raise ImportError('libcuda.so.1')")
-    assert read_imports.read_bindings(Shell(environ, 20)).error == "ImportError: libcuda.so.1"
+    assert read_packages.read_bindings(Shell(environ, 20)).error == "ImportError: libcuda.so.1"
 
 
 # --- the host
 
 
 def test_exact_requirements() -> None:
-    assert read_host.parse_pin(["pytorch-triton==3.7.0+git1", "x"], "triton") == "3.7.0+git1"
-    assert read_host.parse_pin(["torch (==2.11.0)"], "torch") == "2.11.0"
-    assert read_host.parse_pin(["torch>=2.11", "torchvision==0.1"], "torch") == ""
+    assert read_packages.parse_pin(["pytorch-triton==3.7.0+git1", "x"], "triton") == "3.7.0+git1"
+    assert read_packages.parse_pin(["torch (==2.11.0)"], "torch") == "2.11.0"
+    assert read_packages.parse_pin(["torch>=2.11", "torchvision==0.1"], "torch") == ""
 
 
 def test_folders_follow_their_variables(tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_a_machine_with_nothing_that_answers(tmp_path: Path, monkeypatch: pytest
     machine = read_machine(environ, limit_s=0.5, import_limit_s=2)
     assert time.monotonic() - began < 20
     assert machine.torch.state == "timed out"
-    assert machine.c_compiler == Program(path=str(tmp_path / "gcc"), trouble="did not end within 0.5 s")
+    assert machine.c_compiler == InstalledProgram(path=str(tmp_path / "gcc"), trouble="did not end within 0.5 s")
     assert machine.gpu_trouble == "nvidia-smi did not end within 0.5 s"
     assert machine.variables == {"CUDA_VISIBLE_DEVICES": "", "CUDA_HOME": str(tmp_path)}
     assert "secret" not in repr(machine)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from piecegraph.errors import ConfigError
-from piecegraph.explain.failure import Failure, Frame, Raised
+from piecegraph.explain.evidence import Failure, Frame, Raised
 from piecegraph.explain.known_issues import (
     KnownIssue,
     describe,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.explain.failure import Failure, Frame, Raised
+from piecegraph.explain.evidence import Failure, Frame, Raised
 from piecegraph.explain.known_issues import load_catalogue, match_known_issues
 from tests.cases.real_failures import REAL, Failing
 

@@ -8,14 +8,13 @@ import json
 import pytest
 
 from piecegraph.explain.advice import judge_suggestions
-from piecegraph.explain.echoes import judge
-from piecegraph.explain.failure import Evidence, Exit, Failure, Frame, Milestone, Process, Raised
-from piecegraph.explain.ownership import place_of
+from piecegraph.explain.evidence import Evidence, Exit, Failure, Frame, Milestone, Process, Raised
+from piecegraph.explain.frames import place_of
+from piecegraph.explain.log.scan import Scanner
 from piecegraph.explain.page import Page, compose, fold
 from piecegraph.explain.render import SCHEMA, to_dict, to_html, to_markdown, to_text
-from piecegraph.explain.root_cause import find_root_cause
-from piecegraph.explain.scan import Scanner
-from tests.explain.test_prefixes import TRACEBACK, prefixed, scan
+from piecegraph.explain.root_cause import find_root_cause, triage
+from tests.explain.log.test_lines import TRACEBACK, prefixed, scan
 
 CALL_CHAIN = "\n".join(
     f'[rank0]:   File "/home/me/src/{file}", line {line}, in {name}\n[rank0]:     {source}'
@@ -30,7 +29,7 @@ CALL_CHAIN = "\n".join(
 
 
 def page_of(text: str) -> Page:
-    return compose(scan(text), lambda failure: ())
+    return compose(scan(text), ())
 
 
 def failing(type: str, message: str = "", *, file: str = "/srv/a.py", line: int = 1, count: int = 1) -> Failure:
@@ -91,13 +90,13 @@ def test_a_traceback_that_was_cut_off_says_so() -> None:
 )
 def test_an_echo_is_not_the_root_even_if_it_is_printed_first(type: str, message: str) -> None:
     echo, cause = failing(type, message, line=5, count=7), failing("ValueError", "bad weights", line=20)
-    verdict = judge(evidence(echo, cause))
-    assert verdict.root is cause
-    assert verdict.echoes == (echo,)
+    found = triage(evidence(echo, cause))
+    assert found.root is cause
+    assert found.echoes == (echo,)
 
 
 def test_a_log_of_echoes_alone_is_called_that() -> None:
-    page = compose(evidence(failing("BrokenPipeError", "[Errno 32] Broken pipe")), lambda failure: ())
+    page = compose(evidence(failing("BrokenPipeError", "[Errno 32] Broken pipe")), ())
     assert page.who.has_only_echoes
     assert "only what a failure elsewhere caused" in to_text(page)
 
@@ -105,9 +104,9 @@ def test_a_log_of_echoes_alone_is_called_that() -> None:
 def test_a_failure_after_which_the_run_went_on_is_not_the_root() -> None:
     early, late = failing("ImportError", "no apex", line=5), failing("ValueError", "bad", line=50)
     done = Milestone("load", "done", "Load weight end", 30)
-    assert judge(evidence(early, late, milestones=(done,))).root is late
-    assert judge(evidence(early, late, milestones=(done,))).survived == (early,)
-    assert judge(evidence(early, milestones=(done,))).root is early, "unless there is no other"
+    assert triage(evidence(early, late, milestones=(done,))).root is late
+    assert triage(evidence(early, late, milestones=(done,))).survived == (early,)
+    assert triage(evidence(early, milestones=(done,))).root is early, "unless there is no other"
 
 
 def test_what_python_itself_ignored_is_not_the_root() -> None:
@@ -214,7 +213,7 @@ def test_several_runs_in_one_file() -> None:
     assert (first.failures[0].count, second.failures[0].count) == (1, 1)
     assert [milestone.state for milestone in first.milestones] == ["begun"]
     assert [milestone.state for milestone in second.milestones] == ["begun", "done"]
-    page = to_text(compose(second, lambda failure: (), other_runs=[first]))
+    page = to_text(compose(second, (), other_runs=[first]))
     assert "ValueError: loss is inf" in page
     assert "other run, lines 1 to " in page
     assert "ValueError: loss is nan" in page
@@ -343,7 +342,7 @@ def test_memory_advice_fits_where_memory_ran_out() -> None:
 def test_compile_inside_capture_is_a_failed_capture() -> None:
     frames = (Frame("/x/sglang/srt/cuda_graph_runner.py", 3, "capture"), Frame("/x/torch/_dynamo/a.py", 4, "compile"))
     raised = Raised(type="ValueError", message="", frames=frames)
-    page = compose(evidence(Failure(chain=(raised,))), lambda failure: ())
+    page = compose(evidence(Failure(chain=(raised,))), ())
     assert page.phase.failed == "capture"
     assert page.phase.layers == ("CUDA graph capture", "Dynamo")
 
@@ -368,7 +367,7 @@ def recorded() -> Evidence:
 
 
 def test_records_are_exact() -> None:
-    page = compose(recorded(), lambda failure: ())
+    page = compose(recorded(), ())
     text = to_text(page)
     assert "recorded by the processes themselves" in text
     assert "cannot tell" not in text

@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 
-from piecegraph.explain.peers import evidence_of, write_failure
+from piecegraph.explain.ranks import evidence_of_ranks, write_failure
 
 JOB = """
 import sys
@@ -33,10 +33,10 @@ def attempt(name, failing):
             fast.capture(rows)
     except PiecegraphError as error:
         notes = getattr(error, "__notes__", [])
-        told = f"{error.code} {error.phase} {error.size} {error.line.split(':')[0]} {notes}"
+        printed = f"{error.code} {error.phase} {error.size} {error.line.split(':')[0]} {notes}"
     else:
-        told = "fine"
-    sys.stdout.write(f"{name} rank{rank}: {told}\\n")  # a line in one piece, whoever else is writing
+        printed = "fine"
+    sys.stdout.write(f"{name} rank{rank}: {printed}\\n")  # a line in one piece, whoever else is writing
     sys.stdout.flush()
 
 for name, failing in FAILING.items():
@@ -54,7 +54,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def told(job: subprocess.CompletedProcess[str], name: str) -> list[str]:
+def printed(job: subprocess.CompletedProcess[str], name: str) -> list[str]:
     return sorted(line.partition(" ")[2] for line in job.stdout.splitlines() if line.startswith(f"{name} "))
 
 
@@ -63,18 +63,18 @@ def test_the_job_itself_ends_well(job: subprocess.CompletedProcess[str]) -> None
 
 
 def test_no_rank_fails_and_nothing_is_said(job: subprocess.CompletedProcess[str]) -> None:
-    assert told(job, "none_fail") == ["rank0: fine", "rank1: fine", "rank2: fine"]
+    assert printed(job, "none_fail") == ["rank0: fine", "rank1: fine", "rank2: fine"]
     assert "none_fail" not in job.stderr
 
 
 def test_one_rank_fails_and_reports_itself(job: subprocess.CompletedProcess[str]) -> None:
-    assert told(job, "one_fails") == ["rank0: fine", "rank1: PG403 capture 4 job.py []", "rank2: fine"]
+    assert printed(job, "one_fails") == ["rank0: fine", "rank1: PG403 capture 4 job.py []", "rank2: fine"]
     assert job.stderr.count("one_fails failed on rank 1 of 3; 2 did not fail within 2 s: PG403 ") == 1
 
 
 def test_without_rank_0_the_lowest_rank_that_failed_reports(job: subprocess.CompletedProcess[str]) -> None:
-    told_by_2 = "rank2: PG403 capture 4 job.py ['rank 1 prints the report of all 2 ranks that failed']"
-    assert told(job, "two_fail") == ["rank0: fine", "rank1: PG403 capture 4 job.py []", told_by_2]
+    printed_by_2 = "rank2: PG403 capture 4 job.py ['rank 1 prints the report of all 2 ranks that failed']"
+    assert printed(job, "two_fail") == ["rank0: fine", "rank1: PG403 capture 4 job.py []", printed_by_2]
     assert job.stderr.count("two_fail failed on ") == 1
     assert "two_fail failed on ranks 1, 2 of 3; 1 did not fail" in job.stderr
 
@@ -82,20 +82,20 @@ def test_without_rank_0_the_lowest_rank_that_failed_reports(job: subprocess.Comp
 def test_all_ranks_fail_and_rank_0_reports(job: subprocess.CompletedProcess[str]) -> None:
     note = "['rank 0 prints the report of all 3 ranks that failed']"
     own = "PG403 capture 4 job.py"
-    assert told(job, "all_fail") == [f"rank0: {own} []", f"rank1: {own} {note}", f"rank2: {own} {note}"]
+    assert printed(job, "all_fail") == [f"rank0: {own} []", f"rank1: {own} {note}", f"rank2: {own} {note}"]
     assert job.stderr.count("all_fail failed on ranks 0, 1, 2 of 3: PG403 ") == 1
 
 
-def test_equal_failures_are_told_once() -> None:
+def test_equal_failures_are_printed_once() -> None:
     def failure(message: str) -> str:
         try:
             raise ValueError(message)
         except ValueError as error:
             return write_failure(error)
 
-    evidence = evidence_of({3: failure("size 3"), 1: failure("size 1"), 2: failure("another")}, 4)
-    told = [(found.chain[0].message, [process.rank for process in found.processes]) for found in evidence.failures]
-    assert told == [("size 3", [3, 1]), ("another", [2])]
+    evidence = evidence_of_ranks({3: failure("size 3"), 1: failure("size 1"), 2: failure("another")}, 4)
+    printed = [(found.chain[0].message, [process.rank for process in found.processes]) for found in evidence.failures]
+    assert printed == [("size 3", [3, 1]), ("another", [2])]
     assert [process.rank for process in evidence.processes] == [0, 1, 2, 3]
 
 

@@ -16,7 +16,8 @@ def doctor(as_json: bool) -> None:
     """
     from piecegraph.base.json_text import to_json
     from piecegraph.base.progress import Progress
-    from piecegraph.doctor.checks import counts, examine
+    from piecegraph.doctor.checks import examine
+    from piecegraph.doctor.finding import counts
     from piecegraph.doctor.page import as_document, as_table
     from piecegraph.doctor.read import read_machine
 

@@ -34,7 +34,7 @@ def explain(logs: tuple[str, ...], as_json: bool, output: Path | None, issues: P
         return
     if not logs and (sys.stdin is None or sys.stdin.isatty()):
         raise click.UsageError("give the path of a log, or pipe one in.")
-    from piecegraph.explain.log import explain_logs
+    from piecegraph.explain.from_logs import explain_logs
 
     if output is not None and output.suffix not in _FORMATS:
         raise click.BadParameter(f"{output.name}: use one of {', '.join(_FORMATS)}", param_hint="-o")

@@ -28,7 +28,7 @@ def run(out: Path | None, command: tuple[str, ...]) -> None:
     Every Python process that COMMAND starts records how it ends. Output, input, signals and the exit code are the
     command's own; after a success nothing is added.
     """
-    from piecegraph.explain.recorded_run import fresh_folder, private_folder
+    from piecegraph.explain.run.recorded_run import fresh_folder, private_folder
 
     if out is not None:
         code = _run(command, fresh_folder(out), is_kept=True)
@@ -40,8 +40,8 @@ def run(out: Path | None, command: tuple[str, ...]) -> None:
 
 def _run(command: tuple[str, ...], records: Path, *, is_kept: bool) -> int:
     from piecegraph.explain.page import compose
-    from piecegraph.explain.recorded_run import run_recorded
     from piecegraph.explain.render import to_text
+    from piecegraph.explain.run.recorded_run import run_recorded
 
     done = run_recorded(command, records, os.environ)
     if done.evidence is not None:

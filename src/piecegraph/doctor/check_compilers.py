@@ -7,7 +7,7 @@ from pathlib import Path
 from piecegraph.doctor import facts
 from piecegraph.doctor.check_gpu import architectures
 from piecegraph.doctor.finding import Finding, broken, joined, not_applicable, ok, warn
-from piecegraph.doctor.machine import Machine, Program, Toolkit, minor, numbers
+from piecegraph.doctor.machine import InstalledProgram, Machine, Toolkit, minor, numbers
 
 NO_NVCC = "packages that build CUDA kernels; piecegraph, Inductor and Triton need none"
 
@@ -133,7 +133,7 @@ def _link_older_gcc(machine: Machine, highest: int) -> str:
     return f"{package}ln -s {path} {folder}/gcc && ln -s {other} {folder}/g++ (or export NVCC_CCBIN={other})"
 
 
-def _called(name: str, program: Program | None, usual: str, lost: str) -> Finding:
+def _called(name: str, program: InstalledProgram | None, usual: str, lost: str) -> Finding:
     if program is None:
         return broken(name, f"no {usual}", lost, "sudo apt install gcc g++")
     if program.trouble:

@@ -44,8 +44,8 @@ def cuda_build(machine: Machine) -> Finding:
         )
     if not machine.gpus:
         return not_applicable(name, evidence)
-    if is_hidden(machine):
-        chosen = machine.variables["CUDA_VISIBLE_DEVICES"]
+    chosen = machine.variables.get("CUDA_VISIBLE_DEVICES", "0")
+    if hides_all_gpus(chosen):
         return not_applicable(name, f"CUDA_VISIBLE_DEVICES={chosen!r} hides every GPU", WITHOUT_A_GPU)
     if not seen.cuda:
         mend = f"install the CUDA build of torch {minor(seen.version)}: https://pytorch.org/get-started/locally"
@@ -109,12 +109,12 @@ def architecture(machine: Machine) -> Finding:
 def clocks(machine: Machine) -> Finding:
     """Whether the driver stays loaded, and how fast the GPUs run. Read only."""
     name = "clocks"
-    told = [gpu for gpu in machine.gpus if gpu.clock_mhz is not None or gpu.persistence is not None]
-    if not told:
+    known = [gpu for gpu in machine.gpus if gpu.clock_mhz is not None or gpu.persistence is not None]
+    if not known:
         return not_applicable(name, "no GPU that tells its clocks", "how steady measured times are")
-    slowest = min(told, key=lambda gpu: gpu.clock_mhz or 0)
+    slowest = min(known, key=lambda gpu: gpu.clock_mhz or 0)
     evidence = f"{slowest.clock_mhz or '?'} of {slowest.max_clock_mhz or '?'} MHz now"
-    if any(gpu.persistence is False for gpu in told):
+    if any(gpu.persistence is False for gpu in known):
         lost = (
             "the driver is unloaded between runs: every start waits seconds for it, and clocks that were set are lost"
         )
@@ -127,9 +127,9 @@ def architectures(machine: Machine) -> list[int]:
     return sorted({gpu.architecture for gpu in machine.gpus if gpu.architecture is not None})
 
 
-def is_hidden(machine: Machine) -> bool:
-    """Whether the environment hides every GPU."""
-    return machine.variables.get("CUDA_VISIBLE_DEVICES", "0").strip() in {"", "-1"}
+def hides_all_gpus(visible_devices: str) -> bool:
+    """Whether this value of ``CUDA_VISIBLE_DEVICES`` leaves no GPU."""
+    return visible_devices.strip() in {"", "-1"}
 
 
 def _runs(sm: int, listed: tuple[str, ...]) -> bool:

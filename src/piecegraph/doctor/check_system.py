@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable
 
 from piecegraph.doctor import facts
-from piecegraph.doctor.finding import Finding, State, broken, joined, not_applicable, ok, warn
+from piecegraph.doctor.check_gpu import hides_all_gpus
+from piecegraph.doctor.finding import Finding, FindingState, broken, joined, not_applicable, ok, warn
 from piecegraph.doctor.machine import MODELS, Folder, Machine, numbers
 
 
@@ -88,8 +89,8 @@ def variables(machine: Machine) -> Finding:
     name = "variables"
     found = [
         Finding(name, state, f"{variable}={machine.variables[variable]}", lost, f"unset {variable}")
-        for variable, is_told, state, lost in SUSPECT
-        if variable in machine.variables and is_told(machine.variables[variable])
+        for variable, is_suspect, state, lost in SUSPECT
+        if variable in machine.variables and is_suspect(machine.variables[variable])
     ]
     found += [*_library_path(name, machine), *_two_allocators(name, machine)]
     if found:
@@ -101,12 +102,8 @@ def _is_on(value: str) -> bool:
     return value.strip().lower() not in {"", "0", "false", "no"}
 
 
-def _hides_all(value: str) -> bool:
-    return value.strip() in {"", "-1"}
-
-
 # That TORCHDYNAMO_DISABLE leaves piecegraph alone was tried: it traces by itself.
-SUSPECT: tuple[tuple[str, Callable[[str], bool], State, str], ...] = (
+SUSPECT: tuple[tuple[str, Callable[[str], bool], FindingState, str], ...] = (
     (
         "PYTORCH_NO_CUDA_MEMORY_CACHING",
         _is_on,
@@ -115,7 +112,7 @@ SUSPECT: tuple[tuple[str, Callable[[str], bool], State, str], ...] = (
     ),
     ("TRITON_INTERPRET", _is_on, "broken", "Triton kernels are interpreted in Python, a thousand times slower"),
     ("CUDA_LAUNCH_BLOCKING", _is_on, "warn", "every launch waits for the GPU: measured times mean nothing"),
-    ("CUDA_VISIBLE_DEVICES", _hides_all, "warn", "hides every GPU: pieces run on the CPU, without graphs"),
+    ("CUDA_VISIBLE_DEVICES", hides_all_gpus, "warn", "hides every GPU: pieces run on the CPU, without graphs"),
     (
         "TORCHDYNAMO_DISABLE",
         _is_on,
@@ -133,13 +130,13 @@ SUSPECT: tuple[tuple[str, Callable[[str], bool], State, str], ...] = (
 
 
 def _library_path(name: str, machine: Machine) -> list[Finding]:
-    told = machine.variables.get("LD_LIBRARY_PATH", "")
-    stubs = [part for part in told.split(":") if "stubs" in part.split("/")]
+    path = machine.variables.get("LD_LIBRARY_PATH", "")
+    stubs = [part for part in path.split(":") if "stubs" in part.split("/")]
     if stubs and machine.gpus:
         lost = "libcuda.so is a stub there: CUDA driver is a stub library, no GPU is found"
         return [broken(name, f"LD_LIBRARY_PATH has {stubs[0]}", lost, "take the stubs folder out of LD_LIBRARY_PATH")]
     major = numbers(machine.torch.cuda)[:1]
-    foreign = [found[0] for found in re.finditer(r"[^:]*/cuda-(\d+)[^:]*", told) if major and int(found[1]) != major[0]]
+    foreign = [found[0] for found in re.finditer(r"[^:]*/cuda-(\d+)[^:]*", path) if major and int(found[1]) != major[0]]
     if foreign:
         lost = f"libraries of another CUDA are loaded before those torch {machine.torch.version} was built with"
         return [warn(name, f"LD_LIBRARY_PATH has {foreign[0]}", lost, "unset LD_LIBRARY_PATH: wheels bring their own")]

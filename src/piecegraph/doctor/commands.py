@@ -1,4 +1,4 @@
-"""Running other programs with a time limit. One that is missing, fails or hangs is an answer here, never an error."""
+"""Running other programs with a time limit. One that is missing, fails or hangs is a result here, never an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CommandResult:
     """What a program said."""
 
     out: str = ""
@@ -34,7 +34,7 @@ class Shell:
         """The path of a program, empty if there is none."""
         return shutil.which(name, path=self.environ.get("PATH", os.defpath)) or ""
 
-    def run(self, command: Sequence[str], limit_s: float | None = None) -> Answer:
+    def run(self, command: Sequence[str], limit_s: float | None = None) -> CommandResult:
         """Run a program to its end, or to the end of its time."""
         limit_s = limit_s or self.limit_s
         try:
@@ -49,14 +49,14 @@ class Shell:
                 start_new_session=True,
             )
         except OSError as error:
-            return Answer(trouble=f"cannot be run: {error.strerror or error}")
+            return CommandResult(trouble=f"cannot be run: {error.strerror or error}")
         try:
             out, err = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             out, err = _end(process)
-            return Answer(out, err, None, f"did not end within {limit_s:g} s")
+            return CommandResult(out, err, None, f"did not end within {limit_s:g} s")
         trouble = "" if process.returncode == 0 else _failure(process.returncode, out + err)
-        return Answer(out, err, process.returncode, trouble)
+        return CommandResult(out, err, process.returncode, trouble)
 
 
 def _end(process: subprocess.Popen[str]) -> tuple[str, str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-State = Literal["ok", "warn", "broken", "not applicable"]
-STATES: tuple[State, ...] = ("broken", "warn", "ok", "not applicable")
+FindingState = Literal["ok", "warn", "broken", "not applicable"]
+STATES: tuple[FindingState, ...] = ("broken", "warn", "ok", "not applicable")
 """The worst first."""
 
 
@@ -16,7 +17,7 @@ class Finding:
     """One row: what was seen and, if that is not well, what follows from it and what to do."""
 
     name: str
-    state: State
+    state: FindingState
     evidence: str
     """What was seen on this machine."""
     consequence: str = ""
@@ -56,3 +57,9 @@ def joined(name: str, findings: Sequence[Finding]) -> Finding:
         "; ".join(dict.fromkeys(filter(None, (finding.consequence for finding in worst)))),
         "; ".join(dict.fromkeys(filter(None, (finding.mend for finding in worst)))),
     )
+
+
+def counts(findings: tuple[Finding, ...]) -> dict[FindingState, int]:
+    """How many findings are in each state, the worst first."""
+    counted = Counter(finding.state for finding in findings)
+    return {state: counted[state] for state in STATES}

@@ -18,7 +18,7 @@ Import = Literal["ok", "missing", "failed", "crashed", "timed out"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class InstalledProgram:
     """A program that is installed."""
 
     path: str
@@ -81,10 +81,10 @@ class Gpu:
 class Toolkit:
     """The CUDA compiler and what it says about itself."""
 
-    nvcc: Program
+    nvcc: InstalledProgram
     architectures: tuple[int, ...] = ()
     """Those it can compile for; empty where it would not list them."""
-    host_compiler: Program | None = None
+    host_compiler: InstalledProgram | None = None
     """The compiler it calls for host code."""
     highest_gcc: int | None = None
     """From the toolkit's own header; ``None`` where that was not found."""
@@ -131,17 +131,17 @@ class Machine:
     gpu_trouble: str = ""
     """Why no GPU could be listed."""
     toolkit: Toolkit | None = None
-    c_compiler: Program | None = None
+    c_compiler: InstalledProgram | None = None
     """What Triton calls: ``CC``, or gcc, or clang. ``None`` where there is none."""
-    cxx_compiler: Program | None = None
+    cxx_compiler: InstalledProgram | None = None
     """What Inductor calls: ``CXX``, or g++."""
     older_gccs: Mapping[str, str] = field(default_factory=dict)
     """Other gcc versions that are installed: major version to path."""
-    triton_ptxas: Program | None = None
+    triton_ptxas: InstalledProgram | None = None
     """The assembler that Triton uses: ``TRITON_PTXAS_PATH``, or the one in its package."""
-    ptxas: Program | None = None
+    ptxas: InstalledProgram | None = None
     """The one on ``PATH``."""
-    rustc: Program | None = None
+    rustc: InstalledProgram | None = None
     shm_bytes: int | None = None
     memory_bytes: int | None = None
     """Of the machine, or of the container where that is less."""

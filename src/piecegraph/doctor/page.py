@@ -10,14 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from piecegraph.base.version import VERSION
-from piecegraph.doctor.checks import counts
-from piecegraph.doctor.finding import Finding, State
+from piecegraph.doctor.finding import Finding, FindingState, counts
 from piecegraph.doctor.machine import Machine
 
 SCHEMA_VERSION = 1
 
-STYLES: dict[State, str] = {"ok": "green", "warn": "yellow", "broken": "bold red", "not applicable": "dim"}
-SHORT: dict[State, str] = {"ok": "ok", "warn": "warn", "broken": "broken", "not applicable": "n/a"}
+STYLES: dict[FindingState, str] = {"ok": "green", "warn": "yellow", "broken": "bold red", "not applicable": "dim"}
+SHORT: dict[FindingState, str] = {"ok": "ok", "warn": "warn", "broken": "broken", "not applicable": "n/a"}
 
 
 def as_table(machine: Machine, findings: tuple[Finding, ...]) -> RenderableType:

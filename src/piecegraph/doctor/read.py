@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from piecegraph.base.progress import Progress
-from piecegraph.doctor import read_gpus, read_host, read_imports, read_programs
+from piecegraph.doctor import read_host, read_packages, read_programs
 from piecegraph.doctor.commands import Shell
 from piecegraph.doctor.machine import Machine
 
@@ -56,11 +56,11 @@ def read_machine(
     progress: Progress | None = None,
     *,
     limit_s: float = TOOL_LIMIT_S,
-    import_limit_s: float = read_imports.IMPORT_LIMIT_S,
+    import_limit_s: float = read_packages.IMPORT_LIMIT_S,
 ) -> Machine:
     """Read everything the checks look at. The programs run side by side; importing torch takes the longest."""
     shell = Shell(environ, limit_s)
-    packages = read_host.read_packages()
+    packages = read_packages.read_packages()
     with (progress or Progress(False)).bar("reading the machine", 10) as bar, ThreadPoolExecutor(10) as pool:
 
         def start(what: str, read: Callable[..., T], *arguments: Any) -> Future[T]:
@@ -68,10 +68,10 @@ def read_machine(
             future.add_done_callback(lambda _: bar.advance(what))
             return future
 
-        torch = start("torch", read_imports.read_torch, import_limit_s)
-        bindings = start("cuda-bindings", read_imports.read_bindings, import_limit_s)
-        driver_cuda = start("driver", read_imports.read_driver_cuda)
-        gpus = start("GPUs", read_gpus.read_gpus)
+        torch = start("torch", read_packages.read_torch, import_limit_s)
+        bindings = start("cuda-bindings", read_packages.read_bindings, import_limit_s)
+        driver_cuda = start("driver", read_packages.read_driver_cuda)
+        gpus = start("GPUs", read_host.read_gpus)
         toolkit = start("nvcc", read_programs.read_toolkit)
         c_compiler = start("C compiler", read_programs.read_c_compiler)
         cxx_compiler = start("C++ compiler", read_programs.read_cxx_compiler)
@@ -87,7 +87,7 @@ def read_machine(
             has_python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
             is_free_threaded=bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
             packages=packages,
-            pins=read_host.read_pins(),
+            pins=read_packages.read_pins(),
             torch=seen_torch,
             cuda_bindings=bindings.result(),
             driver=driver,

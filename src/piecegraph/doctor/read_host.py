@@ -1,62 +1,75 @@
-"""What the operating system gives: memory, files, folders; and which packages are installed."""
+"""What the machine gives: GPUs as the driver's own tool lists them, memory, files, folders. Nothing is set."""
 
 from __future__ import annotations
 
 import getpass
-import importlib.metadata
 import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from piecegraph.base.environment import PACKAGES, installed_version
-from piecegraph.doctor import facts
-from piecegraph.doctor.machine import MODELS, Folder
+from piecegraph.doctor.commands import Shell
+from piecegraph.doctor.machine import MODELS, Folder, Gpu
 
-MORE_PACKAGES = (
-    "torchvision",
-    "torchaudio",
-    "pytorch-triton",
-    "flashinfer-python",
-    "flashinfer-jit-cache",
-    *facts.NVSHMEM.values(),
+GPU_FIELDS = (
+    "name",
+    "compute_cap",
+    "memory.total",
+    "persistence_mode",
+    "clocks.sm",
+    "clocks.max.sm",
+    "compute_mode",
+    "driver_version",
 )
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
-def read_packages() -> dict[str, str]:
-    """The installed versions, from what pip left on disk: nothing is imported."""
-    found = {name: installed_version(name) for name in (*PACKAGES, *MORE_PACKAGES)}
-    return {name: version for name, version in found.items() if version}
+def read_gpus(shell: Shell) -> tuple[tuple[Gpu, ...], str, str]:
+    """The GPUs, the driver's version, and why none were listed."""
+    tool = shell.find("nvidia-smi")
+    if not tool:
+        return (), _driver_of_kernel_module(), "nvidia-smi is not installed"
+    result = shell.run([tool, f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"])
+    if result.trouble:
+        return (), _driver_of_kernel_module(), f"nvidia-smi {result.trouble}"
+    gpus, driver = parse_gpus(result.out)
+    return gpus, driver or _driver_of_kernel_module(), "" if gpus else "nvidia-smi lists no GPU"
 
 
-def read_pins() -> dict[str, str]:
-    """The exact versions that torch, torchvision and torchaudio ask for."""
-    asked = {"torch": "triton", "torchvision": "torch", "torchaudio": "torch"}
-    found = {}
-    for package, needed in asked.items():
-        try:
-            requirements = importlib.metadata.requires(package) or []
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        pin = parse_pin(requirements, needed)
-        if pin:
-            found[f"{package}>{needed}"] = pin
-    return found
+def parse_gpus(text: str) -> tuple[tuple[Gpu, ...], str]:
+    """The GPUs and the driver's version from the tool's table. Lines that are not of the table are left out."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    rows = [row for row in rows if len(row) == len(GPU_FIELDS)]
+    return tuple(map(_gpu, rows)), rows[0][-1] if rows else ""
 
 
-def parse_pin(requirements: Iterable[str], needed: str) -> str:
-    """The exact version asked for, or an empty string.
+def _gpu(row: list[str]) -> Gpu:
+    name, capability, memory_mib, persistence, clock, max_clock, compute_mode, _ = row
+    memory = _number(memory_mib)
+    return Gpu(
+        name=name,
+        architecture=int(capability.replace(".", "")) if re.fullmatch(r"\d+\.\d", capability) else None,
+        memory_bytes=memory * 2**20 if memory is not None else None,
+        persistence={"Enabled": True, "Disabled": False}.get(persistence),
+        clock_mhz=_number(clock),
+        max_clock_mhz=_number(max_clock),
+        compute_mode=compute_mode if compute_mode[:1].isalpha() else "",
+    )
 
-    >>> parse_pin(["sympy>=1.13.3", "triton==3.6.0; platform_system == 'Linux'"], "triton")
-    '3.6.0'
-    """
-    for requirement in requirements:
-        exact = re.match(rf"(?:pytorch-)?{needed}\s*\(?\s*==\s*([\w.+]+)", requirement)
-        if exact:
-            return exact[1]
-    return ""
+
+def _number(cell: str) -> int | None:
+    # "[N/A]", "[Not Supported]", "[Unknown Error]" stand where a number cannot be read.
+    return int(cell) if cell.isdecimal() else None
+
+
+def _driver_of_kernel_module() -> str:
+    try:
+        found = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", DRIVER_FILE.read_text())
+    except OSError:
+        return ""
+    return found[1] if found else ""
 
 
 def read_folders(environ: Mapping[str, str], packages: Mapping[str, str]) -> tuple[Folder, ...]:

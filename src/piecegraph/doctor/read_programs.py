@@ -7,20 +7,20 @@ import shlex
 from pathlib import Path
 
 from piecegraph.doctor.commands import Shell
-from piecegraph.doctor.machine import Program, Toolkit
-from piecegraph.doctor.read_imports import package_folder
+from piecegraph.doctor.machine import InstalledProgram, Toolkit
+from piecegraph.doctor.read_packages import package_folder
 
 CUDA_FOLDER = Path("/usr/local/cuda")
 
 
-def read_program(shell: Shell, name: str) -> Program | None:
+def read_program(shell: Shell, name: str) -> InstalledProgram | None:
     """A program on ``PATH`` or at a path, with the version it tells; ``None`` if there is none."""
     path = shell.find(name)
     if not path:
         return None
-    answer = shell.run([path, "--version"])
-    version, family = parse_version(answer.out)
-    return Program(path=path, version=version, family=family, trouble=answer.trouble)
+    result = shell.run([path, "--version"])
+    version, family = parse_version(result.out)
+    return InstalledProgram(path=path, version=version, family=family, trouble=result.trouble)
 
 
 def parse_version(text: str) -> tuple[str, str]:
@@ -41,12 +41,12 @@ def parse_version(text: str) -> tuple[str, str]:
     return version[0] if version else "", family
 
 
-def read_c_compiler(shell: Shell) -> Program | None:
+def read_c_compiler(shell: Shell) -> InstalledProgram | None:
     """What Triton calls to build its launchers."""
     return _named(shell, "CC") or read_program(shell, "gcc") or read_program(shell, "clang")
 
 
-def read_cxx_compiler(shell: Shell) -> Program | None:
+def read_cxx_compiler(shell: Shell) -> InstalledProgram | None:
     """What Inductor calls for C++."""
     return _named(shell, "CXX") or read_program(shell, "g++")
 
@@ -62,11 +62,11 @@ def read_older_gccs(shell: Shell) -> dict[str, str]:
     return found
 
 
-def read_triton_ptxas(shell: Shell) -> Program | None:
+def read_triton_ptxas(shell: Shell) -> InstalledProgram | None:
     """The assembler Triton uses; a path that is set but wrong is a program with trouble."""
     chosen = shell.environ.get("TRITON_PTXAS_PATH")
     if chosen:
-        return read_program(shell, chosen) or Program(path=chosen, trouble="is not there")
+        return read_program(shell, chosen) or InstalledProgram(path=chosen, trouble="is not there")
     folder = package_folder("triton")
     return read_program(shell, str(folder / "backends" / "nvidia" / "bin" / "ptxas")) if folder else None
 
@@ -112,14 +112,14 @@ def _highest_gcc(root: Path) -> int | None:
     return None
 
 
-def _named(shell: Shell, variable: str) -> Program | None:
+def _named(shell: Shell, variable: str) -> InstalledProgram | None:
     """The compiler that a variable names; one that is not there is a program with trouble."""
     words = _words(shell.environ.get(variable, ""))
     if not words:
         return None
     # "ccache gcc" names gcc.
     name = words[1] if Path(words[0]).name in {"ccache", "sccache", "distcc"} and len(words) > 1 else words[0]
-    return read_program(shell, name) or Program(path=name, trouble=f"is not there, but {variable} names it")
+    return read_program(shell, name) or InstalledProgram(path=name, trouble=f"is not there, but {variable} names it")
 
 
 def _words(text: str) -> list[str]:

@@ -1,1 +1,1 @@
-"""Understanding a run: what failed and why, and what this machine lacks. Nothing here imports torch."""
+"""Why a run failed, on one page: from its logs, from its own records, or from what its ranks tell each other."""

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from piecegraph.explain.failure import Evidence, Failure, Phase
-from piecegraph.explain.phases import layers_of
+from piecegraph.explain.evidence import Evidence, Failure, Phase
+from piecegraph.explain.frames import layers_of
 
 Fit = Literal["fits", "does not fit", "at a cost", "diagnosis", "not judged"]
 
@@ -37,7 +37,7 @@ def judge_suggestions(evidence: Evidence, root: Failure, phase: Phase | None) ->
     return tuple(Suggestion(text, line, *_judge(text, evidence, root, phase)) for text, line in evidence.suggestions)
 
 
-def memory_shortage(evidence: Evidence, root: Failure) -> str:
+def _memory_shortage(evidence: Evidence, root: Failure) -> str:
     """Where memory is said to have run out; empty if nowhere."""
     for raised in root.chain:
         if _SHORTAGE.search(f"{raised.type}: {raised.message}"):
@@ -53,7 +53,7 @@ def _judge(text: str, evidence: Evidence, root: Failure, phase: Phase | None) ->
     if _DIAGNOSIS.search(text):
         return "diagnosis", "tells more, mends nothing"
     if _MEMORY.search(text):
-        shortage = memory_shortage(evidence, root)
+        shortage = _memory_shortage(evidence, root)
         if shortage:
             return "fits", f"memory ran out, says {shortage}"
         return "does not fit", "no sign of memory shortage" + _free(evidence)

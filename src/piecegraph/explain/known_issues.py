@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from piecegraph.errors import ConfigError
-from piecegraph.explain.failure import Failure, Raised
+from piecegraph.explain.evidence import Failure, Raised
 
 REQUIRED = ("id", "title", "meaning", "fix", "source")
 PATTERNS = ("exception", "frame", "log_line")
@@ -117,7 +117,7 @@ def match_known_issues(
     frames = {
         f"{frame.file}:{frame.function}".replace("\\", "/") for raised in failure.chain for frame in raised.frames
     }
-    first_told = _first_told(failure.chain, texts)
+    first_related = _first_related(failure.chain, texts)
     catalogue = tuple(catalogue)
     entries_of = log_line_matcher(catalogue)
     by_line = {issue.id for line in lines for issue in entries_of(line)}
@@ -127,7 +127,7 @@ def match_known_issues(
         if position is None and issue.id in by_line:
             position = len(texts)
         if position is not None:
-            rank = (issue.echo, position < first_told, -issue.specificity, issue.frame is None, position, order)
+            rank = (issue.echo, position < first_related, -issue.specificity, issue.frame is None, position, order)
             found.append((rank, issue))
     return tuple(issue for _, issue in sorted(found, key=lambda pair: pair[0]))
 
@@ -168,8 +168,8 @@ def _exception_text(raised: Raised) -> str:
     return text if len(text) <= 2 * EDGE_CHARS else f"{text[:EDGE_CHARS]}\n{text[-EDGE_CHARS:]}"
 
 
-def _first_told(chain: Sequence[Raised], texts: Sequence[str]) -> int:
-    """From where on the chain tells one story.
+def _first_related(chain: Sequence[Raised], texts: Sequence[str]) -> int:
+    """From where on the exceptions of the chain belong together.
 
     An exception that merely was being handled when an unrelated one was raised (a missing optional package, say) is no
     part of it. One that is named as the cause, or quoted by the next, is.

@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from piecegraph.explain.advice import Suggestion, judge_suggestions
-from piecegraph.explain.echoes import Verdict, judge
-from piecegraph.explain.failure import Certainty, Evidence, Exit, Failure, Frame, Phase, Process, TreeLine
-from piecegraph.explain.known_issues import load_catalogue, match_known_issues
-from piecegraph.explain.ownership import place_of
-from piecegraph.explain.phases import PHASES, layers_of, phase_of
-from piecegraph.explain.root_cause import RootCause, find_root_cause
+from piecegraph.explain.evidence import PHASES, Certainty, Evidence, Exit, Failure, Frame, Phase, Process, TreeLine
+from piecegraph.explain.frames import layers_of, phase_of, place_of
+from piecegraph.explain.known_issues import KnownIssue, load_catalogue, match_known_issues
+from piecegraph.explain.root_cause import RootCause, Triage, find_root_cause, triage
 
 Outcome = Literal["failure", "exits", "call chains", "nothing"]
 
 
-class Issue(Protocol):
-    """What the page needs of a known issue."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def title(self) -> str: ...
-    @property
-    def meaning(self) -> str: ...
-    @property
-    def fix(self) -> str: ...
-    @property
-    def fixed_in(self) -> str: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def rule(self) -> str: ...
-
-
 @dataclass(frozen=True, slots=True)
-class Group:
+class FailureGroup:
     """Processes that failed alike."""
 
     type: str
@@ -53,7 +32,7 @@ class Group:
 class Who:
     """Which processes failed, and how many ways to fail there are."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[FailureGroup, ...]
     """The root first."""
     seen: tuple[Process, ...]
     """Every process that the source names."""
@@ -144,7 +123,7 @@ class Page:
 
 def compose(
     evidence: Evidence,
-    known: Callable[[Failure], Sequence[Issue]] | None = None,
+    catalogue: Sequence[KnownIssue] | None = None,
     *,
     other_runs: Sequence[Evidence] = (),
 ) -> Page:
@@ -152,24 +131,22 @@ def compose(
 
     Args:
         evidence: what a log, or the records of a run, prove.
-        known: gives the known issues that match a failure; the catalogue that comes with piecegraph unless told
-            otherwise.
+        catalogue: the known issues to look for; unless given, those that come with piecegraph.
         other_runs: the evidence of other runs in the same log.
     """
-    verdict = judge(evidence)
-    failure = verdict.root
+    found = triage(evidence)
+    failure = found.root
     phase = _phases(evidence, failure)
-    find = known or _from_catalogue(evidence)
     return Page(
         sources=evidence.sources,
         num_lines=evidence.num_lines,
         outcome=_outcome(evidence, failure),
         root=find_root_cause(failure) if failure is not None and failure.chain else None,
-        who=_who(evidence, verdict),
+        who=_who(evidence, found),
         phase=phase,
         stack=_stack(evidence, failure),
         tree=evidence.tree if failure is not None and failure.certainty == "reconstructed" else (),
-        known=_known(find, verdict),
+        known=_known(evidence, failure, load_catalogue() if catalogue is None else catalogue),
         suggestions=judge_suggestions(evidence, failure, phase.failed) if failure is not None else (),
         artefacts=evidence.artefacts,
         num_call_chains=evidence.num_call_chains,
@@ -188,39 +165,35 @@ def _outcome(evidence: Evidence, failure: Failure | None) -> Outcome:
     return "call chains" if evidence.num_call_chains else "nothing"
 
 
-def _from_catalogue(evidence: Evidence) -> Callable[[Failure], Sequence[Issue]]:
-    lines = [text for text, _ in evidence.telling_lines]
-    return lambda failure: match_known_issues(failure, load_catalogue(), lines)
-
-
-def _known(find: Callable[[Failure], Sequence[Issue]], verdict: Verdict) -> tuple[KnownMatch, ...]:
+def _known(evidence: Evidence, failure: Failure | None, catalogue: Sequence[KnownIssue]) -> tuple[KnownMatch, ...]:
     # Some issues are known by a line of the log, and leave no exception behind.
-    failure = verdict.root or Failure(chain=(), kind="killed")
+    failure = failure or Failure(chain=(), kind="killed")
+    lines = [text for text, _ in evidence.known_issue_lines]
     return tuple(
         KnownMatch(issue.id, issue.title, issue.meaning, issue.fix, issue.fixed_in, issue.source, issue.rule)
-        for issue in find(failure)
+        for issue in match_known_issues(failure, catalogue, lines)
     )
 
 
-def _who(evidence: Evidence, verdict: Verdict) -> Who:
-    groups = [_group(verdict.root, "root")] if verdict.root is not None else []
-    survived = set(map(id, verdict.survived))
-    groups += [_group(failure, "survived" if id(failure) in survived else "other") for failure in verdict.others]
-    groups += [_group(failure, "echo") for failure in verdict.echoes]
+def _who(evidence: Evidence, found: Triage) -> Who:
+    groups = [_group(found.root, "root")] if found.root is not None else []
+    survived = set(map(id, found.survived))
+    groups += [_group(failure, "survived" if id(failure) in survived else "other") for failure in found.others]
+    groups += [_group(failure, "echo") for failure in found.echoes]
     is_recorded = all(failure.certainty == "recorded" for failure in evidence.failures)
     return Who(
         tuple(groups),
         evidence.processes,
         evidence.exits,
-        verdict.has_only_echoes,
+        found.has_only_echoes,
         is_recorded or len(evidence.sources) == 1,
     )
 
 
-def _group(failure: Failure, role: Literal["root", "other", "echo", "survived"]) -> Group:
+def _group(failure: Failure, role: Literal["root", "other", "echo", "survived"]) -> FailureGroup:
     cause = find_root_cause(failure) if failure.chain else None
     name, message = (cause.type, cause.message) if cause else (failure.kind, "")
-    return Group(name, message, failure.count, failure.processes, role, failure.line, failure.certainty)
+    return FailureGroup(name, message, failure.count, failure.processes, role, failure.line, failure.certainty)
 
 
 def _phases(evidence: Evidence, failure: Failure | None) -> PhaseReport:
@@ -305,7 +278,7 @@ def _folded(run: Sequence[Frame]) -> StackLine:
 
 def _summary(run: Evidence) -> str:
     where = f"lines {run.first_line} to {run.first_line + run.num_lines - 1}"
-    root = judge(run).root
+    root = triage(run).root
     if root is None or not root.chain:
         return f"{where}: no failure"
     cause = find_root_cause(root)

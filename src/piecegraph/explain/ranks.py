@@ -10,16 +10,22 @@ not waited for beyond the deadline. Should the store itself hang, the rank gives
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
+from piecegraph.explain.evidence import Evidence, Failure, Process
 from piecegraph.explain.page import compose
-from piecegraph.explain.peers import evidence_of, write_failure
 from piecegraph.explain.render import to_text
+from piecegraph.explain.run import hook
+from piecegraph.explain.run.endings import likeness, milestones_of
+from piecegraph.explain.run.records import RecordedException, read_exception
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +63,7 @@ def _agree(prefix: str, subject: str, error: BaseException) -> None:
         failed = _wait_for_peers(store, prefix, num_ranks)
         if min(failed) == rank and store.add(f"{prefix}/reported", 1) == 1:
             written = {peer: store.get(f"{prefix}/{peer}").decode() for peer in failed}
-            page = to_text(compose(evidence_of(written, num_ranks)))
+            page = to_text(compose(evidence_of_ranks(written, num_ranks)))
             logger.error("%s\n%s", _summary(subject, failed, num_ranks, error), page)
         elif min(failed) != rank:
             error.add_note(f"rank {min(failed)} prints the report of all {len(failed)} ranks that failed")
@@ -80,6 +86,48 @@ def _summary(subject: str, failed: list[int], num_ranks: int, error: BaseExcepti
     others = num_ranks - len(failed)
     rest = f"; {others} did not fail within {_DEADLINE_SECONDS:.0f} s" if others else ""
     return f"{subject} failed on {who} of {num_ranks}{rest}: {error}"
+
+
+def write_failure(error: BaseException) -> str:
+    """An exception and the process it was raised in, as one line of JSON for a peer to read."""
+    chain = hook.chain_of(error)
+    exception = {"kind": "exception", "thread": "", "time": hook.now(), "phase": hook.phases_in(chain), "chain": chain}
+    return hook.to_json({"pid": os.getpid(), "host": os.uname().nodename, "exception": exception})
+
+
+def evidence_of_ranks(written: Mapping[int, str], num_ranks: int) -> Evidence:
+    """What the failing ranks wrote, put together.
+
+    Args:
+        written: what :func:`write_failure` gave, by rank.
+        num_ranks: of the whole job.
+    """
+    processes = {rank: Process(f"rank{rank}", rank) for rank in range(num_ranks)}
+    failed: list[tuple[RecordedException, Process]] = []
+    for rank, text in written.items():
+        data = json.loads(text)
+        processes[rank] = Process(f"rank{rank}", rank, data["pid"], data["host"])
+        failed.append((read_exception(data["exception"]), processes[rank]))
+    failed.sort(key=lambda pair: pair[0].wall_ns)  # as exact as the clocks of the machines agree
+    alike: dict[object, list[tuple[RecordedException, Process]]] = {}
+    for exception, process in failed:
+        alike.setdefault(likeness(exception.chain), []).append((exception, process))
+    failures = [
+        Failure(
+            chain=group[0][0].chain,
+            count=len(group),
+            processes=tuple(process for _, process in group),
+            certainty="recorded",
+            time_ns=group[0][0].wall_ns,
+        )
+        for group in alike.values()
+    ]
+    return Evidence(
+        sources=("what the failing ranks told each other",),
+        processes=tuple(processes.values()),
+        failures=tuple(failures),
+        milestones=milestones_of(failed[0][0]),
+    )
 
 
 def leave_job() -> None:

@@ -7,7 +7,7 @@ import textwrap
 from typing import Any
 
 from piecegraph.explain.page import Page
-from piecegraph.explain.wording import Block, Row, blocks, headline
+from piecegraph.explain.wording import PageRow, Section, headline, sections
 
 SCHEMA = 1
 """Raised when a field of :func:`to_dict` is renamed or removed."""
@@ -20,9 +20,9 @@ def to_text(page: Page, *, width: int = WIDTH, colour: bool = False) -> str:
     """The page for a terminal, ending in a line end."""
     paint = _paint if colour else lambda text, tone: text
     lines = [paint(headline(page), "strong"), paint(_about(page), "quiet")]
-    for block in blocks(page):
-        lines += ["", paint(block.title, "strong")]
-        for row in block.rows:
+    for section in sections(page):
+        lines += ["", paint(section.title, "strong")]
+        for row in section.rows:
             lines += [paint(line, row.tone) for line in _text_lines(row, width)]
     lines += ["", *(f"note: {note}" for note in page.notes)] if page.notes else []
     lines += ["", *(f"other run, {run}" for run in page.other_runs)] if page.other_runs else []
@@ -32,8 +32,8 @@ def to_text(page: Page, *, width: int = WIDTH, colour: bool = False) -> str:
 def to_markdown(page: Page) -> str:
     """The page for an issue or a chat."""
     lines = [f"# {_plain(headline(page))}", "", _plain(_about(page))]
-    for block in blocks(page):
-        lines += ["", f"## {block.title}", "", *_markdown_rows(block)]
+    for section in sections(page):
+        lines += ["", f"## {section.title}", "", *_markdown_rows(section)]
     lines += ["", *(f"- note: {_plain(note)}" for note in page.notes)] if page.notes else []
     lines += ["", *(f"- other run, {_plain(run)}" for run in page.other_runs)] if page.other_runs else []
     return "\n".join(_printable(line) for line in lines) + "\n"
@@ -44,7 +44,7 @@ def to_html(page: Page) -> str:
     from jinja2 import Environment
 
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_TEMPLATE)
-    html = template.render(page=page, headline=headline(page), about=_about(page), blocks=blocks(page))
+    html = template.render(page=page, headline=headline(page), about=_about(page), sections=sections(page))
     return "\n".join(map(_printable, html.split("\n")))
 
 
@@ -59,7 +59,7 @@ def _about(page: Page) -> str:
     return f"{shown}: {page.num_lines:,} lines" if page.num_lines else shown
 
 
-def _text_lines(row: Row, width: int) -> list[str]:
+def _text_lines(row: PageRow, width: int) -> list[str]:
     """A row with its label in front; labels stand in a column, words wrap, code does not."""
     indent = " " * (_LABEL + 2) if row.label or row.is_detail else "  "
     first = f"  {row.label:<{_LABEL}}" if row.label else indent
@@ -70,11 +70,11 @@ def _text_lines(row: Row, width: int) -> list[str]:
     return [first + wrapped[0], *(indent + line for line in wrapped[1:])] if wrapped else [first.rstrip()]
 
 
-def _markdown_rows(block: Block) -> list[str]:
-    if block.title == "STACK":
-        return ["```text", *(row.text.replace("```", "'''") for row in block.rows), "```"]
+def _markdown_rows(section: Section) -> list[str]:
+    if section.title == "STACK":
+        return ["```text", *(row.text.replace("```", "'''") for row in section.rows), "```"]
     lines = []
-    for row in block.rows:
+    for row in section.rows:
         text = f"`{row.text.replace('`', chr(39))}`" if row.is_code else _plain(row.text)
         lines.append(f"- **{row.label}** {text}" if row.label else f"- {text}")
     return lines
@@ -116,10 +116,10 @@ h1 { font-size: 1.3rem; margin: 0; } h2 { font-size: .85rem; letter-spacing: .08
 <body>
 <h1>{{ headline }}</h1>
 <div class="about">{{ about }}</div>
-{% for block in blocks %}
+{% for section in sections %}
 <section>
-<h2>{{ block.title }}</h2>
-{% for row in block.rows %}
+<h2>{{ section.title }}</h2>
+{% for row in section.rows %}
 <div class="row"><span class="label">{{ row.label }}</span>
 <span class="text {{ row.tone }}{{ ' code' if row.is_code }}">{{ row.text }}</span></div>
 {% endfor %}

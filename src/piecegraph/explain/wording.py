@@ -1,17 +1,18 @@
-"""A page in plain words: six blocks of labelled rows, which every format prints in its own way."""
+"""A page in plain words: six sections of labelled rows, which every format prints in its own way."""
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from piecegraph.base.text import count_of
 from piecegraph.explain.advice import Suggestion
-from piecegraph.explain.failure import Frame, TreeLine
-from piecegraph.explain.launcher import describe_code
-from piecegraph.explain.ownership import place_of
-from piecegraph.explain.page import Group, KnownMatch, Page, PhaseRow, StackLine
-from piecegraph.explain.spans import describe_processes
+from piecegraph.explain.evidence import Frame, Process, TreeLine, signal_name
+from piecegraph.explain.frames import place_of
+from piecegraph.explain.page import FailureGroup, KnownMatch, Page, PhaseRow, StackLine
 
 Tone = Literal["", "strong", "bad", "good", "quiet"]
 MAX_GROUPS = 6
@@ -20,10 +21,12 @@ MAX_STACK_LINES = 24
 MAX_ARTEFACTS = 6
 MAX_PLACE = 64
 """Sources stand in a column behind the frames, but for frames that are longer."""
+_NUMBERED = re.compile(r"^(?P<stem>.*?)(?P<number>\d+)$")
+_MAX_NAMES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PageRow:
     """One statement."""
 
     label: str
@@ -35,11 +38,11 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Section:
     """One section."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[PageRow, ...]
 
 
 def headline(page: Page) -> str:
@@ -60,28 +63,28 @@ def headline(page: Page) -> str:
     return f"{page.root.type.rsplit('.', 1)[-1]}: {who}{where}{more}{echo}"
 
 
-def blocks(page: Page) -> tuple[Block, ...]:
+def sections(page: Page) -> tuple[Section, ...]:
     """The six sections, always all of them and in this order."""
     return (
-        Block("ROOT CAUSE", tuple(_root_rows(page))),
-        Block("WHO", tuple(_who_rows(page))),
-        Block("PHASE", tuple(_phase_rows(page))),
-        Block("STACK", tuple(_stack_rows(page))),
-        Block("ADVICE", tuple(_advice_rows(page))),
-        Block("ARTEFACTS", tuple(_artefact_rows(page))),
+        Section("ROOT CAUSE", tuple(_root_rows(page))),
+        Section("WHO", tuple(_who_rows(page))),
+        Section("PHASE", tuple(_phase_rows(page))),
+        Section("STACK", tuple(_stack_rows(page))),
+        Section("ADVICE", tuple(_advice_rows(page))),
+        Section("ARTEFACTS", tuple(_artefact_rows(page))),
     )
 
 
-def _root_rows(page: Page) -> list[Row]:
+def _root_rows(page: Page) -> list[PageRow]:
     root = page.root
     if root is None:
         return _no_root_rows(page)
     rows = []
     if page.who.has_only_echoes:
         rows.append(
-            Row("only echoes", "this log holds only what a failure elsewhere caused; the first of them:", "quiet")
+            PageRow("only echoes", "this log holds only what a failure elsewhere caused; the first of them:", "quiet")
         )
-    rows.append(Row("", f"{root.type}: {root.message}" if root.message else root.type, "bad"))
+    rows.append(PageRow("", f"{root.type}: {root.message}" if root.message else root.type, "bad"))
     is_guess = page.who.groups[0].certainty == "reconstructed"
     if root.frame is not None:
         rows += _frame_rows("raised at", root.frame, "  (reconstructed)" if is_guess else "")
@@ -93,68 +96,70 @@ def _root_rows(page: Page) -> list[Row]:
         rows += _frame_rows("reached from", root.reached_from, f"  ({note})")
     for shown in root.shown_as:
         text = f"{shown.type}: {shown.message}" if shown.how != "wraps" else f"{shown.type}, which wraps it"
-        rows.append(Row("shown as" if shown.how == "wraps" else "then", text))
+        rows.append(PageRow("shown as" if shown.how == "wraps" else "then", text))
         if shown.how != "wraps":
             how = "as its direct consequence" if shown.how == "cause" else "while the first was being handled"
             rows.append(
-                Row("", f"raised {how}" + (f", at {_at(shown.frame)}" if shown.frame else ""), "quiet", is_detail=True)
+                PageRow(
+                    "", f"raised {how}" + (f", at {_at(shown.frame)}" if shown.frame else ""), "quiet", is_detail=True
+                )
             )
     if root.is_asynchronous:
-        rows.append(Row("mind", "the GPU reports such an error late: the frame may be innocent", "quiet"))
+        rows.append(PageRow("mind", "the GPU reports such an error late: the frame may be innocent", "quiet"))
     return rows
 
 
-def _no_root_rows(page: Page) -> list[Row]:
+def _no_root_rows(page: Page) -> list[PageRow]:
     if page.outcome == "exits":
-        return [Row("", _exits(page), "bad")]
+        return [PageRow("", _exits(page), "bad")]
     if page.outcome == "failure":
         group = page.who.groups[0]
-        return [Row("", f"{group.type}: no exception was left behind", "bad")]
+        return [PageRow("", f"{group.type}: no exception was left behind", "bad")]
     if page.outcome == "call chains":
         number = count_of(page.num_call_chains, "call chain")
-        rows = [Row("", f"none: {number}, no exception. A stack that somebody printed is not a failure.", "good")]
+        rows = [PageRow("", f"none: {number}, no exception. A stack that somebody printed is not a failure.", "good")]
         end = next((line.frame for part in page.stack for line in part.lines if line.is_innermost), None)
         return [*rows, *(_frame_rows("ends at", end) if end is not None else [])]
-    rows = [Row("", f"none found: no traceback, no fatal signal in {count_of(page.num_lines, 'line')}")]
+    rows = [PageRow("", f"none found: no traceback, no fatal signal in {count_of(page.num_lines, 'line')}")]
     for text, line in page.error_lines[:3]:
-        rows.append(Row("error line", f"{_line(line)}: {text}"))
+        rows.append(PageRow("error line", f"{_line(line)}: {text}"))
     if page.last_line is not None:
-        rows.append(Row("last line", f"{_line(page.last_line[1])}: {page.last_line[0][:160]}"))
+        rows.append(PageRow("last line", f"{_line(page.last_line[1])}: {page.last_line[0][:160]}"))
     return rows
 
 
-def _who_rows(page: Page) -> list[Row]:
+def _who_rows(page: Page) -> list[PageRow]:
     who, rows = page.who, []
     groups = who.groups
     if groups:
         distinct = len(groups)
         same = f": {groups[0].count} of {groups[0].count} identical" if distinct == 1 and groups[0].count > 1 else ""
-        rows.append(Row("", f"{count_of(who.num_tracebacks, 'traceback')}, {distinct} distinct{same}", "strong"))
+        rows.append(PageRow("", f"{count_of(who.num_tracebacks, 'traceback')}, {distinct} distinct{same}", "strong"))
     for group in groups[:MAX_GROUPS] if len(groups) > 1 or (groups and groups[0].processes) else ():
         rows.append(_group_row(group, is_alone=len(groups) == 1))
     if len(groups) > MAX_GROUPS:
-        rows.append(Row("", f"and {len(groups) - MAX_GROUPS} more distinct ones", "quiet"))
+        rows.append(PageRow("", f"and {len(groups) - MAX_GROUPS} more distinct ones", "quiet"))
     failing = {process for group in groups for process in group.processes}
     seen = [process for process in who.seen if process not in failing]
     if seen:
-        rows.append(Row("also seen" if failing else "seen", describe_processes(seen)))
+        rows.append(PageRow("also seen" if failing else "seen", _describe_processes(seen)))
     if who.exits and page.outcome != "exits":
-        rows.append(Row("launcher", _exits(page)))
+        rows.append(PageRow("launcher", _exits(page)))
     rows += _certainty_rows(page)
-    return rows or [Row("", "this log names no process")]
+    return rows or [PageRow("", "this log names no process")]
 
 
-def _group_row(group: Group, *, is_alone: bool) -> Row:
+def _group_row(group: FailureGroup, *, is_alone: bool) -> PageRow:
     label = {"root": "failed", "other": "also failed", "echo": "echo", "survived": "survived"}[group.role]
-    names = describe_processes(group.processes)
+    names = _describe_processes(group.processes)
     if is_alone:
-        return Row("failed", names)
+        return PageRow("failed", names)
     line = f", complete at {_line(group.line)}" if group.line is not None else ""
     shown = f"{group.type}: {group.message[:100]}" if group.message else group.type
-    return Row(label, f"{group.count} x {shown}{f', by {names}' if names else ''}{line}")
+    return PageRow(label, f"{group.count} x {shown}{f', by {names}' if names else ''}{line}")
 
 
-def _certainty_rows(page: Page) -> list[Row]:
+def _certainty_rows(page: Page) -> list[PageRow]:
     groups = page.who.groups
     if not groups:
         return []
@@ -162,26 +167,26 @@ def _certainty_rows(page: Page) -> list[Row]:
     is_named = all(group.processes and group.certainty == "printed" for group in groups)
     rows = []
     if kinds == {"recorded"}:
-        return [Row("certain", "recorded by the processes themselves: who failed, and in which order")]
+        return [PageRow("certain", "recorded by the processes themselves: who failed, and in which order")]
     if "reconstructed" in kinds:
-        rows.append(Row("certain", "which exceptions were raised, and how often: counted in the log"))
-        rows.append(Row("likely", "where each was raised and what followed: interleaved tracebacks, reconstructed"))
+        rows.append(PageRow("certain", "which exceptions were raised, and how often: counted in the log"))
+        rows.append(PageRow("likely", "where each was raised and what followed: interleaved tracebacks, reconstructed"))
     elif "unwoven" in kinds:
         rows.append(
-            Row("certain", "all of them: interleaved tracebacks, of which every line has its place in this story")
+            PageRow("certain", "all of them: interleaved tracebacks, of which every line has its place in this story")
         )
     elif is_named:
-        rows.append(Row("certain", "who failed: the lines of every traceback carry the name of their process"))
+        rows.append(PageRow("certain", "who failed: the lines of every traceback carry the name of their process"))
     if not is_named and page.who.num_tracebacks > 1:
-        rows.append(Row("cannot tell", _unknown_tellers(page)))
+        rows.append(PageRow("cannot tell", _unnamed_tracebacks(page)))
     if not page.who.is_ordered and len(groups) > 1:
-        rows.append(Row("cannot tell", "which failed first: the logs are of different processes"))
+        rows.append(PageRow("cannot tell", "which failed first: the logs are of different processes"))
     elif sum(group.role in ("root", "other") for group in groups) > 1:
-        rows.append(Row("likely", "the root cause is the one that was complete first in this log"))
+        rows.append(PageRow("likely", "the root cause is the one that was complete first in this log"))
     return rows
 
 
-def _unknown_tellers(page: Page) -> str:
+def _unnamed_tracebacks(page: Page) -> str:
     groups = page.who.groups
     unnamed = sum(group.count for group in groups if group.certainty != "printed" or not group.processes)
     if unnamed < page.who.num_tracebacks:
@@ -190,41 +195,41 @@ def _unknown_tellers(page: Page) -> str:
     return f"which rank printed which traceback: no line of this log says it{why}"
 
 
-def _phase_rows(page: Page) -> list[Row]:
+def _phase_rows(page: Page) -> list[PageRow]:
     rows = [_phase_row(row) for row in page.phase.rows]
     if page.phase.layers:
-        rows.append(Row("inside", " > ".join(page.phase.layers)))
-    return rows or [Row("", "nothing says what the run was doing")]
+        rows.append(PageRow("inside", " > ".join(page.phase.layers)))
+    return rows or [PageRow("", "nothing says what the run was doing")]
 
 
-def _phase_row(row: PhaseRow) -> Row:
+def _phase_row(row: PhaseRow) -> PageRow:
     size = f"  {row.size}" if row.size else ""
     line = f"  {_line(row.line)}" if row.line is not None else ""
     if row.state == "done":
-        return Row("done", f"{row.phase:<9}{line}{size}", "good")
+        return PageRow("done", f"{row.phase:<9}{line}{size}", "good")
     begun = f"  begun at {_line(row.line)}" if row.line is not None else ""
     if row.state == "passed":
-        return Row("passed", f"{row.phase:<9}{begun}; later phases followed", "good")
+        return PageRow("passed", f"{row.phase:<9}{begun}; later phases followed", "good")
     if row.state == "failed":
-        return Row("FAILED", f"{row.phase:<9}{size}{begun}", "bad")
-    return Row("begun", f"{row.phase:<9}{size}{begun}")
+        return PageRow("FAILED", f"{row.phase:<9}{size}{begun}", "bad")
+    return PageRow("begun", f"{row.phase:<9}{size}{begun}")
 
 
-def _stack_rows(page: Page) -> list[Row]:
+def _stack_rows(page: Page) -> list[PageRow]:
     if page.tree:
         rows = [
-            Row(
+            PageRow(
                 "", "reconstructed from interleaved tracebacks that differ; the number is how many passed here", "quiet"
             )
         ]
-        told = [line for line in page.tree if line.frame is None or place_of(line.frame.file).owner != "python"]
-        rows += [_tree_row(line) for line in told[:MAX_TREE_LINES]]
-        if len(told) > MAX_TREE_LINES:
-            rows.append(Row("", f"... {len(told) - MAX_TREE_LINES} more lines", "quiet"))
+        shown = [line for line in page.tree if line.frame is None or place_of(line.frame.file).owner != "python"]
+        rows += [_tree_row(line) for line in shown[:MAX_TREE_LINES]]
+        if len(shown) > MAX_TREE_LINES:
+            rows.append(PageRow("", f"... {len(shown) - MAX_TREE_LINES} more lines", "quiet"))
         return rows
     rows = []
     for number, part in enumerate(page.stack, 1):
-        rows.append(Row("", f"{number}. {part.title}" if len(page.stack) > 1 else part.title, "strong"))
+        rows.append(PageRow("", f"{number}. {part.title}" if len(page.stack) > 1 else part.title, "strong"))
         lines = part.lines
         if len(lines) > MAX_STACK_LINES:
             half = MAX_STACK_LINES // 2
@@ -233,78 +238,82 @@ def _stack_rows(page: Page) -> list[Row]:
         widths = [len(_at(line.frame)) for line in lines if line.frame is not None and line.frame.source]
         width = max((number for number in widths if number <= MAX_PLACE), default=0)
         rows += [_stack_row(line, width) for line in lines]
-    return rows or [Row("", "this log holds no frames")]
+    return rows or [PageRow("", "this log holds no frames")]
 
 
-def _stack_row(line: StackLine, width: int) -> Row:
+def _stack_row(line: StackLine, width: int) -> PageRow:
     if line.frame is None:
-        return Row("", f"    ... {line.folded}", "quiet", is_code=True)
+        return PageRow("", f"    ... {line.folded}", "quiet", is_code=True)
     mark = ">" if line.is_innermost else " "
     place = f"{_at(line.frame):<{width}}   {line.frame.source}" if line.frame.source else _at(line.frame)
-    return Row("", f"  {mark} {place}", "strong" if line.is_innermost else "", is_code=True)
+    return PageRow("", f"  {mark} {place}", "strong" if line.is_innermost else "", is_code=True)
 
 
-def _tree_row(line: TreeLine) -> Row:
+def _tree_row(line: TreeLine) -> PageRow:
     indent = "  " * min(line.depth, 20)
     if line.frame is None:
-        return Row("", f"{indent}{line.count} x {line.text[:120]}", "bad", is_code=True)
-    return Row("", f"{indent}{line.count} x {_at(line.frame)}", is_code=True)
+        return PageRow("", f"{indent}{line.count} x {line.text[:120]}", "bad", is_code=True)
+    return PageRow("", f"{indent}{line.count} x {_at(line.frame)}", is_code=True)
 
 
-def _advice_rows(page: Page) -> list[Row]:
+def _advice_rows(page: Page) -> list[PageRow]:
     rows = [row for known in page.known[:1] for row in _known_rows(known)]
-    rows += [Row("also matches", f"{known.title}  ({known.id})", "quiet") for known in page.known[1:]]
+    rows += [PageRow("also matches", f"{known.title}  ({known.id})", "quiet") for known in page.known[1:]]
     if page.outcome == "failure" and not page.known:
-        rows.append(Row("known issue", "none of the catalogue matches", "quiet"))
+        rows.append(PageRow("known issue", "none of the catalogue matches", "quiet"))
     for suggestion in page.suggestions:
         rows.append(_suggestion_row(suggestion))
     if page.outcome == "call chains":
-        rows.append(Row("", "if a run did fail, give all of its output: the exception is not in this part"))
+        rows.append(PageRow("", "if a run did fail, give all of its output: the exception is not in this part"))
     if page.outcome in ("nothing", "exits"):
         rows.append(
-            Row("", "if a run did fail, look for the standard error of its workers, or run it again with a recorder")
+            PageRow(
+                "", "if a run did fail, look for the standard error of its workers, or run it again with a recorder"
+            )
         )
     return rows
 
 
-def _suggestion_row(suggestion: Suggestion) -> Row:
+def _suggestion_row(suggestion: Suggestion) -> PageRow:
     where = f" (printed at {_line(suggestion.line)})" if suggestion.line is not None else " (printed)"
     why = f": {suggestion.why}" if suggestion.why else ""
-    return Row(suggestion.fit, f'"{suggestion.text}"{where}{why}', "quiet" if suggestion.fit == "does not fit" else "")
+    return PageRow(
+        suggestion.fit, f'"{suggestion.text}"{where}{why}', "quiet" if suggestion.fit == "does not fit" else ""
+    )
 
 
-def _known_rows(known: KnownMatch) -> list[Row]:
+def _known_rows(known: KnownMatch) -> list[PageRow]:
     rows = [
-        Row("known issue", f"{known.title}  ({known.id})", "strong"),
-        Row("means", known.meaning),
-        Row("fix", known.fix),
+        PageRow("known issue", f"{known.title}  ({known.id})", "strong"),
+        PageRow("means", known.meaning),
+        PageRow("fix", known.fix),
     ]
     if known.fixed_in:
-        rows.append(Row("fixed in", known.fixed_in))
-    return [*rows, Row("rule", known.rule, "quiet"), Row("source", known.source, "quiet")]
+        rows.append(PageRow("fixed in", known.fixed_in))
+    return [*rows, PageRow("rule", known.rule, "quiet"), PageRow("source", known.source, "quiet")]
 
 
-def _artefact_rows(page: Page) -> list[Row]:
-    rows = [Row("", artefact) for artefact in page.artefacts[:MAX_ARTEFACTS]]
+def _artefact_rows(page: Page) -> list[PageRow]:
+    rows = [PageRow("", artefact) for artefact in page.artefacts[:MAX_ARTEFACTS]]
     if len(page.artefacts) > MAX_ARTEFACTS:
-        rows.append(Row("", f"and {len(page.artefacts) - MAX_ARTEFACTS} more", "quiet"))
-    return rows or [Row("", "none named", "quiet")]
+        rows.append(PageRow("", f"and {len(page.artefacts) - MAX_ARTEFACTS} more", "quiet"))
+    return rows or [PageRow("", "none named", "quiet")]
 
 
 def _exits(page: Page) -> str:
     first = next((exit for exit in page.who.exits if exit.is_first), None)
-    told = (
-        f"{describe_processes([first.process])} was the first to end ({describe_code(first.code)}); " if first else ""
+    first_words = (
+        f"{_describe_processes([first.process])} was the first to end ({_describe_code(first.code)}); " if first else ""
     )
     by_code: dict[int, int] = {}
     for exit in page.who.exits:
         by_code[exit.code] = by_code.get(exit.code, 0) + 1
-    return told + ", ".join(f"{number} x {describe_code(code)}" for code, number in by_code.items())
+    return first_words + ", ".join(f"{number} x {_describe_code(code)}" for code, number in by_code.items())
 
 
-def _frame_rows(label: str, frame: Frame, note: str = "") -> list[Row]:
-    rows = [Row(label, f"{_at(frame)}{note}")]
-    return [*rows, Row("", frame.source, "quiet", is_code=True, is_detail=True)] if frame.source else rows
+def _frame_rows(label: str, frame: Frame, note: str = "") -> list[PageRow]:
+    rows = [PageRow(label, f"{_at(frame)}{note}")]
+    return [*rows, PageRow("", frame.source, "quiet", is_code=True, is_detail=True)] if frame.source else rows
 
 
 def _at(frame: Frame) -> str:
@@ -319,3 +328,56 @@ def _phase_name(page: Page) -> str:
 
 def _line(line: int | None) -> str:
     return f"line {line}" if line is not None else "unknown line"
+
+
+def _describe_code(code: int) -> str:
+    """An exit code in words.
+
+    >>> _describe_code(-9)
+    'killed by SIGKILL'
+    >>> _describe_code(1)
+    'exit code 1'
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    return f"killed by {signal_name(-code)}"
+
+
+def _describe_processes(processes: Iterable[Process]) -> str:
+    """Names with consecutive numbers as spans.
+
+    >>> _describe_processes([Process("rank0"), Process("rank1"), Process("rank2"), Process("Worker_TP0", pid=7)])
+    'rank0 to rank2, Worker_TP0 (pid 7)'
+    """
+    numbers: defaultdict[str, list[int]] = defaultdict(list)
+    names: list[str] = []
+    for process in processes:
+        found = _NUMBERED.match(process.label)
+        if found is not None and process.pid is None and process.host is None:
+            if found["stem"] not in numbers:
+                names.append(found["stem"])
+            numbers[found["stem"]].append(int(found["number"]))
+        else:
+            names.append(_full_name(process))
+    parts = [part for name in names for part in (_spans(name, numbers[name]) if name in numbers else [name])]
+    if len(parts) > _MAX_NAMES:
+        parts = [*parts[:_MAX_NAMES], f"and {len(parts) - _MAX_NAMES} more"]
+    return ", ".join(parts)
+
+
+def _spans(stem: str, numbers: list[int]) -> list[str]:
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return [
+        f"{stem}{first}" if first == last else f"{stem}{first}{', ' if last == first + 1 else ' to '}{stem}{last}"
+        for first, last in found
+    ]
+
+
+def _full_name(process: Process) -> str:
+    more = [f"pid {process.pid}"] * (process.pid is not None) + [f"on {process.host}"] * (process.host is not None)
+    return f"{process.label} ({', '.join(more)})" if more else process.label

@@ -1,0 +1,157 @@
+"""The nouns of a failing run. A log and a folder of records both end in one :class:`Evidence`, from which the page is
+written.
+
+The one invariant: nothing is claimed that the source does not prove. What is unknown is ``None`` or empty, and what
+was put together again from interleaved pieces says so in :attr:`Failure.certainty`.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["init", "load", "kv cache", "compile", "capture", "serve"]
+PHASES: tuple[Phase, ...] = ("init", "load", "kv cache", "compile", "capture", "serve")
+"""In the order in which a healthy start passes them."""
+
+Certainty = Literal["recorded", "printed", "unwoven", "reconstructed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of a call stack."""
+
+    file: str
+    line: int
+    function: str
+    source: str = ""
+    """The text of the line; empty where the source does not give it. Never used to tell frames apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """One exception with the stack it was raised through."""
+
+    type: str
+    """As printed: ``torch._dynamo.exc.BackendCompilerFailed``."""
+    message: str
+    frames: tuple[Frame, ...]
+    """Outermost first."""
+    link: Literal["", "cause", "context"] = ""
+    """How this exception follows the one before it in the chain; empty for the first."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """As much of a process's identity as is proven."""
+
+    label: str = ""
+    """As the source names it: ``rank3``, ``Worker_TP0``, ``Process-4``."""
+    rank: int | None = None
+    pid: int | None = None
+    host: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """One way in which one or more processes failed."""
+
+    chain: tuple[Raised, ...]
+    """In the order in which they were raised; the last is what the process died of. Empty for a fatal signal alone."""
+    kind: Literal["exception", "thread", "signal", "killed", "interrupted", "ignored"] = "exception"
+    """``ignored``: printed by Python itself, which went on (an exception in ``__del__``, in logging)."""
+    count: int = 1
+    """How many processes printed it."""
+    processes: tuple[Process, ...] = ()
+    """Those of the ``count`` that are known."""
+    certainty: Certainty = "printed"
+    line: int | None = None
+    """The line of the log at which the first of them was complete; None for a record."""
+    time_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Milestone:
+    """Something a process said it had begun, finished or failed at."""
+
+    phase: Phase
+    state: Literal["begun", "done", "failed"]
+    text: str
+    line: int | None = None
+    size: str = ""
+    """The size being captured or compiled, as printed: ``bs=1``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How a launcher says that one of its processes ended."""
+
+    process: Process
+    code: int
+    """As printed; a negative one is the number of a signal."""
+    is_first: bool = False
+    """Whether the launcher observed it before the others."""
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLine:
+    """One line of the stacks of several processes laid on top of each other."""
+
+    depth: int
+    count: int
+    """How many processes came through here."""
+    frame: Frame | None
+    text: str = ""
+    """The exception that ended it there; empty for a frame."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Everything a log, or a folder of records, proves about a run."""
+
+    sources: tuple[str, ...]
+    num_lines: int = 0
+    first_line: int = 1
+    """Where the run begins in a log that holds several."""
+    processes: tuple[Process, ...] = ()
+    """Every process seen, failing or not."""
+    failures: tuple[Failure, ...] = ()
+    """In the order in which they were complete."""
+    milestones: tuple[Milestone, ...] = ()
+    suggestions: tuple[tuple[str, int | None], ...] = ()
+    """What the framework itself advised, with the line it stands at."""
+    memory_signs: tuple[tuple[str, int | None], ...] = ()
+    """Lines that speak of memory running out."""
+    artefacts: tuple[str, ...] = ()
+    """Files the source names: dumps, logs, reproducers."""
+    num_call_chains: int = 0
+    """Stacks that belong to no exception."""
+    call_chains: tuple[tuple[Frame, ...], ...] = ()
+    """The first few of them, outermost frame first."""
+    exits: tuple[Exit, ...] = ()
+    free_memory: tuple[str, int | None] | None = None
+    """The last statement about free device memory: ``12.33 GB``."""
+    error_lines: tuple[tuple[str, int | None], ...] = ()
+    """The first lines logged as errors outside of any traceback."""
+    known_issue_lines: tuple[tuple[str, int | None], ...] = ()
+    """Lines outside of any traceback by which a known issue is recognised."""
+    last_line: tuple[str, int | None] | None = None
+    tree: tuple[TreeLine, ...] = ()
+    """Set when stacks had to be reconstructed: an ordering of the frames that explains the log, not the only one."""
+    notes: tuple[str, ...] = ()
+    """What limits the evidence: a file that ends early, failures that were counted and not kept."""
+
+
+def signal_name(number: int) -> str:
+    """A signal as people call it.
+
+    >>> signal_name(9), signal_name(99)
+    ('SIGKILL', 'signal 99')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,205 @@
+"""What single lines of a log say beside its tracebacks: milestones, advice, memory, files, errors, exits.
+
+Everything kept is bounded, so a log of any size is observed with the same memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from piecegraph.explain.evidence import Exit, Milestone, Phase, Process
+from piecegraph.explain.log.lines import Line
+
+MAX_KEPT = 40
+"""Of each sort; the page shows a few and the number of the others."""
+
+MAX_TEXT = 200
+MAX_RANKS = 4096
+
+_MARKS: tuple[tuple[Phase, str, str], ...] = (
+    ("init", "begun", r"Init torch distributed begin|Initializing an? (?:V1 )?LLM engine"
+                      r"|vLLM API server version|server_args=ServerArgs"),
+    ("init", "done", r"Init torch distributed ends|rank \d+ in world size \d+ is assigned as"),
+    ("load", "begun", r"Load weight begin|Starting to load model|Loading (?:safetensors )?checkpoint shards:\s+0%"),
+    ("load", "done", r"Load weight end|Loading weights took|Model loading took|checkpoint shards: 100%"),
+    ("kv cache", "done", r"KV Cache is allocated|Memory pool end|GPU KV cache size:|# GPU blocks:"),
+    ("compile", "begun", r"Using cache directory: \S+ for vLLM's torch\.compile|Dynamo bytecode transform time"),
+    ("compile", "done", r"torch\.compile takes [\d.]+ s in total"),
+    ("capture", "begun", r"Capture cuda graph b|Capturing (?:batches|CUDA graph|cudagraph)"),
+    ("capture", "done", r"Capture cuda graph end|Graph capturing finished"),
+    ("serve", "begun", r"The server is fired up|Application startup complete|Uvicorn running on|Prefill batch"
+                       r"|Engine 0\d\d: Avg prompt"),
+)  # fmt: skip
+_MARK = re.compile("|".join(f"(?P<m{number}>{pattern})" for number, (_, _, pattern) in enumerate(_MARKS)))
+_MARK_WORDS = (
+    *(" distributed ", "LLM engine", "API server", "ServerArgs", "world size", "eight", "load model", "loading took"),
+    *("shards:", "ache", "Memory pool", "GPU blocks", "torch.compile", "Dynamo bytecode", "apturing", "Capture cuda"),
+    *("fired up", "startup complete", "Uvicorn", "Prefill batch", "Avg prompt"),
+)
+"""Every milestone holds one of these."""
+_SIZE = re.compile(r"\b(?:bs=\d+|num_tokens=\d+)|\bbs \[(?P<one>\d+)\]|batch size (?P<size>\d+)")
+_EXIT_ROW = re.compile(
+    r"host\s*:\s*(?P<host>\S*).*?rank\s*:\s*(?P<rank>\d+)\s*\(local_rank:\s*(?P<local>\d+)\)"
+    r".*?exitcode\s*:\s*(?P<code>-?\d+)\s*\(pid:\s*(?P<pid>\d+)\)",
+    re.DOTALL,
+)
+_FIRST_EXIT = "Root Cause (first observed failure)"
+_EXIT_LINE = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)")
+_MEMORY = re.compile(
+    r"(?i:out of memory|outofmemory|out_of_memory|cannot allocate memory|oom.?kill|memory cgroup|bad_alloc)"
+    r"|No available memory for the cache blocks|Killed process \d+"
+)
+_FREE_MEMORY = re.compile(r"avail[_ ]mem=(?P<free>[\d.]+ ?[GM]i?B)")
+_ADVICE_HEAD = re.compile(r"(?i)(?:possible solutions?|suggestions?|you can try)\s*:\s*$")
+_NUMBERED = re.compile(r"^\s*(?:\d+\.|[-*])\s+(?P<advice>\S.*)$")
+_ADVICE = re.compile(
+    r"(?:[Tt]ry (?:increasing|decreasing|reducing|setting|lowering)|[Cc]onsider (?:setting|reducing|using|passing)"
+    r"|Please (?:set|try|increase|reduce)|Set TORCHDYNAMO_VERBOSE|[Rr]un with NCCL_DEBUG)[^.(\n]{2,120}"
+)
+_SAVED = re.compile(
+    r"(?i:saved|written|dumped|dumping|wrote|writing|stored)\b[^/\n]{0,40}?(?P<path>/[^\s,;'\")]+)"
+    r"|error_file\s*:\s*(?P<error_file>/\S+)|(?P<minifier>/\S*minifier\w*\.py)"
+)
+_LISTED = re.compile(r"^\s+- (?P<name>[\w./-]+\.\w+) \([\d,]+ bytes\)$")
+_ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b")
+_GLOO_RANK = re.compile(r"\[Gloo\] Rank (?P<rank>\d+) is connected to [1-9]")
+
+WORDS = (
+    *_MARK_WORDS,
+    *("memory", "OutOfMemory", "OUT_OF_MEMORY", "oom", "Killed", "bad_alloc", "avail"),
+    *("olution", "uggestion", "can try", "ry setting", "Try ", "onsider ", "Please ", "VERBOSE=1", "NCCL_DEBUG"),
+    *("aved", "ritten", "ump", "rote ", "riting ", "tored", "error_file", "minifier", "bytes)"),
+    *("ERROR", "CRITICAL", "FATAL", "exitcode", "[Gloo] Rank"),
+)
+"""A line that says something observed here holds one of these: looking for them is far cheaper than the patterns."""
+
+
+def words_in(text: str, words: Iterable[str]) -> tuple[str, ...]:
+    """Those of the words that a block of a log holds: only they need to be looked for in each of its lines."""
+    return tuple(word for word in words if word in text)
+
+
+def has_any(text: str, words: tuple[str, ...]) -> bool:
+    """Whether a line holds one of the words. A regular expression takes twice the time, any() half as much again."""
+    for word in words:  # noqa: SIM110
+        if word in text:
+            return True
+    return False
+
+
+@dataclass(slots=True)
+class Observations:
+    """What was seen so far in one run."""
+
+    milestones: dict[tuple[Phase, str], Milestone] = field(default_factory=dict)
+    suggestions: dict[str, int] = field(default_factory=dict)
+    memory_signs: list[tuple[str, int | None]] = field(default_factory=list)
+    free_memory: tuple[str, int | None] | None = None
+    artefacts: dict[str, list[str]] = field(default_factory=dict)
+    errors: list[tuple[str, int | None]] = field(default_factory=list)
+    exits: list[Exit] = field(default_factory=list)
+    ranks: set[int] = field(default_factory=set)
+    workers: dict[str, Process] = field(default_factory=dict)
+    last_line: tuple[str, int | None] | None = None
+    _advice_until: int = 0
+
+    def observe(self, line: Line, raw: str) -> None:
+        """Look at a line for everything but milestones; ``raw`` is the line with its prefixes."""
+        text, number = line.text, line.number
+        self._advice(number, text)
+        if _MEMORY.search(text) and len(self.memory_signs) < MAX_KEPT:
+            self.memory_signs.append((text.strip()[:MAX_TEXT], number))
+        free = _FREE_MEMORY.search(text)
+        if free is not None:
+            self.free_memory = (free["free"], number)
+        self._files(text)
+        if line.record and _ERROR.search(raw) and len(self.errors) < MAX_KEPT:
+            self.errors.append((text.strip()[:MAX_TEXT], number))
+        ended = _exit_of_line(text, number)
+        if ended is not None and len(self.exits) < MAX_KEPT:
+            self.exits.append(ended)
+        rank = _GLOO_RANK.search(text)
+        if rank is not None and len(self.ranks) < MAX_RANKS:
+            self.ranks.add(int(rank["rank"]))
+        if line.claim and len(self.workers) < MAX_RANKS:
+            self.workers.setdefault(line.claim, Process(line.claim))
+
+    def is_listing(self, number: int) -> bool:
+        """Whether advice was announced a few lines above, so that every line counts."""
+        return number <= self._advice_until
+
+    def keep(self, milestone: Milestone) -> None:
+        """The first that says a phase has begun, the last that says it is done, and the size it had come to."""
+        key = (milestone.phase, milestone.state)
+        known = self.milestones.get(key)
+        if known is None or milestone.state == "done":
+            self.milestones[key] = milestone
+        elif milestone.size or milestone.phase == "serve":
+            self.milestones[milestone.phase, "latest"] = milestone
+
+    def _advice(self, number: int, text: str) -> None:
+        if _ADVICE_HEAD.search(text):
+            self._advice_until = number + 8
+            return
+        found = _NUMBERED.match(text) if self.is_listing(number) else None
+        advice = found["advice"] if found else None
+        if advice is None:
+            loose = _ADVICE.search(text)
+            advice = loose[0] if loose else None
+        if advice is not None and len(self.suggestions) < MAX_KEPT:
+            self.suggestions.setdefault(advice.strip()[:MAX_TEXT], number)
+
+    def _files(self, text: str) -> None:
+        listed = _LISTED.match(text)
+        if listed is not None and self.artefacts:
+            names = self.artefacts[next(reversed(self.artefacts))]
+            if len(names) < MAX_RANKS:
+                names.append(listed["name"])
+            return
+        saved = _SAVED.search(text)
+        if saved is not None and len(self.artefacts) < MAX_KEPT:
+            path = saved["path"] or saved["error_file"] or saved["minifier"]
+            self.artefacts.setdefault(path.rstrip(".:"), [])
+
+
+def milestone_of(text: str, line: int | None) -> Milestone | None:
+    """What a line says was begun or done.
+
+    >>> milestone_of("Capturing batches (bs=1 avail_mem=12.33 GB):   0%", 115).size
+    'bs=1'
+    """
+    found = _MARK.search(text)
+    if found is None:
+        return None
+    assert found.lastgroup is not None
+    phase, state, _ = _MARKS[int(found.lastgroup[1:])]
+    size = _SIZE.search(text)
+    shown = (f"bs={size['one'] or size['size']}" if size["one"] or size["size"] else size[0]) if size else ""
+    return Milestone(phase, "done" if state == "done" else "begun", found[0], line, shown if phase == "capture" else "")
+
+
+# -- torchelastic
+
+
+def exits_of_table(text: str, line: int | None) -> tuple[Exit, ...]:
+    """The rows of ``ChildFailedError``'s table, the first observed failure first."""
+    others, _, root = text.partition(_FIRST_EXIT)
+    found = [_exit(row, line, is_first=True) for row in _EXIT_ROW.finditer(root)]
+    return (*found, *(_exit(row, line, is_first=False) for row in _EXIT_ROW.finditer(others)))
+
+
+def _exit_of_line(text: str, line: int | None) -> Exit | None:
+    """``failed (exitcode: -9) local_rank: 3 (pid: 1234) of binary: ...``."""
+    found = _EXIT_LINE.search(text)
+    if found is None:
+        return None
+    return Exit(
+        process=Process(f"local rank {found['local']}", pid=int(found["pid"])), code=int(found["code"]), line=line
+    )
+
+
+def _exit(row: re.Match[str], line: int | None, *, is_first: bool) -> Exit:
+    who = Process(f"rank{row['rank']}", rank=int(row["rank"]), pid=int(row["pid"]), host=row["host"] or None)
+    return Exit(process=who, code=int(row["code"]), is_first=is_first, line=line)

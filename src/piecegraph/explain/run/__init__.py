@@ -1,0 +1,1 @@
+"""A command run with a recorder in every Python process, and what the records prove."""
