@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import piecegraph
+from tests.cases.llms import tiny_model
 from tests.engine.test_intercept import Model
 
 pytestmark = pytest.mark.gpu
@@ -44,3 +46,29 @@ def test_observe_replace_and_go_back(arguments: dict[str, Any]) -> None:
         for x, expected in zip(inputs, before, strict=True):
             assert torch.equal(fast(x), expected)
         assert fast.stats()["compiles"] <= compiles + 2
+
+
+def test_a_language_model_in_one_graph_is_cut_and_goes_back(tmp_path: Path) -> None:
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    limits = {"max_model_len": 128, "max_num_seqs": 2, "max_batch_tokens": 32, "memory_fraction": 0.3}
+    llm = piecegraph.LLM(str(tmp_path), device="cuda", backend="eager", capture_sizes=[1, 2, 8, 32], **limits)
+
+    def generate() -> list[list[int]]:
+        asked = [list(range(3, 12)), [40, 41, 42]]
+        return [out.token_ids for out in llm.generate(asked, max_new_tokens=8, ignore_eos=True)]
+
+    expected = generate()
+    forward = llm.started.engine.forward
+    assert {mode.choice for mode in forward.modes.values()} == {"full"}
+    rows: list[int] = []
+    with piecegraph.intercept(F.silu, after=lambda result, x: rows.append(len(x))) as handle:
+        assert generate() == expected
+        assert handle.num_calls == len(rows) > 0
+        assert {mode.choice for mode in llm.started.engine.forward.modes.values()} == {"piecewise"}
+        assert "PG724" in llm.explain()
+    with piecegraph.intercept(
+        F.linear, module="lm_head", replace=lambda x, w, b=None: F.one_hot(torch.full(x.shape[:-1], 3), len(w)).to(x)
+    ):
+        assert generate() == [[3] * 8] * 2
+    assert llm.started.engine.forward is forward
+    assert generate() == expected
