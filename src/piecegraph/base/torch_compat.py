@@ -610,6 +610,12 @@ raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream"
 """The handle of a device's current stream, without building a Stream object. Builds without CUDA have none."""
 
 
+def graph_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+    """What replays a graph, without the Python around it, which asks whether a pool is tracked: ours is not."""
+    replay: Callable[[], None] = super(torch.cuda.CUDAGraph, graph).replay
+    return replay
+
+
 _abandoned: list[torch.cuda.CUDAGraph] = []
 """Graphs whose capture failed. torch's allocator for pinned memory keeps calling into them, so they may never be
 destroyed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from piecegraph.graph.interception import Interception, registry
+from piecegraph.graph.interception import Interception, is_off, registry
 
 Made = TypeVar("Made")
 
@@ -53,8 +53,8 @@ class Variants(Generic[Made]):
         return list(self._made.values())
 
     def _follow(self) -> None:
-        """Notice that interceptions came or went."""
-        live = registry.live
+        """Notice that interceptions came or went. Where none may run, there are none."""
+        live = () if is_off() else registry.live
         if live is not self._live:
             self._live, self._last = live, None
             self._concerning = tuple(each for each in live if self.num_places(each))

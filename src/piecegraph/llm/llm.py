@@ -19,6 +19,7 @@ from piecegraph.base.events import EventLog
 from piecegraph.engine.eager_interception import unintercepted
 from piecegraph.engine.recorded import RecordedTapes
 from piecegraph.errors import ConfigError, ModelError, RequestError
+from piecegraph.graph import interception
 from piecegraph.llm.config import check_path, make_llm_config
 from piecegraph.llm.model.loader import LoadFormat
 from piecegraph.llm.report import explain_llm, stats_of_llm
@@ -102,7 +103,8 @@ class LLM:
         )
         self.path = check_path(path)
         self.events = EventLog("ignore")
-        self._started: Started | None = unintercepted(start)(self.path, self.config, self.events)
+        with interception.off():
+            self._started: Started | None = unintercepted(start)(self.path, self.config, self.events)
         self._lock = threading.RLock()
         self._num_requests = 0
 

@@ -150,7 +150,7 @@ class CudaGraphs:
         self._capturing = None
         if num_nodes == 0:
             return None
-        return CapturedGraph(graph.replay, CudaNodes(graph) if self._keeps_nodes else None)
+        return CapturedGraph(torch_compat.graph_replay(graph), CudaNodes(graph) if self._keeps_nodes else None)
 
     def abandon(self) -> None:
         if self._capturing is not None:
