@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from pathlib import Path
 
@@ -27,3 +28,20 @@ def test_close_gives_everything_back(tmp_path: Path) -> None:
     for call in (lambda: llm.generate(PROMPT), lambda: llm.generate(PROMPT, stream=True), llm.explain, llm.stats):
         with pytest.raises(ConfigError, match=r"PG106 the model was called after close\(\)"):
             call()
+
+
+@pytest.mark.parametrize("options", [{}, {"graph_device": "simulated"}], ids=["direct", "graphs"])
+def test_a_model_that_nobody_holds_keeps_no_memory(tmp_path: Path, options: dict[str, str]) -> None:
+    """The cache takes what is left of a device: who loads a second model cannot wait for a garbage collection."""
+    save_checkpoint("llama", tmp_path)
+    llm = piecegraph.LLM(tmp_path, backend="eager", options=options, capture_sizes=[4])
+    llm.generate(PROMPT, max_new_tokens=2)
+    step = llm.started.engine.forward.step
+    held = [weakref.ref(each) for each in (step._memory, step._buffers)]
+    gc.collect()  # what loading left behind
+    gc.disable()
+    try:
+        del llm, step
+        assert [each() for each in held] == [None, None]
+    finally:
+        gc.enable()

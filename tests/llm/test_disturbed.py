@@ -111,7 +111,9 @@ def test_memory_that_one_request_lacks_harms_no_other(
         engine.step()
         engine.step()
         hungry = engine.add(OTHER, SamplingParams(max_new_tokens=4, ignore_eos=True, prompt_logprobs=1), seed=0)
-        monkeypatch.setattr(engine.forward, "head", failing(engine.forward.head, torch.OutOfMemoryError("no memory")))
+        monkeypatch.setattr(
+            engine.forward.step, "head", failing(engine.forward.step.head, torch.OutOfMemoryError("no memory"))
+        )
         with pytest.raises(torch.OutOfMemoryError):
             engine.step()
         engine.abort(hungry)
@@ -197,14 +199,14 @@ def test_a_head_that_cannot_be_captured_is_run_without_graphs(models: Shelf, mon
     llm = models.load("llama", **GRAPHS)
     forward, events = llm.started.engine.forward, list[Event]()
     monkeypatch.setattr(forward._events, "emit", events.append)
-    choose, device = forward._sample, forward._device
+    choose, device = forward.step._sample, forward._device
 
     def choose_outside(*args: Any) -> Any:
         if device is not None and device.is_capturing:
             raise RuntimeError("operation not permitted when stream is capturing")
         return choose(*args)
 
-    monkeypatch.setattr(forward, "_sample", choose_outside)
+    monkeypatch.setattr(forward.step, "_sample", choose_outside)
     forward.library.forget()
     (answer,) = llm.generate([PROMPT], max_new_tokens=NUM_NEW, ignore_eos=True)
     assert answer.token_ids == models.greedy("llama", PROMPT, NUM_NEW)

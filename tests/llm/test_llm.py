@@ -367,7 +367,7 @@ def test_bad_logits_end_one_request_also_when_looking_ahead(models: Shelf, monke
         logits = model.head(hidden)
         return logits.index_fill(0, torch.tensor([0]), float("nan")) if len(calls) == 3 else logits
 
-    monkeypatch.setattr(llm.started.engine.forward, "head", head)
+    monkeypatch.setattr(llm.started.engine.forward.step, "head", head)
     bad, good = llm.generate([prompts()[1], prompts()[3]], max_new_tokens=6, ignore_eos=True)
     assert calls[:4] == [2, 2, 2, 2], "a step was launched with the bad token"
     assert (bad.finish_reason, bad.error.code) == ("error", "PG655")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import piecegraph
-from piecegraph.llm.run.forward import Forward, StepKey
+from piecegraph.llm.run.model_step import ModelStep, StepKey
 from tests.cases.llm_shelf import Shelf, shelf
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llm.txt"
@@ -74,15 +74,15 @@ def test_a_step_above_the_largest_size_is_counted(models: Shelf) -> None:
 
 def test_a_size_without_memory_is_dropped_once(models: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[StepKey] = []
-    record = Forward._record_tape
+    ways = ModelStep.ways
 
-    def fail_for_sampled(self: Forward, device: Any, key: StepKey) -> Any:
+    def fail_for_sampled(self: ModelStep, key: StepKey) -> Any:
         tried.append(key)
         if key.sampling != "greedy" and key.bucket.kind == "decode":
             raise torch.OutOfMemoryError("no memory left. Much more text")
-        return record(self, device, key)
+        return ways(self, key)
 
-    monkeypatch.setattr(Forward, "_record_tape", fail_for_sampled)
+    monkeypatch.setattr(ModelStep, "ways", fail_for_sampled)
     llm = models.load("llama", capture_sizes=[4], options={"graph_device": "simulated", "look_ahead": True})
     sampled = llm.generate(PROMPTS[0], max_new_tokens=6, temperature=0.5, seed=1, ignore_eos=True)
     assert llm.stats()["fallbacks"] == {

@@ -371,7 +371,7 @@ def test_a_language_models_kernels(llm: Any, tmp_path: Path) -> None:
 
 def test_dump_of_the_last_step_of_a_language_model(llm: Any, tmp_path: Path) -> None:
     before = generate(llm)
-    last = str(llm.started.engine.forward.last)
+    last = str(llm.started.engine.forward.step.last)
     module = "layers.0.mlp.down_proj"
     (path,) = llm.kernels.select(op="aten::linear", module=module, size=last).dump(tmp_path)
     saved = torch.load(path)
@@ -386,10 +386,10 @@ def test_dump_of_the_last_step_of_a_language_model(llm: Any, tmp_path: Path) -> 
 def test_dump_of_another_step_of_a_language_model(llm: Any, tmp_path: Path) -> None:
     generate(llm)
     forward = llm.started.engine.forward
-    other = next(str(key) for key in forward.library.tapes if key != forward.last)
+    other = next(str(key) for key in forward.library.tapes if key != forward.step.last)
     with pytest.raises(KernelError, match=r"PG733 the inputs of .* are gone.*the last step was.*generate again"):
         llm.kernels.select(module="layers.0", size=other).dump(tmp_path)
-    llm.kernels.select(module="layers.0.mlp", size=str(forward.last)).time(rounds=1)
+    llm.kernels.select(module="layers.0.mlp", size=str(forward.step.last)).time(rounds=1)
     with pytest.raises(KernelError, match="PG733"):  # the timing ran on a batch of its own
         llm.kernels.select(module="layers.0").dump(tmp_path)
 

@@ -23,7 +23,7 @@ def choose_mode(
     reason: str,
     why_not_full: str = "",
 ) -> Decision:
-    """``full``, ``piecewise``, ``direct`` (pieces without graphs) or ``none``.
+    """``full``, ``piecewise``, or ``direct``: pieces without graphs.
 
     Args:
         subject: what it is decided for.
@@ -35,7 +35,7 @@ def choose_mode(
         why_not_full: why it cannot be one graph; empty if it can.
     """
     if wish == "none":
-        return Decision(subject, "none", "asked for")
+        return Decision(subject, "direct", "asked for")
     if device.type != "cuda" and graph_device != "simulated":
         return Decision(subject, "direct", f"{device.type} has no graphs")
     if wish == "full" and why_not_full:

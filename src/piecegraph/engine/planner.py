@@ -186,8 +186,10 @@ class Planner:
         options, wish = self._config.options, self._config.cudagraph_mode
         if wish == "full" and is_cut:
             wish = "piecewise"
+        if wish == "none":
+            return Decision("mode", "none", "asked for")
         devices = {leaf.device for leaf in signature.tensors} | {t.device for t in self._subject.weights().values()}
-        if wish != "none" and len({d for d in devices if d.type == "cuda"}) > 1:
+        if len({d for d in devices if d.type == "cuda"}) > 1:
             return Decision("mode", "none", "the model is spread over several GPUs, and a graph belongs to one")
         is_simulated = options.graph_device == "simulated"
         reason = "simulated graphs asked for" if is_simulated else "the model is on a GPU"

@@ -22,7 +22,8 @@ from piecegraph.llm.model.loader import LoadedModel
 from piecegraph.llm.model.traced_model import TracedModel
 from piecegraph.llm.run.batch import BatchBuffers, BatchLimits
 from piecegraph.llm.run.engine import LLMEngine
-from piecegraph.llm.run.forward import Forward, StepKey
+from piecegraph.llm.run.forward import EmbedsModel, Forward
+from piecegraph.llm.run.model_step import ModelStep, StepKey
 from piecegraph.llm.run.sampling import logprobs_bytes
 from piecegraph.llm.run.scheduler import Scheduler, SchedulerLimits
 from piecegraph.llm.run.sizing import (
@@ -37,7 +38,9 @@ from piecegraph.llm.run.sizing import (
 )
 from piecegraph.llm.specs import StepKind
 from piecegraph.llm.support import Accepted, Rejected, Support
+from piecegraph.provenance.ledger import ledgers
 from piecegraph.tape.device import GraphDevice
+from piecegraph.tape.library import TapeLibrary
 
 KINDS: tuple[StepKind, ...] = ("decode", "mixed")
 
@@ -96,19 +99,13 @@ class Parts:
         modes = {kind: _mode(kind, config, safe[kind]) for kind in KINDS}
         device = make_graph_device(modes["decode"].choice, config.device)
         sizes = step_sizes(config, limits, has_graphs=device is not None)
-        progress = Progress(options.progress)
-        forward = Forward(
-            model,
-            memory,
-            buffers,
-            device,
-            modes,
-            sizes,
-            trace_embeds,
-            events,
-            provenance=options.provenance,
-            progress=progress,
-        )
+        progress, make_ledger = Progress(options.progress), ledgers(options.provenance)
+
+        def make_library(step: ModelStep) -> TapeLibrary[StepKey]:
+            return TapeLibrary(step, device, events, make_ledger=make_ledger, progress=progress)
+
+        step = ModelStep(model, memory, buffers, modes, events)
+        forward = Forward(model, step, buffers, device, sizes, EmbedsModel(trace_embeds), events, make_library)
         kernels = (Decision("attention", kernel.name, why), *of_states)
         return Parts(config, model, limits, memory, states, buffers, device, forward, events, kernels)
 

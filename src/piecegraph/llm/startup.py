@@ -27,7 +27,7 @@ from piecegraph.llm.model.traced_model import TracedModel, TracedSites, trace_mo
 from piecegraph.llm.parts import Parts, batch_limits, step_sizes
 from piecegraph.llm.run.early_kernels import EarlyKernels, linear_shapes
 from piecegraph.llm.run.engine import LLMEngine
-from piecegraph.llm.run.forward import StepKey
+from piecegraph.llm.run.model_step import StepKey
 from piecegraph.llm.run.scheduler import SchedulerLimits
 from piecegraph.llm.run.self_check import self_check
 from piecegraph.llm.run.sizing import check_batch, free_bytes_twice, largest_buckets

@@ -40,8 +40,9 @@ from piecegraph.errors import RequestError
 from piecegraph.graph.interception import Interception, registry
 from piecegraph.llm.cache.paged import PagedCache
 from piecegraph.llm.run.batch import BatchBuffers
-from piecegraph.llm.run.forward import Forward, StepKey
+from piecegraph.llm.run.forward import Forward
 from piecegraph.llm.run.generation import Generation, token_logprobs
+from piecegraph.llm.run.model_step import StepKey
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.results import StepResult
 from piecegraph.llm.run.scheduler import Scheduler
@@ -305,7 +306,7 @@ class LLMEngine:
             if generation is not None and params.wants_every_row:
                 start = first if launched.key.every_row else row
                 hidden = result.hidden[start : start + work.num_tokens]
-                generation.add_rows(work, hidden, self.forward.head, vocab_size)
+                generation.add_rows(work, hidden, self.forward.step.head, vocab_size)
             if generation is not None and params.logprobs is not None and work.samples and tokens[row] >= 0:
                 described[row] = generation
             first += work.num_tokens

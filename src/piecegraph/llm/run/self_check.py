@@ -244,7 +244,7 @@ def _errors(engine: LLMEngine, hidden: torch.Tensor, expected: torch.Tensor) -> 
     """Of the logits of hidden states: not of all at once, as a vocabulary is wide."""
     size = rows_at_once(expected.shape[-1])
     pairs = zip(hidden.split(size), expected.split(size), strict=True)
-    return torch.cat([_row_errors(engine.forward.head(rows.to(logits.device)), logits) for rows, logits in pairs])
+    return torch.cat([_row_errors(engine.forward.step.head(rows.to(logits.device)), logits) for rows, logits in pairs])
 
 
 def _plain_errors(engine: LLMEngine, generation: Generation, plain: torch.Tensor) -> torch.Tensor:
