@@ -30,11 +30,10 @@ def test_close_gives_everything_back(tmp_path: Path) -> None:
             call()
 
 
-@pytest.mark.parametrize("options", [{}, {"graph_device": "simulated"}], ids=["direct", "graphs"])
-def test_a_model_that_nobody_holds_keeps_no_memory(tmp_path: Path, options: dict[str, str]) -> None:
+def test_a_model_that_nobody_holds_keeps_no_memory(tmp_path: Path) -> None:
     """The cache takes what is left of a device: who loads a second model cannot wait for a garbage collection."""
     save_checkpoint("llama", tmp_path)
-    llm = piecegraph.LLM(tmp_path, backend="eager", options=options, capture_sizes=[4])
+    llm = piecegraph.LLM(tmp_path, backend="eager")
     llm.generate(PROMPT, max_new_tokens=2)
     step = llm.started.engine.forward.step
     held = [weakref.ref(each) for each in (step._memory, step._buffers)]
