@@ -56,6 +56,7 @@ BENCHMARKS = {
     "python benchmarks/llm.py": "--tiny",
     "python benchmarks/models.py": "--tiny",
     "python benchmarks/provenance.py": "--tiny",
+    "python benchmarks/replay.py": "--repeats 40",
     "python benchmarks/trace_reader.py": "--megabytes 0.2",
 }
 """Each with what makes it quick, on a CPU, too."""

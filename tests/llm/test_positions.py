@@ -42,7 +42,7 @@ def knows_no_positions(tokens: torch.Tensor, positions: torch.Tensor) -> torch.T
 def test_a_count_becomes_the_positions() -> None:
     found = traced(counts_itself)
     (decision,) = count_by_sequence(found, 1, "Model")
-    assert re.search(r"test_llm_positions\.py:\d+ counts the tokens of a row", decision.reason)
+    assert re.search(r"test_positions\.py:\d+ counts the tokens of a row", decision.reason)
     tensors = (torch.zeros(5, dtype=torch.long), torch.tensor([0, 1, 2, 0, 1]))
     given = [tensors[source.index] if isinstance(source, FromCall) else 5 for source in found.inputs.values()]
     result = torch.fx.GraphModule(found.owner, found.graph)(*given)[0]
@@ -57,7 +57,7 @@ def test_other_counts_are_left() -> None:
 
 
 def test_a_count_without_positions_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"PG662 Model cannot be run at test_llm_positions\.py:\d+: .*one sequence"):
+    with pytest.raises(ModelError, match=r"PG662 Model cannot be run at test_positions\.py:\d+: .*one sequence"):
         count_by_sequence(traced(knows_no_positions), 1, "Model")
 
 
