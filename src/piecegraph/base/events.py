@@ -7,7 +7,6 @@ call slower or different from what was asked happens without passing through her
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,9 +42,8 @@ class EventLog:
     {'PG501': 1}
     """
 
-    def __init__(self, policy: OnFallback, sink: Callable[[Event], None] | None = None) -> None:
+    def __init__(self, policy: OnFallback) -> None:
         self.policy = policy
-        self.sink = sink
         self._first: dict[tuple[str, str], Event] = {}
         self._times: dict[tuple[str, str], int] = {}
 
@@ -55,8 +53,6 @@ class EventLog:
         is_new = key not in self._first
         self._first.setdefault(key, event)
         self._times[key] = self._times.get(key, 0) + 1
-        if self.sink is not None:
-            self.sink(event)
         if event.code in NOTES:
             return
         if self.policy == "raise":

@@ -22,6 +22,7 @@ def choose_mode(
     best: Literal["full", "piecewise"],
     reason: str,
     why_not_full: str = "",
+    without: str = "",
 ) -> Decision:
     """``full``, ``piecewise``, or ``direct``: pieces without graphs.
 
@@ -33,11 +34,12 @@ def choose_mode(
         best: what ``"auto"`` means.
         reason: why that is so.
         why_not_full: why it cannot be one graph; empty if it can.
+        without: what is done where there are no graphs.
     """
     if wish == "none":
         return Decision(subject, "direct", "asked for")
     if device.type != "cuda" and graph_device != "simulated":
-        return Decision(subject, "direct", f"{device.type} has no graphs")
+        return Decision(subject, "direct", f"{device.type} has no graphs" + (f": {without}" if without else ""))
     if wish == "full" and why_not_full:
         hint = 'use cudagraph_mode="auto"'
         raise ConfigError("PG301", f"{subject} cannot be one graph", why=why_not_full, hint=hint)

@@ -193,7 +193,8 @@ class Planner:
             return Decision("mode", "none", "the model is spread over several GPUs, and a graph belongs to one")
         is_simulated = options.graph_device == "simulated"
         reason = "simulated graphs asked for" if is_simulated else "the model is on a GPU"
-        return choose_mode("mode", wish, device, options.graph_device, best="piecewise", reason=reason)
+        without = "pieces are called directly, on the same buffers and sizes"
+        return choose_mode("mode", wish, device, options.graph_device, best="piecewise", reason=reason, without=without)
 
     def _graph_device(self, mode: str, device: torch.device) -> GraphDevice | None:
         if mode not in ("none", "direct") and self.device is None:

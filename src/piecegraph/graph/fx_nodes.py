@@ -113,6 +113,14 @@ def _dotted(source: str) -> str:
     return ".".join(parts[1:] if scope == "L" else parts if scope == "G" else (scope, *parts))
 
 
+def attribute(owner: torch.nn.Module, node: torch.fx.Node) -> Any:
+    """What a ``get_attr`` node stands for."""
+    value: Any = owner
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value
+
+
 def op_name(node: torch.fx.Node) -> str:
     """What a node calls, as ``ns::op`` where it is an op."""
     name = torch_compat.qualified_name(node.target)

@@ -22,7 +22,7 @@ from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Cut, Piece
 from piecegraph.base.progress import Progress
 from piecegraph.errors import LowerError, located
-from piecegraph.graph.fx_nodes import is_size, module_path, size_parts, source_line, writes_in_place
+from piecegraph.graph.fx_nodes import attribute, is_size, module_path, size_parts, source_line, writes_in_place
 from piecegraph.graph.interception import InterceptedOp, layouts_of
 from piecegraph.graph.program import Program, Slot, Step, StepSource
 from piecegraph.graph.sources import FromSize
@@ -40,7 +40,7 @@ INDUCTOR_DEFAULTS: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Compiled:
+class _CompiledPiece:
     """A compiled piece, for all segments with the same graph."""
 
     function: Callable[..., Any]
@@ -48,7 +48,7 @@ class _Compiled:
     source: torch_compat.CompiledSource | None = None
 
 
-CompiledPieces = dict[str, _Compiled]
+CompiledPieces = dict[str, _CompiledPiece]
 """By structural key."""
 
 
@@ -164,25 +164,25 @@ def _piece_step(
 
 def _compile(
     name: str, module: torch.fx.GraphModule, lowering: Lowering, fake_mode: Any, events: EventLog
-) -> _Compiled:
+) -> _CompiledPiece:
     """Compile one piece; one that cannot be is run as it was traced, and that is an event."""
     if lowering.backend == "eager":
-        return _Compiled(module.forward, "eager")
+        return _CompiledPiece(module.forward, "eager")
     if _writes_overlapping_input(module):
         events.emit(Event("PG303", name, "compilers assume that inputs written to do not overlap others"))
-        return _Compiled(module.forward, "eager")
+        return _CompiledPiece(module.forward, "eager")
     fakes = [torch_compat.meta_value(node) for node in module.graph.find_nodes(op="placeholder")]
     try:
         if callable(lowering.backend):
-            return _Compiled(lowering.backend(module, fakes), lowering.name)
+            return _CompiledPiece(lowering.backend(module, fakes), lowering.name)
         settings = {**INDUCTOR_DEFAULTS, **lowering.inductor}
         made = torch_compat.inductor_compile(module, fakes, fake_mode, settings, provenance=lowering.provenance)
-        return _Compiled(made.function, "inductor", made.source)
+        return _CompiledPiece(made.function, "inductor", made.source)
     except Exception as error:  # noqa: BLE001 - a compiler may raise anything; the piece still runs, and it is counted
         line = next((str(source) for node in module.graph.nodes if (source := source_line(node))), "unknown line")
         reason = f"{lowering.name} failed on it (from {line}): {type(error).__name__}: {error}"
         events.emit(Event("PG302", name, reason))
-        return _Compiled(module.forward, "eager")
+        return _CompiledPiece(module.forward, "eager")
 
 
 def _writes_overlapping_input(module: torch.fx.GraphModule) -> bool:
@@ -294,7 +294,7 @@ def _op_arguments(
             return sizes if isinstance(value, torch.Size) else sizes[0]
         if arg.op == "get_attr":
             assert owner is not None, arg
-            return _attribute(owner, str(arg.target))
+            return attribute(owner, arg)
         return Slot(slots.of(arg))
 
     args, kwargs = (torch.fx.map_arg(part, translate) for part in (head.args, head.kwargs))
@@ -338,7 +338,7 @@ def structural_key(module: torch.fx.GraphModule, lowering: Lowering) -> str:
         if node.op == "placeholder":
             lines.append(f"input {_describe_value(torch_compat.meta_value(node))}")
         elif node.op == "get_attr":
-            lines.append(f"constant {_describe_constant(_attribute(module, str(node.target)))}")
+            lines.append(f"constant {_describe_constant(attribute(module, node))}")
         else:
             target = node.target if isinstance(node.target, str) else _describe_callable(node.target)
             lines.append(f"{node.op} {target} {args!r}")
@@ -351,13 +351,6 @@ class _Ref:
 
     def __repr__(self) -> str:
         return self.name
-
-
-def _attribute(module: torch.nn.Module, target: str) -> Any:
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _describe_value(value: Any) -> str:

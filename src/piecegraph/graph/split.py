@@ -26,7 +26,7 @@ from piecegraph.base import torch_compat
 from piecegraph.base.plan import SourceLine
 from piecegraph.errors import LowerError
 from piecegraph.graph.cut_rules import CutRules, CutVerdict
-from piecegraph.graph.fx_nodes import has_effect, is_size, module_path, op_name, size_parts, source_line
+from piecegraph.graph.fx_nodes import attribute, has_effect, is_size, module_path, op_name, size_parts, source_line
 from piecegraph.graph.interception import REASON, Interception
 from piecegraph.graph.sources import FromSize
 from piecegraph.graph.streams import is_stream_object, uses_streams
@@ -207,7 +207,7 @@ def _build(
             return copies[arg]
         if arg.op == "get_attr":
             name = f"attr{len(copies)}"
-            _set_attribute(root, name, _get_attribute(traced.owner, str(arg.target)))
+            _set_attribute(root, name, attribute(traced.owner, arg))
             copies[arg] = graph.get_attr(name)
             return copies[arg]
         if is_stream_object(arg):
@@ -249,12 +249,6 @@ def _portable_meta(node: torch.fx.Node) -> dict[str, Any]:
     meta = dict(node.meta)
     meta.pop("grapharg", None)  # holds the example tensor
     return meta
-
-
-def _get_attribute(owner: Any, target: str) -> Any:
-    for part in target.split("."):
-        owner = getattr(owner, part)
-    return owner
 
 
 def _set_attribute(root: torch.nn.Module, name: str, value: Any) -> None:

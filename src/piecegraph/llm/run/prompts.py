@@ -48,7 +48,7 @@ def tokens_of(text: str, tokenizer: Any) -> Sequence[int]:
     return found
 
 
-def in_words_of_the_call(error: PiecegraphError, index: int) -> PiecegraphError:
+def name_prompt(error: PiecegraphError, index: int) -> PiecegraphError:
     """The same error, of a prompt and not of a request."""
     if not isinstance(error, RequestError) and error.code != "PG108":
         return error  # no prompt's: the model has no tokenizer, or was closed
