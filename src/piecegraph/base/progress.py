@@ -58,11 +58,21 @@ class _Rich:
 
 
 class StageClock:
-    """Times stages one behind the other: their sum is the time since it was made."""
+    """Times stages one behind the other: their sum is the time since it was made, or started again.
+
+    >>> clock = StageClock()
+    >>> clock.lap("load")
+    >>> list(clock.seconds)
+    ['load']
+    """
 
     def __init__(self) -> None:
-        self._last = time.perf_counter()
         self.seconds: dict[str, float] = {}
+        self.start()
+
+    def start(self) -> None:
+        """The next stage begins now; what has passed since the last belongs to none."""
+        self._last = time.perf_counter()
 
     def lap(self, stage: str) -> None:
         """A stage is done; one that comes again is added to."""

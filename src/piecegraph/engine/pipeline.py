@@ -71,6 +71,7 @@ class Pipeline:
 
     def cut(self, traced: Traced, interceptions: Sequence[Interception] = ()) -> Lowered:
         """Cut a graph, at intercepted ops too, and compile the pieces that are not compiled yet."""
+        self.clock.start()  # it may have been traced long ago
         with located(phase="compile"):
             segments = split(traced, self.rules, full=self.is_full, interceptions=interceptions)
             self.clock.lap("split")
