@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from piecegraph.base.json_text import to_json
+from piecegraph.base.text import to_json
 from piecegraph.cli.doctor import doctor
 from piecegraph.doctor import read
 from piecegraph.doctor.checks import CHECKS, examine

@@ -14,8 +14,8 @@ def doctor(as_json: bool) -> None:
 
     Ends with 1 if something is broken, with 0 otherwise. Reads only; changes nothing.
     """
-    from piecegraph.base.json_text import to_json
     from piecegraph.base.progress import Progress
+    from piecegraph.base.text import to_json
     from piecegraph.doctor.checks import examine
     from piecegraph.doctor.finding import counts
     from piecegraph.doctor.page import as_document, as_table

@@ -10,7 +10,7 @@ import click
 def env(as_json: bool) -> None:
     """Show the versions of everything piecegraph runs on, for a bug report."""
     from piecegraph.base.environment import describe_environment
-    from piecegraph.base.json_text import to_json
+    from piecegraph.base.text import to_json
 
     found = describe_environment()
     if as_json:

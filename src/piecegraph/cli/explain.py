@@ -55,7 +55,7 @@ _FORMATS = (".html", ".md", ".json", ".txt")
 
 
 def _as_json(page: Page) -> str:
-    from piecegraph.base.json_text import to_json
+    from piecegraph.base.text import to_json
     from piecegraph.explain.render import to_dict
 
     return to_json(to_dict(page))

@@ -76,7 +76,7 @@ def generate(
         click.echo(err=True)
         sys.exit(_INTERRUPTED)
     if as_json:
-        from piecegraph.base.json_text import to_json
+        from piecegraph.base.text import to_json
 
         click.echo(to_json(document(model, llm, answers, import_s=import_s, explains=explains)))
     else:

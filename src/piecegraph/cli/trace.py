@@ -247,7 +247,7 @@ def _show(
 
 
 def _print_document(seen: _Seen, table: Table, before: Trace | None) -> None:
-    from piecegraph.base.json_text import to_json
+    from piecegraph.base.text import to_json
     from piecegraph.provenance.show.json_document import diff_document
 
     found = seen.taken.document(table)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from piecegraph.base.environment import describe_environment
-from piecegraph.base.json_text import to_json
+from piecegraph.base.text import to_json
 from piecegraph.errors import InputError, KernelError, SelectionError
 from piecegraph.provenance.groups.mining import mine
 from piecegraph.provenance.launch import KernelProfile, Launch

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from piecegraph.base.json_text import to_json
+from piecegraph.base.text import to_json
 from piecegraph.provenance.launch import KernelProfile, Launch
 from piecegraph.provenance.show.json_document import diff_document, table_document
 from piecegraph.provenance.show.markdown import table_markdown
