@@ -13,8 +13,7 @@ import torch
 
 from piecegraph.llm.kernels.attention import reference, triton_paged, varlen
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
-from piecegraph.llm.specs import AttentionLayer, LatentLayer
-from piecegraph.llm.support import Accepted
+from piecegraph.llm.specs import Accepted, AttentionLayer, LatentLayer
 from tests.cases.attention import (
     Problem,
     Sequences,

@@ -16,8 +16,7 @@ from piecegraph.llm.kernels.attention.registry import (
     register_attention,
     unregister_attention,
 )
-from piecegraph.llm.specs import AttentionLayer, LatentLayer
-from piecegraph.llm.support import Accepted, Rejected, Support
+from piecegraph.llm.specs import Accepted, AttentionLayer, LatentLayer, Rejected, Support
 from tests.cases.attention import latent_layer, layer
 
 CPU = torch.device("cpu")

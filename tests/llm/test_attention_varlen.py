@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from piecegraph.llm.kernels.attention import varlen
-from piecegraph.llm.support import Accepted, Rejected
+from piecegraph.llm.specs import Accepted, Rejected
 from tests.cases.attention import Sequences, check, latent_layer, layer, problem, run
 from tests.llm.test_attention_reference import DECODE, LAYERS, MIXED, PADDED_DECODE, PREFILL
 

@@ -19,8 +19,7 @@ from piecegraph.llm.kernels.state_plain import PlainStates
 from piecegraph.llm.model import plug
 from piecegraph.llm.model.trace_cache import TraceCache, cache_for
 from piecegraph.llm.model.traced_model import TracedModel, trace_model
-from piecegraph.llm.specs import ConvLayer, DeltaLayer, LatentLayer, Span, StateBatch, StatefulLayer
-from piecegraph.llm.support import Accepted
+from piecegraph.llm.specs import Accepted, ConvLayer, DeltaLayer, LatentLayer, Span, StateBatch, StatefulLayer
 from tests.cases.llms import VOCABULARY, tiny_model
 
 NUM_SLOTS = 8

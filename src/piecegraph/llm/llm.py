@@ -23,9 +23,8 @@ from piecegraph.graph import interception
 from piecegraph.llm.config import check_path, make_llm_config
 from piecegraph.llm.model.loader import LoadFormat
 from piecegraph.llm.report import explain_llm, stats_of_llm
-from piecegraph.llm.run.chat import chat_tokens
 from piecegraph.llm.run.generation import Generation
-from piecegraph.llm.run.prompts import check_lengths, name_prompt, one_for_each, refused, tokens_of
+from piecegraph.llm.run.prompts import chat_tokens, check_lengths, name_prompt, one_for_each, refused, tokens_of
 from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.results import Chunk, Completion, StepResult
 from piecegraph.llm.run.scheduler import Scheduler

@@ -36,8 +36,7 @@ from piecegraph.llm.run.sizing import (
     largest_buckets,
     size_cache,
 )
-from piecegraph.llm.specs import StepKind
-from piecegraph.llm.support import Accepted, Rejected, Support
+from piecegraph.llm.specs import Accepted, Rejected, StepKind, Support
 from piecegraph.provenance.ledger import ledgers
 from piecegraph.tape.device import GraphDevice
 from piecegraph.tape.library import TapeLibrary

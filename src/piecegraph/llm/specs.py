@@ -1,5 +1,5 @@
 """The nouns of a model's memory: what each layer keeps for a token, read from the traced graph, and where a batch's
-tokens belong in it.
+tokens belong in it; and what kernels say of themselves.
 
 Note [Padding of a batch]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -18,6 +18,22 @@ import torch
 
 StepKind = Literal["decode", "mixed"]
 """``decode``: one token of every sequence, none of them a sequence's first; ``mixed``: any number of tokens of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """It can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """It cannot."""
+
+    reason: str
+
+
+Support = Accepted | Rejected
+"""Whether something can do a job, and if not, why: the reason is shown to the user."""
 
 
 @dataclass(frozen=True, slots=True)

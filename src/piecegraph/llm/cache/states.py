@@ -11,8 +11,16 @@ from piecegraph.base.plan import Decision
 from piecegraph.llm.cache.opaque import OpaqueMixers
 from piecegraph.llm.kernels.state_plain import PlainStates
 from piecegraph.llm.kernels.state_triton import TritonStates, supports
-from piecegraph.llm.specs import ConvLayer, DeltaLayer, StateBatch, StatefulLayer, StateLayer, StepKind
-from piecegraph.llm.support import Rejected, Support
+from piecegraph.llm.specs import (
+    ConvLayer,
+    DeltaLayer,
+    Rejected,
+    StateBatch,
+    StatefulLayer,
+    StateLayer,
+    StepKind,
+    Support,
+)
 
 
 class StateKernels(Protocol):

@@ -22,8 +22,7 @@ import torch
 from transformers.activations import ACT2FN
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from piecegraph.llm.specs import Span, StateBatch, StepKind
-from piecegraph.llm.support import Accepted, Rejected, Support
+from piecegraph.llm.specs import Accepted, Rejected, Span, StateBatch, StepKind, Support
 
 CHUNKED_DELTA_RULE: Callable[..., tuple[torch.Tensor, torch.Tensor]] = inspect.unwrap(
     modeling_qwen3_next.torch_chunk_gated_delta_rule

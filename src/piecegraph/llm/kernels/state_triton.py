@@ -14,8 +14,7 @@ import torch
 
 from piecegraph.llm.kernels.attention.triton_paged import can_run
 from piecegraph.llm.kernels.attention.triton_tiles import padded, power_of_two
-from piecegraph.llm.specs import ConvLayer, DeltaLayer, StateBatch, StepKind
-from piecegraph.llm.support import Accepted, Rejected, Support
+from piecegraph.llm.specs import Accepted, ConvLayer, DeltaLayer, Rejected, StateBatch, StepKind, Support
 
 _BLOCK_VALUES = 32
 """Columns of a state that one program keeps: few enough that one sequence gives work to a whole GPU."""

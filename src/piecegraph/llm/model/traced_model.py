@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.fx
 
-from piecegraph.base import torch_compat
 from piecegraph.base.config import Options
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Cut, Decision, Piece
@@ -30,13 +29,12 @@ from piecegraph.graph.interception import Interception
 from piecegraph.graph.signature import Binder
 from piecegraph.graph.split import find_intercepted
 from piecegraph.graph.tracer import Traced
-from piecegraph.llm import ops
 from piecegraph.llm.kernels.linear import linear_passes
 from piecegraph.llm.model.decoder import Decoder, make_decoder
 from piecegraph.llm.model.head import Head, decoder_name, decoder_of
 from piecegraph.llm.model.plug import UnsupportedCallError
 from piecegraph.llm.model.positions import count_by_sequence, rows_of_positions
-from piecegraph.llm.model.state_sites import number_states
+from piecegraph.llm.model.sites import number_sites, number_states
 from piecegraph.llm.model.trace_cache import TraceCache
 from piecegraph.llm.specs import AttentionLayer, LatentLayer, Reach, StateLayer
 
@@ -206,58 +204,6 @@ def _trace_decoder(model: Any, cache: TraceCache, pipeline: Pipeline, takes_embe
         raise _refusal(model, error) from error
     put_below(traced.graph, decoder_name(model))
     return traced
-
-
-def number_sites(graph: torch.fx.Graph) -> tuple[tuple[AttentionLayer | LatentLayer, ...], tuple[Reach, ...]]:
-    """Number the attention calls of a traced graph in their order, and describe each.
-
-    A module may be called twice in a forward, and layer numbers may repeat or be missing, so the call site is what a
-    cache belongs to. Returns the layers and the reach of each group of layers.
-    """
-    layers: list[AttentionLayer | LatentLayer] = []
-    groups: dict[Reach, int] = {}
-    for node in graph.nodes:
-        packet = torch_compat.op_of(node.target)[0] if node.op == "call_function" else None
-        if packet is ops.ATTENTION.overloadpacket:
-            group = groups.setdefault(Reach(node.args[7], node.args[8]), len(groups))
-            layers.append(_attention_layer(node, len(layers), group))
-            node.update_arg(5, layers[-1].index)
-        elif packet is ops.LATENT_ATTENTION.overloadpacket:
-            layers.append(_latent_layer(node, len(layers), groups.setdefault(Reach(), len(groups))))
-            node.update_arg(5, layers[-1].index)
-    return tuple(layers), tuple(groups)
-
-
-def _attention_layer(node: torch.fx.Node, index: int, group: int) -> AttentionLayer:
-    query, key, value = (torch_compat.meta_value(arg) for arg in node.args[:3])  # type: ignore[arg-type]
-    scale, window, chunk, softcap = node.args[6:10]
-    return AttentionLayer(
-        index=index,
-        group=group,
-        num_heads=int(query.shape[1]),
-        num_kv_heads=int(key.shape[1]),
-        key_width=int(key.shape[2]),
-        value_width=int(value.shape[2]),
-        scale=scale,  # type: ignore[arg-type]
-        window=window,  # type: ignore[arg-type]
-        chunk=chunk,  # type: ignore[arg-type]
-        softcap=softcap,  # type: ignore[arg-type]
-        has_sinks=node.args[4] is not None,
-    )
-
-
-def _latent_layer(node: torch.fx.Node, index: int, group: int) -> LatentLayer:
-    query, latent, rope, _, out = (torch_compat.meta_value(arg) for arg in node.args[:5])  # type: ignore[arg-type]
-    return LatentLayer(
-        index=index,
-        group=group,
-        num_heads=int(query.shape[1]),
-        latent_width=int(latent.shape[1]),
-        rope_width=int(rope.shape[1]),
-        nope_width=node.args[6],  # type: ignore[arg-type]
-        value_width=int(out.shape[2]),
-        scale=node.args[7],  # type: ignore[arg-type]
-    )
 
 
 def _refusal(model: Any, error: TraceError) -> ModelError:

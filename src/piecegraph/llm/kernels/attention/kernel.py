@@ -8,8 +8,7 @@ from typing import Protocol
 
 import torch
 
-from piecegraph.llm.specs import AttentionBatch, AttentionLayer, LatentLayer, StepKind
-from piecegraph.llm.support import Rejected, Support
+from piecegraph.llm.specs import AttentionBatch, AttentionLayer, LatentLayer, Rejected, StepKind, Support
 
 
 class Attend(Protocol):

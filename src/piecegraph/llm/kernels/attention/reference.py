@@ -12,8 +12,7 @@ import torch.nn.functional as F
 
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
 from piecegraph.llm.kernels.attention.latent import absorb_query, project_values, shared_key_layer
-from piecegraph.llm.specs import AttentionBatch, AttentionLayer, LatentLayer, StepKind
-from piecegraph.llm.support import Accepted, Rejected, Support
+from piecegraph.llm.specs import Accepted, AttentionBatch, AttentionLayer, LatentLayer, Rejected, StepKind, Support
 
 
 def attend(

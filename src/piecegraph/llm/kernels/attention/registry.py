@@ -20,8 +20,7 @@ from piecegraph.llm.kernels.attention.kernel import (
     Prepare,
     Supports,
 )
-from piecegraph.llm.specs import AttentionLayer, LatentLayer
-from piecegraph.llm.support import Accepted, Rejected, Support
+from piecegraph.llm.specs import Accepted, AttentionLayer, LatentLayer, Rejected, Support
 
 _kernels: dict[str, AttentionKernel] = {
     kernel.name: kernel for kernel in (triton_paged.KERNEL, varlen.KERNEL, reference.KERNEL)

@@ -39,8 +39,7 @@ from piecegraph.llm.kernels.attention.triton_tiles import (
     power_of_two,
     prefill_tiles,
 )
-from piecegraph.llm.specs import AttentionBatch, AttentionLayer, LatentLayer, StepKind
-from piecegraph.llm.support import Accepted, Rejected, Support
+from piecegraph.llm.specs import Accepted, AttentionBatch, AttentionLayer, LatentLayer, Rejected, StepKind, Support
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_WIDTH = 256

@@ -20,8 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
 from piecegraph.llm.kernels.attention.reference import write_to_cache
-from piecegraph.llm.specs import AttentionBatch, AttentionLayer, LatentLayer, StepKind
-from piecegraph.llm.support import Accepted, Rejected, Support
+from piecegraph.llm.specs import Accepted, AttentionBatch, AttentionLayer, LatentLayer, Rejected, StepKind, Support
 
 MAX_WIDTH = 256
 
