@@ -57,7 +57,7 @@ BENCHMARKS = {
     "python benchmarks/prefill.py": "--tiny --only inductor",
     "python benchmarks/llm.py": "--tiny",
     "python benchmarks/models.py": "--tiny",
-    "python benchmarks/provenance.py": "--tiny",
+    "python benchmarks/provenance.py": "--tiny --backends eager",
     "python benchmarks/replay.py": "--repeats 40",
     "python benchmarks/trace_reader.py": "--megabytes 0.2",
 }
@@ -336,7 +336,7 @@ def test_benchmarks_run_on_a_cpu(command: str) -> None:
     table = run(sys.executable, *command.split()[1:], *BENCHMARKS[command].split())
     assert {
         "python benchmarks/llm.py": "decode 1",
-        "python benchmarks/provenance.py": "inductor, provenance",
+        "python benchmarks/provenance.py": "eager, provenance",
         "python benchmarks/trace_reader.py": "trace.json.gz",
     }.get(command, "piecegraph") in table
 
