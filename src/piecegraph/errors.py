@@ -61,6 +61,8 @@ CODES: dict[str, str] = {
     "PG508": "a size of one behaves differently from larger sizes",
     "PG509": "too many different inputs or sizes to record them all",
     "PG510": "the bucket is more than twice the size of the input",
+    "PG514": "the function asks how a tensor lies in memory, and it lies otherwise than planned",
+    "PG515": "weights were replaced or moved",
     "PG520": "memory that a recorded graph reads has moved",
     "PG521": "an eager op returned something else than when it was recorded",
     "PG601": "an input cannot be read",
@@ -111,7 +113,7 @@ CODES: dict[str, str] = {
 PLACE = ("phase", "piece", "size", "op", "line")
 """The fields that say where in the making of a plan an error happened."""
 
-NOTES = frozenset({"PG404", "PG510", "PG724"})
+NOTES = frozenset({"PG404", "PG510", "PG515", "PG724"})
 """Events that are shown and counted, but are no fallback: the call is served from its plan all the same."""
 
 

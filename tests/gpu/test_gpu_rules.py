@@ -214,9 +214,9 @@ def test_weights_that_move_are_noticed() -> None:
     x = torch.randn(8, 12, device=CUDA)
     with torch.no_grad():
         fast(x)
-        model.up.weight.data = model.up.weight.data.clone()
-        with pytest.raises(AddressError, match=r"PG520.*up.weight"):
-            fast(x)
+        model.up.weight.data = model.up.weight.data * 2
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-2, atol=1e-2)
+    assert fast.stats()["events"] == {"PG515": 1}
 
 
 def test_cpu_tensor_for_a_cuda_plan() -> None:

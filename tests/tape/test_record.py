@@ -183,9 +183,9 @@ def test_a_weight_that_was_moved_before_the_first_replay() -> None:
     with torch.no_grad():
         x = torch.randn(8, 12)
         fast.capture(x)
-        model.layers[1].mlp.up.weight.data = model.layers[1].mlp.up.weight.data.clone()
-        with pytest.raises(AddressError, match="PG520 weight 'layers.1.mlp.up.weight' has moved at input of piece 4"):
-            fast(x)
+        model.layers[1].mlp.up.weight.data = model.layers[1].mlp.up.weight.data * 2
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+    assert "weight 'layers.1.mlp.up.weight' has moved" in fast.explain()
 
 
 def test_all_weights_moved_after_the_first_replay() -> None:
@@ -194,11 +194,10 @@ def test_all_weights_moved_after_the_first_replay() -> None:
     with torch.no_grad():
         x = torch.randn(8, 12)
         fast(x)
-        model._apply(lambda tensor: tensor.clone())
-        with pytest.raises(AddressError, match="PG520"):
-            fast(x)
-        with piecegraph.eager():
-            torch.testing.assert_close(fast(x), model(x))
+        model._apply(lambda tensor: tensor * 2)
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+    assert fast.stats()["events"] == {"PG515": 1}
+    assert fast.stats()["coverage"] == 1.0
 
 
 def test_every_replay_is_checked_if_asked_for() -> None:
@@ -209,9 +208,9 @@ def test_every_replay_is_checked_if_asked_for() -> None:
         for _ in range(3):
             torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
         last = model.layers[-1].mlp.down
-        last.weight.data = last.weight.data.clone()
-        with pytest.raises(AddressError, match="layers.2.mlp.down.weight"):
-            fast(x)
+        last.weight.data = last.weight.data * 2
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+    assert "weight 'layers.2.mlp.down.weight' has moved" in fast.explain()
 
 
 changing = {"returns": "fresh"}

@@ -17,6 +17,7 @@ import importlib
 import inspect
 import operator
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,6 +51,12 @@ class DynamoCapture:
     """Given a function for the graph, the function with the user's signature that Dynamo generated around it."""
     touched: Mapping[str, Any]
     """Python objects outside the function that it changes, by name. Running the generated code changes them."""
+    sources: tuple[str, ...]
+    """The expression that leads to each placeholder's object."""
+    constants: tuple[str, ...]
+    """Expressions for the numbers and strings that were read from globals, closures and the module itself."""
+    scopes: dict[str, Any]
+    """What the expressions are evaluated in."""
 
 
 def dynamo_capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DynamoCapture:
@@ -90,14 +97,59 @@ def dynamo_capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         generated = environment.forward_callable(backend_id, graph_function, extra_globals=names)
         return lambda *a, **k: generated(*receiver, *a, **k)
 
+    names, scopes = _outside_values(captured.graph_capture_output, plain_function, receiver)
     if backend_input is None:
-        return DynamoCapture(None, (), None, objects, run_bytecode, touched)
+        return DynamoCapture(None, (), None, objects, run_bytecode, touched, (), names, scopes)
     graph_module, inputs, fake_mode = (
         backend_input.graph_module,
         tuple(backend_input.example_inputs),
         backend_input.fake_mode,
     )
-    return DynamoCapture(graph_module, inputs, fake_mode, objects, run_bytecode, touched)
+    sources = tuple(_source_name(node) for node in graph_module.graph.find_nodes(op="placeholder"))
+    return DynamoCapture(graph_module, inputs, fake_mode, objects, run_bytecode, touched, sources, names, scopes)
+
+
+def _source_name(node: torch.fx.Node) -> str:
+    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
+    return str(name() if callable(name) else name)  # a method up to torch 2.11
+
+
+def _outside_values(
+    output: Any, function: Callable[..., Any], receiver: tuple[Any, ...]
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """What Dynamo would guard of the values outside the call: their expressions, and the scopes of these.
+
+    Attributes of submodules are left out, which would be looked up by the hundred at every call, and torch's own state.
+    """
+    code = function.__code__
+    held = dict(zip(code.co_varnames, receiver, strict=False))
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    imports = {k: v for k, v in output.import_sources.items() if not v.startswith("torch")}
+    roots = [f"L[{name!r}]" for name in (*held, *cells)]
+    roots += [f"G[{name!r}]" for name in (*function.__globals__, *imports) if not name.startswith("__")]
+    kinds = {"CONSTANT_MATCH": "{}", "EQUALS_MATCH": "{}", "SEQUENCE_LENGTH": "len({})"}
+    found: dict[str, None] = {}
+    for guard in output.output_graph.guards:
+        name, kind = guard.name, guard.create_fn_name()
+        root = name.partition("]")[0] + "]"
+        if kind in kinds and root in roots and "._modules[" not in name:
+            found[kinds[kind].format(name)] = None
+    scopes: dict[str, Any] = {
+        "L": _Scope(held, lambda name: cells[name].cell_contents),
+        "G": _Scope({}, lambda name: sys.modules[imports[name]] if name in imports else function.__globals__[name]),
+    }
+    return tuple(sorted(found)), scopes
+
+
+class _Scope(dict[str, Any]):
+    """Names that are looked up anew whenever they are read."""
+
+    def __init__(self, fixed: Mapping[str, Any], look_up: Callable[[str], Any]) -> None:
+        super().__init__(fixed)
+        self._look_up = look_up
+
+    def __missing__(self, name: str) -> Any:
+        return self._look_up(name)
 
 
 _SIDE_EFFECTS = re.compile(r"found certain side effects .* you can double check: (\[.*\])", re.DOTALL)
@@ -324,6 +376,11 @@ def is_cudagraph_unsafe(target: Any) -> bool:
     if overload is None and isinstance(packet, OpOverloadPacket):
         overload = getattr(packet, packet.overloads()[0], None)
     return isinstance(overload, OpOverload) and torch.Tag.cudagraph_unsafe in overload.tags
+
+
+def is_op(target: Any) -> bool:
+    """Whether something is an op as the dispatcher calls it."""
+    return isinstance(target, OpOverload)
 
 
 def written_args(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -573,15 +630,46 @@ def _watched_launch(run: Callable[..., Any], around: AroundLaunch, thread: int) 
 def non_owning(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor over the same memory that does not keep it alive."""
     storage = tensor.untyped_storage()
-    borrowed = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    return over(
+        torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes()), tensor
+    )
+
+
+def over(storage: Any, like: torch.Tensor) -> torch.Tensor:
+    """A tensor that reads a storage as another tensor reads its own: conjugated and negated lazily, too."""
     with torch.inference_mode(False):
-        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return view.set_(borrowed, tensor.storage_offset(), tensor.size(), tensor.stride())
+        view = torch.empty(0, dtype=like.dtype, device=like.device)
+        view.set_(storage, like.storage_offset(), like.size(), like.stride())
+        if like.is_conj():
+            view = view.conj()
+        return torch._neg_view(view) if like.is_neg() else view
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's whole storage, as bytes."""
+    storage = tensor.untyped_storage()
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def has_memory(value: Any) -> bool:
+    """Whether a value is a tensor with a storage that can be looked at."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or is_traceable_wrapper_subclass(value):
+        return False
+    return value.layout is torch.strided and value.device.type != "meta"
 
 
 def storage_id(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory. Works on fake tensors, which have no address."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor may lie at one place."""
+    return bool(torch._debug_has_internal_overlap(tensor) != 0)
 
 
 def storage_is_alive(tensor: torch.Tensor) -> Callable[[], bool]:
@@ -590,6 +678,15 @@ def storage_is_alive(tensor: torch.Tensor) -> Callable[[], bool]:
 
     reference = StorageWeakRef(tensor.untyped_storage())
     return lambda: not reference.expired()
+
+
+def address_check(tensors: list[torch.Tensor], expected: list[int]) -> Callable[[], bool]:
+    """A function that tells whether all tensors lie where they are expected."""
+    compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # in builds for CUDA
+    if compare is not None:
+        return functools.partial(compare, tensors, expected, list(range(len(tensors))))
+    address = torch.Tensor.data_ptr
+    return lambda: list(map(address, tensors)) == expected
 
 
 copy_all: Callable[[Any, Any], None] = torch._foreach_copy_

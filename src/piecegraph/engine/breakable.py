@@ -21,15 +21,16 @@ from piecegraph.base.plan import Cut
 from piecegraph.base.structure import LEAF, flatten
 from piecegraph.base.user_code import user_line
 from piecegraph.engine.eager_interception import CallLog, ShownCalls, intercepting, wanting
+from piecegraph.engine.watch import ViewOp, Watched, watch
 from piecegraph.errors import CallError, RecordError, TraceError
 from piecegraph.graph.cut_rules import resolve_op
 from piecegraph.graph.example import Example
-from piecegraph.graph.interception import REASON, Interception, RehearsedOp, is_off, off
+from piecegraph.graph.interception import REASON, Interception, RehearsedOp, is_off
 from piecegraph.graph.signature import is_constant
-from piecegraph.graph.sources import FromCall, FromSize, Weight
+from piecegraph.graph.sources import Fixed, FromCall, FromSize, Weight
 from piecegraph.graph.tracer import EAGER_OP_REASON
 from piecegraph.graph.views import InputView
-from piecegraph.tape.body import FromOutput, Observed, ResultLeaf, Sizes, watch_weight
+from piecegraph.tape.body import FromOutput, Observed, ResultLeaf, SeenView, Sizes, watch_weight
 from piecegraph.tape.record import Recorder
 from piecegraph.tape.tape import WatchedWeight
 
@@ -169,28 +170,6 @@ class _FlatResult:
         return leaves
 
 
-class _WriteWatch(torch_compat.TorchDispatchMode):
-    """Notices which of some tensors are written to, and saves each one just before."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._by_storage = {torch_compat.storage_id(tensor): tensor for tensor in tensors}
-        self.saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        for written in torch_compat.written_args(func, args, kwargs or {}):
-            for leaf in flatten(written)[0]:
-                if isinstance(leaf, torch.Tensor) and (storage := torch_compat.storage_id(leaf)) in self._by_storage:
-                    tensor = self._by_storage[storage]
-                    if storage not in self.saved:
-                        self.saved[storage] = (tensor, tensor.clone())
-        return func(*args, **(kwargs or {}))
-
-    def restore(self) -> None:
-        for tensor, value in self.saved.values():
-            tensor.copy_(value)
-
-
 class BreakableBody:
     """A function that is run as it is."""
 
@@ -214,15 +193,18 @@ class BreakableBody:
         self._ops = [] if splitting_ops == "auto" else [torch_compat.op_of(resolve_op(op)) for op in splitting_ops]
         self._seen: dict[Sizes, list[Any]] = {}
         """What came out at each size: the shape of every tensor, and every other leaf itself."""
+        self._views: dict[tuple[Sizes, int], tuple[ViewOp, ...]] = {}
+        """How each result that is a view of an argument is made of it, by size and leaf."""
         self.cuts: tuple[Cut, ...] = ()
         with ShownCalls(self._log.run):
-            returned, inputs, watch = self._watched_run(example.tensors)
-        input_index = {torch_compat.storage_id(tensor): i for i, tensor in enumerate(inputs)}
-        self.written_calls = tuple(sorted(input_index[s] for s in watch.saved if s in input_index))
-        self.written_state = tuple(tensor for s, (tensor, _) in watch.saved.items() if s not in input_index)
-        leaves, paths, self.structure = flatten(returned)
+            watched = watch(self._call, example.tensors)
+        self.layout_reader = watched.layout_reader
+        self.written_calls = watched.written_calls
+        self.written_state = watched.written_state
+        leaves, paths, self.structure = flatten(watched.returned)
+        state = {torch_compat.storage_id(tensor) for tensor in weights.values()}
         self.leaves: tuple[ResultLeaf, ...] = tuple(
-            _leaf(i, leaf, path, inputs) for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True))
+            _leaf(i, leaf, path, watched, state) for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True))
         )
 
     def num_places(self, interception: Interception) -> int:
@@ -240,20 +222,17 @@ class BreakableBody:
         args, kwargs = self._example.with_tensors(tensors)
         return self._function(*args, **kwargs)
 
-    def _watched_run(self, example: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor], _WriteWatch]:
-        """Run once on copies, to see what comes out and what is written."""
-        with torch_compat.without_trace(tensor.device for tensor in example):
-            inputs = [tensor.clone() for tensor in example]
-            watch = _WriteWatch([*inputs, *self._weights.values()])
-            with watch, off():
-                returned = self._call(inputs)
-            watch.restore()
-        return returned, inputs, watch
-
     def learn(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
-        """Run once more if this size was never seen: shapes of results are looked up, not guessed."""
-        if sizes not in self._seen:
-            self._remember(flatten(self._watched_run(tensors)[0])[0], sizes)
+        """Run once more if this size was never seen: shapes and views of results are looked up, not guessed."""
+        views = [leaf.index for leaf in self.leaves if isinstance(leaf, SeenView)]
+        if sizes in self._seen and all((sizes, index) in self._views for index in views):
+            return
+        watched = watch(self._call, tensors)
+        leaves = flatten(watched.returned)[0]
+        self._remember(leaves, sizes)
+        for index in views:
+            found = watched.view_of_input(leaves[index])
+            self._views[sizes, index] = () if found is None else found[1]
 
     def _remember(self, leaves: Sequence[Any], sizes: Sizes) -> None:
         self._seen[sizes] = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -279,9 +258,9 @@ class BreakableBody:
         shape = self._seen[sizes][index]
         return shape if isinstance(shape, tuple) else None
 
-    def number(self, leaf: FromSize | InputView | Observed, sizes: Sizes) -> tuple[Any, ...]:
-        assert isinstance(leaf, Observed), "a breakable body has no symbolic sizes"
-        return (self._seen[sizes][leaf.index],)
+    def number(self, leaf: FromSize | InputView | Observed | SeenView, sizes: Sizes) -> tuple[Any, ...]:
+        assert isinstance(leaf, (Observed, SeenView)), "a breakable body has no symbolic sizes"
+        return (self._seen[sizes][leaf.index],) if isinstance(leaf, Observed) else self._views[sizes, leaf.index]
 
     def violated(self, sizes: Sizes) -> str | None:
         return None
@@ -294,12 +273,15 @@ class BreakableBody:
         ]
 
 
-def _leaf(index: int, leaf: Any, path: str, inputs: Sequence[torch.Tensor]) -> ResultLeaf:
-    for i, tensor in enumerate(inputs):
+def _leaf(index: int, leaf: Any, path: str, watched: Watched, state: set[int]) -> ResultLeaf:
+    for i, tensor in enumerate(watched.inputs):
         if leaf is tensor:
             return FromCall(i)
     if isinstance(leaf, torch.Tensor):
-        return FromOutput(index)
+        if torch_compat.has_memory(leaf) and torch_compat.storage_id(leaf) in state:
+            return Fixed(leaf)
+        found = watched.view_of_input(leaf) if torch_compat.has_memory(leaf) else None
+        return FromOutput(index) if found is None else SeenView(index, found[0])
     if is_constant(leaf):
         return Observed(index)
     raise TraceError(

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from piecegraph.base import torch_compat
 from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
 from piecegraph.base.structure import flatten
@@ -20,10 +19,13 @@ from piecegraph.engine.recorded import RecordedTapes
 from piecegraph.engine.route import Refusal
 from piecegraph.engine.runner import PlanRunner
 from piecegraph.engine.variants import Variants
+from piecegraph.engine.weights import WeightWatch
 from piecegraph.errors import CallError, PiecegraphError
 from piecegraph.graph.interception import Interception, registry
-from piecegraph.graph.signature import Binder, Call, Signature
+from piecegraph.graph.outside import OutsideValues
+from piecegraph.graph.signature import Binder, Call, LayoutMisfit, Signature
 from piecegraph.tape.library import TapeLibrary
+from piecegraph.tape.tape import WeightMovedError
 
 run_eagerly: ContextVar[bool] = ContextVar("piecegraph_eager", default=False)
 """Set inside ``with piecegraph.eager():``."""
@@ -36,6 +38,7 @@ class _Kind(NamedTuple):
     """One kind of call, and its plans."""
 
     signature: Signature
+    outside: OutsideValues | None
     plans: Variants[PlanRunner]
 
 
@@ -55,6 +58,7 @@ class Engine:
         self._kinds: list[_Kind] = []
         self._binder = Binder(subject.function)
         self._lock = threading.RLock()
+        self._weights = WeightWatch(subject.module)
         self._is_closed = False
         registry.compiled.add(self)
 
@@ -66,7 +70,7 @@ class Engine:
     def plans(self) -> list[PlanRunner]:
         """The plan of every kind of call seen."""
         with self._lock:
-            return [kind.plans.shown for kind in self._kinds]
+            return [kind.plans.shown for kind in self._kinds if kind.plans.all]
 
     @property
     def recorded(self) -> RecordedTapes:
@@ -97,6 +101,8 @@ class Engine:
         with self._lock:
             self.num_calls += 1
             try:
+                if self._weights.changed:
+                    self._plan_anew(f"{self._weights.changed} was replaced")
                 if torch.is_grad_enabled() and self._needs_grad(args, kwargs):
                     return _NEEDS_GRAD
                 if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
@@ -105,8 +111,8 @@ class Engine:
                 if isinstance(found, Refusal):
                     return found
                 plan, call = found
-                if plan.body.written_calls and (overlap := _overlap(plan, call)) is not None:
-                    return overlap
+                if plan.sharing is not None and (reason := plan.sharing.found_in(call.tensors)):
+                    return _refuse("PG206", reason)
                 route = plan.routes.get(call.sizes) or plan.arrange(call)
                 if isinstance(route, Refusal):
                     return route
@@ -115,6 +121,10 @@ class Engine:
                 result = route.serve(call.tensors)
                 self.num_replays += route.replays
                 return result
+            except WeightMovedError as moved:
+                self._plan_anew(f"{moved.what}: {moved.why}")
+                self.num_calls -= 1
+                return self._serve(args, kwargs)
             except PiecegraphError as error:
                 if error.phase:  # it was planned or recorded, not replayed
                     self._on_failure(self.name, error)
@@ -125,6 +135,8 @@ class Engine:
         module = self.subject.module
         training = None if module is None else module.training
         for kind in self._kinds:
+            if kind.outside is not None and not kind.outside.hold():
+                continue
             call = kind.signature.match(names, values, training, args, kwargs)
             if type(call) is Call:
                 return kind.plans.current(call), call
@@ -134,25 +146,39 @@ class Engine:
 
     def _plan_or_refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PlanRunner, Call] | Refusal:
         self._check_open()
-        if any(kind.signature.size_names for kind in self._kinds):
-            return _refuse("PG502", self._why_no_match(args, kwargs), "call capture() to plan for such inputs too")
+        misfits = self._misfits(args, kwargs)
+        layout = next((reason for reason in misfits if isinstance(reason, LayoutMisfit)), None)
+        if layout is not None:
+            return _refuse("PG514", layout, _LAYOUT_HINT)
+        if any(kind.signature.size_names for kind in self._live_kinds()):
+            return _refuse("PG502", "; ".join(misfits), "call capture() to plan for such inputs too")
         if len(self._kinds) >= self.config.options.max_signatures:
             reason = f"{len(self._kinds)} input signatures are recorded already"
             return _refuse("PG509", reason, "raise options['max_signatures']")
         return self._make_plan(args, kwargs)
 
-    def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PlanRunner, Call]:
+    def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PlanRunner, Call] | Refusal:
         blueprint, call = self.planner.read(self._binder, args, kwargs)
         plans = Variants(blueprint.num_places, partial(self.planner.make, blueprint))
-        plan = plans.current(call)
-        self._kinds.append(_Kind(blueprint.signature, plans))
-        return plan, call
+        found = (plans.current(call), call) if isinstance(call, Call) else _refuse("PG514", call, _LAYOUT_HINT)
+        self._kinds.append(_Kind(blueprint.signature, blueprint.outside, plans))
+        return found
 
-    def _why_no_match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _live_kinds(self) -> list[_Kind]:
+        """The kinds that were planned with what is outside the call as it is now."""
+        return [kind for kind in self._kinds if kind.outside is None or kind.outside.hold()]
+
+    def _plan_anew(self, reason: str) -> None:
+        """Forget plans whose graphs read weights that are the module's no more."""
+        self.events.emit(Event("PG515", self.name, f"{reason}; what was recorded is recorded again"))
+        self.forget()
+
+    def _misfits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        """Why no plan fits a call."""
         names, values = self._binder.bind(args, kwargs)
         training = self.subject.training
-        reasons = [kind.signature.match(names, values, training, args, kwargs) for kind in self._kinds]
-        return "; ".join(dict.fromkeys(reason for reason in reasons if isinstance(reason, str)))
+        reasons = [kind.signature.match(names, values, training, args, kwargs) for kind in self._live_kinds()]
+        return list(dict.fromkeys(reason for reason in reasons if isinstance(reason, str)))
 
     def _needs_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if self.subject.module is not None and any(p.requires_grad for p in self.subject.module.parameters()):
@@ -182,7 +208,10 @@ class Engine:
         with ThreadInterceptions.here().suspended(), self._lock:
             self._check_open()
             try:
-                plan, call = self._match(args, kwargs) or self._make_plan(args, kwargs)
+                found = self._match(args, kwargs) or self._make_plan(args, kwargs)
+                if isinstance(found, Refusal):
+                    raise CallError(found.event.code, f"{self.name} cannot be captured", why=found.event.reason)
+                plan, call = found
                 if plan.plan.mode != "none":
                     plan.record_listed(call)
             except Exception as error:
@@ -193,6 +222,8 @@ class Engine:
         """Drop every plan; the next call makes a new one."""
         with self._lock:
             self._kinds.clear()
+            self.planner.release()
+            self._weights.renew()
 
     def close(self) -> None:
         """Give back graphs and memory. Calls afterwards are an error; the original is untouched."""
@@ -200,7 +231,8 @@ class Engine:
             self._is_closed = True
             registry.compiled.discard(self)
             self._kinds.clear()
-            self.planner.close()
+            self.planner.release()
+            self.planner.device = None
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -216,20 +248,10 @@ def _refuse(code: str, reason: str, hint: str = "") -> Refusal:
     return Refusal(Event(code, "call", reason, hint))
 
 
+_LAYOUT_HINT = "pass tensors as they lay at the first call, such as contiguous ones"
 _NEEDS_GRAD = _refuse(
     "PG501",
     "gradients are on and a parameter or input requires them",
     "call under torch.no_grad() or torch.inference_mode()",
 )
 _IS_AUTOCAST = _refuse("PG506", "a plan does not know autocast", "put autocast inside forward")
-
-
-def _overlap(plan: PlanRunner, call: Call) -> Refusal | None:
-    """Whether an argument that is written to shares memory with another: their copies would not."""
-    for i in plan.body.written_calls:
-        storage = torch_compat.storage_id(call.tensors[i])
-        for j, other in enumerate(call.tensors):
-            if j != i and torch_compat.storage_id(other) == storage:
-                names = [leaf.name for leaf in plan.signature.tensors]
-                return _refuse("PG206", f"{names[i]} is written to and shares memory with {names[j]}")
-    return None

@@ -15,12 +15,14 @@ from piecegraph.engine.breakable import BreakableBody
 from piecegraph.engine.mode import choose_mode, make_graph_device
 from piecegraph.engine.pipeline import Pipeline
 from piecegraph.engine.runner import PlanRunner
+from piecegraph.engine.watch import watch_example
 from piecegraph.errors import located
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.example import Example, read_example
 from piecegraph.graph.fuse import separate
 from piecegraph.graph.interception import Interception
-from piecegraph.graph.signature import Binder, Call, Signature
+from piecegraph.graph.outside import OutsideValues
+from piecegraph.graph.signature import Binder, Call, Signature, with_layout
 from piecegraph.graph.sources import Weight
 from piecegraph.graph.split import find_intercepted
 from piecegraph.graph.tracer import Traced
@@ -62,6 +64,8 @@ class Blueprint:
 
     signature: Signature
     source: Traced | BreakableBody
+    outside: OutsideValues | None
+    """What else must be as it was; None if nothing."""
     device: torch.device
     decisions: tuple[Decision, ...]
     pipeline: Pipeline
@@ -85,8 +89,8 @@ class Planner:
         self.num_compiles = 0
         self._joined: list[Weight] = []
 
-    def read(self, binder: Binder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Blueprint, Call]:
-        """Understand calls like this one."""
+    def read(self, binder: Binder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Blueprint, Call | str]:
+        """Understand calls like this one; also returns the call, or why not even this one can be served."""
         subject, config = self._subject, self._config
         example = read_example(
             subject.function,
@@ -101,10 +105,12 @@ class Planner:
         pipeline = Pipeline(config.backend, config.passes, self._rules, config.options, self._events, is_full)
         source, decisions = (self._trace if config.frontend == "trace" else self._watch)(example, pipeline)
         signature = source.signature if isinstance(source, Traced) else example.signature
+        if source.layout_reader:
+            signature = with_layout(signature, source.layout_reader)
         call = signature.match(*binder.bind(args, kwargs), subject.training, args, kwargs)
-        assert isinstance(call, Call), call
         device = _device_of(signature, subject)
-        return Blueprint(signature, source, device, (example.decision, *decisions), pipeline), call
+        outside = source.outside if isinstance(source, Traced) and source.outside.names else None
+        return Blueprint(signature, source, outside, device, (example.decision, *decisions), pipeline), call
 
     def make(self, blueprint: Blueprint, interceptions: Sequence[Interception], call: Call) -> PlanRunner:
         """Make a plan. Nothing is recorded yet.
@@ -144,9 +150,8 @@ class Planner:
             function=subject.function,
         )
 
-    def close(self) -> None:
-        """Give back the memory pool, and the parameters their own memory."""
-        self.device = None
+    def release(self) -> None:
+        """Give the parameters that were joined memory of their own."""
         for weight in self._joined:
             separate([part.tensor for part in weight.parts])
         self._joined.clear()
@@ -155,7 +160,15 @@ class Planner:
         subject = self._subject
         traced, decisions = pipeline.fuse(pipeline.trace(subject.function, example, subject.weights()))
         self._joined += [w for w in traced.inputs.values() if isinstance(w, Weight) and w.parts]
-        return traced, decisions
+        watched = watch_example(subject.function, example)
+        pipeline.clock.lap("watch")
+        seen = replace(
+            traced,
+            written_calls=tuple(sorted({*traced.written_calls, *watched.written_calls})),
+            hidden_state=watched.written_state,
+            layout_reader=watched.layout_reader,
+        )
+        return seen, decisions
 
     def _watch(self, example: Example, pipeline: Pipeline) -> tuple[BreakableBody, tuple[Decision, ...]]:
         subject, config = self._subject, self._config

@@ -17,10 +17,10 @@ from piecegraph.base.events import Event
 from piecegraph.base.plan import SizeKey
 from piecegraph.graph.signature import TensorLeaf
 from piecegraph.graph.sources import Fixed, FromCall, FromSize
-from piecegraph.tape.body import Body, FromOutput, Observed, ResultLeaf
+from piecegraph.tape.body import Body, FromOutput, Observed, ResultLeaf, SeenView
 from piecegraph.tape.buffers import StaticInputs, conform, padded_parts, real_part
 from piecegraph.tape.device import GraphDevice
-from piecegraph.tape.tape import DirectTape, Tape, WatchedWeight
+from piecegraph.tape.tape import Addresses, DirectTape, Tape
 
 MakeLeaf = Callable[[Sequence[Any], Sequence[torch.Tensor]], Any]
 """Makes one leaf of the result from the outputs and the call's tensors."""
@@ -59,14 +59,14 @@ class TapeRoute:
         *,
         clone: bool,
         device: GraphDevice | None,
-        sentinel: WatchedWeight | None,
+        addresses: Addresses | None,
         loss: Event | None,
     ) -> None:
         self.loss = loss
         self._tape = tape
         self._buffers = buffers
         self._device = device
-        self._sentinel = sentinel
+        self._addresses = addresses
         views = buffers.views(key.values)
         copied = [i for i, leaf in enumerate(buffers.leaves) if leaf.address is None]
         self._copied = None if len(copied) == len(buffers.leaves) else tuple(copied)
@@ -83,10 +83,12 @@ class TapeRoute:
     def serve(self, tensors: Sequence[torch.Tensor]) -> Any:
         if self._device is not None:
             self._device.use_caller_stream()
-            weight = self._sentinel
-            if weight is not None and weight.tensor.data_ptr() != weight.address:
-                raise weight.moved()
-        torch_compat.copy_all(self._targets, tensors if self._copied is None else [tensors[i] for i in self._copied])
+            if self._addresses is not None and not self._addresses.hold():
+                raise self._addresses.moved()
+        if self._targets:
+            torch_compat.copy_all(
+                self._targets, tensors if self._copied is None else [tensors[i] for i in self._copied]
+            )
         if self._buffers.filled_by is not self or self._written:
             for part, value in self._padding:
                 part.fill_(value)
@@ -143,10 +145,25 @@ def _leaf_maker(
     numbers = body.number(leaf, sizes)
     if isinstance(leaf, (FromSize, Observed)):
         return lambda outputs, tensors: numbers[0]
+    if isinstance(leaf, SeenView):
+        return _view_maker(leaf, numbers, _output_maker(leaf.index, body, recorded, sizes, clone=clone))
     source = leaf.source
     if isinstance(source, FromCall):
         return lambda outputs, tensors: leaf.apply(tensors[source.index], *numbers)
     return lambda outputs, tensors: leaf.apply(source.tensor, *numbers)
+
+
+def _view_maker(leaf: SeenView, ops: Sequence[Callable[[torch.Tensor], torch.Tensor]], copy: MakeLeaf) -> MakeLeaf:
+    def make(outputs: Sequence[Any], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        view = tensors[leaf.argument]
+        try:
+            for op in ops:
+                view = op(view)
+        except RuntimeError:  # it lies in memory as no view can be taken of: a reshape makes a copy then
+            view = copy(outputs, tensors)
+        return view
+
+    return make if ops else copy
 
 
 def _output_maker(

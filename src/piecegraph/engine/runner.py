@@ -16,6 +16,7 @@ from piecegraph.base.plan import Decision, Plan, SizeKey
 from piecegraph.base.progress import Progress
 from piecegraph.base.structure import flatten
 from piecegraph.engine.route import PiecesRoute, Refusal, Route, TapeRoute
+from piecegraph.engine.sharing import Sharing
 from piecegraph.errors import ConfigError
 from piecegraph.graph import interception
 from piecegraph.graph.signature import Call, Signature
@@ -27,6 +28,7 @@ from piecegraph.tape.calls import SizedCalls
 from piecegraph.tape.device import GraphDevice
 from piecegraph.tape.library import TapeLibrary
 from piecegraph.tape.padding import padding_changes
+from piecegraph.tape.tape import Addresses
 
 _MAX_ROUTES = 4096
 
@@ -69,8 +71,10 @@ class PlanRunner:
         pad = {"always": True, "never": False, "auto": None}[config.padding]
         self._can_pad: list[bool | None] = [pad] * len(signature.size_names)
         """For each size dimension; None until it was tried."""
-        self._sentinel = next(iter(body.weights()), None) if device is not None else None
-        """``model.to(...)`` and its like move every weight: looking at one of them at each call is enough to notice."""
+        weights = body.weights() if device is not None else []
+        self._addresses = Addresses(weights) if weights else None
+        self.sharing = Sharing(signature, body) if body.written_calls or body.written_state else None
+        """Looks for memory that a call writes to and reads in another place; None if calls write nothing."""
         self._check_sizes()
 
     def _check_sizes(self) -> None:
@@ -119,7 +123,7 @@ class PlanRunner:
             self.calls.buffers,
             clone=self._config.options.clone_outputs,
             device=self._device,
-            sentinel=self._sentinel,
+            addresses=self._addresses,
             loss=Event("PG510", "call", reason, "add a capture size nearer to it") if is_heavy else None,
         )
 

@@ -44,6 +44,10 @@ class TensorLeaf:
     """(dimension, size) of all others."""
     address: int | None = None
     """Where the data must lie, for inputs declared static."""
+    layout_reader: str = ""
+    """The line that asks how tensors lie in memory: it must find them as the buffers are."""
+    is_plain: bool = True
+    """Whether neither of these two has to be checked."""
 
     def show(self, size_names: Sequence[str]) -> str:
         names = {dim: size_names[size] for dim, size in self.dynamic}
@@ -63,6 +67,12 @@ class Constant:
 
 
 Leaf = TensorLeaf | Constant
+
+
+class LayoutMisfit(str):
+    """Why a call does not fit that differs from the planned ones only in how a tensor lies in memory."""
+
+    __slots__ = ()
 
 
 class Call(NamedTuple):
@@ -184,7 +194,7 @@ class Signature:
                 and type(value) in _PLAIN_TENSORS
                 and value.dtype is argument.dtype
                 and value.device == argument.device
-                and argument.address is None
+                and argument.is_plain
             ):
                 shape = value.shape
                 is_fitting = len(shape) == len(argument.shape)
@@ -243,6 +253,8 @@ def _misfit(leaf: Leaf, value: Any, sizes: list[int]) -> str | None:
             return f"{leaf.name}.shape[{dim}] is {shape[dim]}, but the same size is {sizes[index]} elsewhere"
     if leaf.address is not None and value.data_ptr() != leaf.address:
         return f"{leaf.name} is declared static but lies at another address than planned"
+    if leaf.layout_reader and value.stride() != dense_strides(shape, leaf.dim_order):
+        return LayoutMisfit(f"{leaf.name} has strides {value.stride()}, which {leaf.layout_reader} asks for")
     return None
 
 
@@ -291,6 +303,7 @@ def _leaf(name: str, value: Any, dynamic: dict[int, int], is_static: bool) -> Le
             dynamic=tuple(dynamic.items()),
             fixed=tuple((d, n) for d, n in enumerate(shape) if d not in dynamic),
             address=value.data_ptr() if is_static else None,
+            is_plain=not is_static,
         )
     if is_constant(value):
         return Constant(name, value)
@@ -330,6 +343,15 @@ def dense_strides(shape: Sequence[int], dim_order: Sequence[int]) -> tuple[int, 
         strides[dim] = step
         step *= max(1, shape[dim])
     return tuple(strides)
+
+
+def with_layout(signature: Signature, reader: str) -> Signature:
+    """The signature for tensors that lie as their buffers do and in no other way."""
+
+    def pin(leaf: Leaf) -> Leaf:
+        return replace(leaf, layout_reader=reader, is_plain=False) if isinstance(leaf, TensorLeaf) else leaf
+
+    return _map_leaves(signature, pin)
 
 
 def with_fixed(signature: Signature, fixed: Sequence[tuple[str, int]]) -> Signature:

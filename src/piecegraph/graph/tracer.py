@@ -23,6 +23,7 @@ from piecegraph.base.structure import Structure, flatten
 from piecegraph.base.user_code import is_user_file
 from piecegraph.errors import TraceError
 from piecegraph.graph.example import Example
+from piecegraph.graph.outside import OutsideValues
 from piecegraph.graph.signature import Signature, dense_strides, is_constant, with_fixed
 from piecegraph.graph.sizes import SizeRules
 from piecegraph.graph.sources import Fixed, FromCall, FromGraph, FromSize, GraphInput, Weight
@@ -52,6 +53,12 @@ class Traced:
     written_calls: tuple[int, ...]
     """Arguments the function writes to, as indices into ``signature.tensors``."""
     written_weights: tuple[Weight, ...]
+    hidden_state: tuple[torch.Tensor, ...]
+    """Memory that was there before the call and that ops write to without saying so."""
+    layout_reader: str
+    """The line that asks how tensors lie in memory; empty if none does."""
+    outside: OutsideValues
+    """What was read outside the call."""
     streams: Mapping[int, Any]
     """The streams and events the graph refers to by number."""
 
@@ -70,8 +77,8 @@ def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, 
     inputs = _identify_inputs(graph, capture.example_inputs, tensors, weights)
     by_leaf = {source.index: node for node, source in inputs.items() if isinstance(source, FromCall)}
     signature = with_fixed(example.signature, _fixed_dims(example, by_leaf))
-    returned, marks = _dry_run(capture, graph, args, kwargs)
-    results, structure = _identify_results(returned, marks, inputs, tensors)
+    code = _GeneratedCode(capture, graph, example)
+    results, structure = _identify_results(code, inputs, tensors)
     written = _written_placeholders(graph)
     return Traced(
         signature=signature,
@@ -84,6 +91,9 @@ def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, 
         sizes=SizeRules.learn(signature, by_leaf, capture.fake_mode),
         written_calls=tuple(s.index for n, s in inputs.items() if n in written and isinstance(s, FromCall)),
         written_weights=tuple(s for n, s in inputs.items() if n in written and isinstance(s, Weight)),
+        hidden_state=(),
+        layout_reader="",
+        outside=_outside_values(capture, inputs, weights),
         streams=capture.external_objects,
     )
 
@@ -130,13 +140,16 @@ def _stand_ins(example: Example) -> list[torch.Tensor]:
     Dynamo treats sizes 0 and 1 as constants, so a dynamic size that was 0 or 1 in the example is traced as 2.
     """
     stand_ins = []
+    taken: set[int] = set()  # the buffers of arguments do not share memory, even if the arguments of this call do
     with torch_compat.outside_inference():
         for leaf, tensor in zip(example.signature.tensors, example.tensors, strict=True):
             moving = {dim for dim, _ in leaf.dynamic}
             shape = [max(2, size) if dim in moving else size for dim, size in enumerate(leaf.shape)]
             strides = dense_strides(shape, leaf.dim_order)
-            if tensor.is_inference() or tuple(shape) != leaf.shape or tensor.stride() != strides:
+            is_shared = torch_compat.storage_id(tensor) in taken
+            if is_shared or tensor.is_inference() or tuple(shape) != leaf.shape or tensor.stride() != strides:
                 tensor = torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device).zero_()
+            taken.add(torch_compat.storage_id(tensor))
             stand_ins.append(tensor.detach())
             for dim in moving:
                 torch_compat.mark_dynamic(stand_ins[-1], dim)
@@ -172,6 +185,20 @@ def _identify_inputs(
     return inputs
 
 
+def _outside_values(
+    capture: torch_compat.DynamoCapture,
+    inputs: Mapping[torch.fx.Node, GraphInput],
+    weights: Mapping[str, torch.Tensor],
+) -> OutsideValues:
+    known = {id(tensor) for tensor in weights.values()}
+    tensors = [
+        name
+        for name, source in zip(capture.sources, inputs.values(), strict=True)
+        if isinstance(source, Weight) and name and id(source.tensor) not in known
+    ]
+    return OutsideValues(tensors, capture.constants, capture.scopes)
+
+
 def _fixed_dims(example: Example, by_leaf: Mapping[int, torch.fx.Node]) -> list[tuple[str, int]]:
     """The dynamic dimensions that the model fixes to one value after all. An error if they were asked for by name."""
     is_explicit = any(request.is_explicit for request in example.requests)
@@ -196,33 +223,51 @@ class _SizeMark(int):
     """Stands for a size in the dry run that shows the structure of the result."""
 
 
-def _dry_run(
-    capture: torch_compat.DynamoCapture, graph: torch.fx.Graph, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, dict[int, Any]]:
-    """Run Dynamo's generated code around dummies for the graph's outputs: what it returns, and the dummies' nodes."""
-    outputs = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    dummies = [_dummy(node) for node in outputs]
-    with torch_compat.outside_inference(), _unchanged(capture.touched):
-        returned = capture.run_bytecode(lambda *_: tuple(dummies))(*args, **kwargs)
-    # The dummies are kept with their nodes: an id means nothing once its object is gone.
-    return returned, {id(dummy): (dummy, node) for dummy, node in zip(dummies, outputs, strict=True)}
+class _GeneratedCode:
+    """The code that Dynamo generated around the graph, run with dummies for the graph's outputs."""
+
+    def __init__(self, capture: torch_compat.DynamoCapture, graph: torch.fx.Graph, example: Example) -> None:
+        outputs: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
+        dummies = [_dummy(node) for node in outputs]
+        # The dummies are kept with their nodes: an id means nothing once its object is gone.
+        self.nodes = {id(dummy): (dummy, node) for dummy, node in zip(dummies, outputs, strict=True)}
+        self._touched = capture.touched
+        self._example = example
+        self._run = capture.run_bytecode(lambda *_: tuple(dummies))
+
+    def dry_run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The result, with a dummy for everything that comes out of the graph."""
+        args, kwargs = self._example.with_tensors(tensors)
+        with torch_compat.outside_inference(), _unchanged(self._touched):
+            return self._run(*args, **kwargs)
+
+    def view_of(self, index: int, tensors: Sequence[torch.Tensor], position: int) -> InputView:
+        """A leaf of the result that the code itself makes of an argument: ``x.T`` is an attribute, and in no graph."""
+        others = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
+
+        def apply(tensor: torch.Tensor) -> torch.Tensor:
+            args, kwargs = self._example.with_tensors([*others[:index], tensor, *others[index + 1 :]])
+            leaf: torch.Tensor = flatten(self._run(*args, **kwargs))[0][position]
+            return leaf
+
+        return InputView(FromCall(index), (), apply)
 
 
 def _identify_results(
-    returned: Any,
-    marks: Mapping[int, tuple[Any, Any]],
-    inputs: Mapping[torch.fx.Node, GraphInput],
-    tensors: Sequence[torch.Tensor],
+    code: _GeneratedCode, inputs: Mapping[torch.fx.Node, GraphInput], tensors: Sequence[torch.Tensor]
 ) -> tuple[tuple[ResultLeaf, ...], Structure]:
     """See where each part of the result comes from."""
-    leaves, paths, structure = flatten(returned)
+    leaves, paths, structure = flatten(code.dry_run(tensors))
     call_index = {id(tensor): i for i, tensor in enumerate(tensors)}
+    by_storage = {torch_compat.storage_id(tensor): i for i, tensor in enumerate(tensors)}
     results: list[ResultLeaf] = []
-    for leaf, path in zip(leaves, paths, strict=True):
-        if id(leaf) in marks:
-            results.append(_graph_result(marks[id(leaf)][1], inputs))
+    for position, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
+        if id(leaf) in code.nodes:
+            results.append(_graph_result(code.nodes[id(leaf)][1], inputs))
         elif id(leaf) in call_index:
             results.append(FromCall(call_index[id(leaf)]))
+        elif isinstance(leaf, torch.Tensor) and torch_compat.storage_id(leaf) in by_storage:
+            results.append(code.view_of(by_storage[torch_compat.storage_id(leaf)], tensors, position))
         elif isinstance(leaf, torch.Tensor) or is_constant(leaf):
             results.append(Fixed(leaf))
         else:

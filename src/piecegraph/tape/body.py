@@ -38,7 +38,15 @@ class Observed:
     index: int
 
 
-ResultLeaf = FromOutput | Observed | FromCall | FromSize | InputView | Fixed
+@dataclass(frozen=True, slots=True)
+class SeenView:
+    """One of the body's outputs that was a view of an argument when the function was run at the same size."""
+
+    index: int
+    argument: int
+
+
+ResultLeaf = FromOutput | Observed | SeenView | FromCall | FromSize | InputView | Fixed
 
 
 class Body(Protocol):
@@ -69,8 +77,8 @@ class Body(Protocol):
     def output_shape(self, index: int, sizes: Sizes) -> tuple[int, ...] | None:
         """The shape of an output at a size; None if it is not known before the run."""
 
-    def number(self, leaf: FromSize | InputView | Observed, sizes: Sizes) -> tuple[Any, ...]:
-        """The numbers a leaf needs at a size: its own value, or what its view is made with."""
+    def number(self, leaf: FromSize | InputView | Observed | SeenView, sizes: Sizes) -> tuple[Any, ...]:
+        """What a leaf needs at a size: its own value, or what its view is made with."""
 
     def learn(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
         """Called before a new size is served, with a call of that size."""
@@ -98,7 +106,7 @@ class TracedBody:
         )
         self.structure = traced.structure
         self.written_calls = traced.written_calls
-        self.written_state = tuple(weight.tensor for weight in traced.written_weights)
+        self.written_state = (*(weight.tensor for weight in traced.written_weights), *traced.hidden_state)
 
     def run(self, tensors: Sequence[torch.Tensor], sizes: Sizes, run_step: RunStep = run_plainly) -> list[Any]:
         return self._program.at(sizes).run(tensors, run_step)
@@ -116,8 +124,8 @@ class TracedBody:
     def learn(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
         """Everything is in the graph already."""
 
-    def number(self, leaf: FromSize | InputView | Observed, sizes: Sizes) -> tuple[Any, ...]:
-        assert not isinstance(leaf, Observed)
+    def number(self, leaf: FromSize | InputView | Observed | SeenView, sizes: Sizes) -> tuple[Any, ...]:
+        assert isinstance(leaf, (FromSize, InputView)), leaf
         exprs = (leaf.expr,) if isinstance(leaf, FromSize) else leaf.symbols
         return tuple(self._traced.sizes.evaluate(expr, sizes) for expr in exprs)
 

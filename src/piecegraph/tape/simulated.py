@@ -48,7 +48,7 @@ class _Call:
     def replay(self) -> None:
         tensors = _tensors(self.function(*self.args, **self.kwargs))
         for position, block in self.results:
-            block.memory.copy_(_bytes_of(tensors[position]))
+            block.memory.copy_(torch_compat.bytes_of(tensors[position]))
 
 
 class _CallNodes:
@@ -152,13 +152,12 @@ class SimulatedGraphs:
             if storage not in moved:
                 moved[storage], block = self._move(leaf)
                 results.append((position, block))
-            owner = moved[storage].untyped_storage()
-            leaves[i] = torch.empty(0, dtype=leaf.dtype).set_(owner, leaf.storage_offset(), leaf.size(), leaf.stride())
+            leaves[i] = torch_compat.over(moved[storage].untyped_storage(), leaf)
         return results
 
     def _move(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Block]:
         """A tensor over a new block of the pool that holds the tensor's whole storage."""
-        block = _Block(_bytes_of(tensor).clone())
+        block = _Block(torch_compat.bytes_of(tensor).clone())
         self._blocks.append(block)
         self._addresses.add(block.memory.data_ptr())
         handed_out = torch_compat.non_owning(block.memory)
@@ -171,7 +170,7 @@ class SimulatedGraphs:
     def allocate_like(self, tensor: torch.Tensor) -> torch.Tensor:
         fresh = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
         owner, _ = self._move(fresh)
-        return torch.empty(0, dtype=tensor.dtype).set_(owner.untyped_storage(), 0, tensor.size(), tensor.stride())
+        return torch_compat.over(owner.untyped_storage(), fresh)
 
     def reserved_bytes(self) -> int:
         return sum(block.memory.numel() for block in (*self._older, *self._blocks))
@@ -216,12 +215,6 @@ def _name_of(function: Any) -> str:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's whole storage, as bytes."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _borrow(value: Any, device: SimulatedGraphs) -> Any:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from piecegraph.base import torch_compat
 from piecegraph.base.origin import GraphNode, GraphRecord, LaunchCall
 from piecegraph.base.plan import Cut, Piece
 from piecegraph.base.structure import atoms
@@ -181,6 +182,10 @@ class EagerStep:
             )
 
 
+class WeightMovedError(AddressError):
+    """A weight is not where graphs read it: they have to be recorded again."""
+
+
 @dataclass(frozen=True, slots=True)
 class WatchedWeight:
     """A weight that graphs read, to be found where it was recorded."""
@@ -193,15 +198,28 @@ class WatchedWeight:
     address: int
     reader: str
 
-    def moved(self) -> AddressError:
+    def moved(self) -> WeightMovedError:
         """The error to raise when it is somewhere else."""
-        return AddressError(
+        return WeightMovedError(
             "PG520",
             f"weight {self.name!r} has moved",
             where=f"input of {self.reader}",
             why=f"the graph reads {self.address:#x}, the weight is now at {self.current().data_ptr():#x}",
             hint="change weights in place (copy_, load_state_dict), or compile again after moving them",
         )
+
+
+class Addresses:
+    """Where the weights of a plan lie."""
+
+    def __init__(self, weights: Sequence[WatchedWeight]) -> None:
+        self._weights = tuple(weights)
+        self.hold = torch_compat.address_check([w.tensor for w in weights], [w.address for w in weights])
+        """Whether all of them are where they were recorded."""
+
+    def moved(self) -> WeightMovedError:
+        """The error to raise when they do not hold."""
+        return next(w for w in self._weights if w.tensor.data_ptr() != w.address).moved()
 
 
 class Tape:

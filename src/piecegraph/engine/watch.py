@@ -1,0 +1,175 @@
+"""What a function does to memory, seen by running it once on copies of its arguments.
+
+A schema says which arguments an op writes to, and some ops do not keep to it: batch norm moves its statistics, a custom
+op may write to anything. So every tensor that was there before the run is compared around every op that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from piecegraph.base import torch_compat
+from piecegraph.base.structure import flatten
+from piecegraph.base.user_code import user_line
+from piecegraph.engine.eager_interception import ShownCalls
+from piecegraph.graph.example import Example
+from piecegraph.graph.interception import off
+
+_LAYOUT_READS = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset})
+
+ViewOp = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """One run of a function."""
+
+    returned: Any
+    inputs: tuple[torch.Tensor, ...]
+    """The copies of the arguments that it worked on."""
+    written_calls: tuple[int, ...]
+    """Arguments it wrote to."""
+    written_state: tuple[torch.Tensor, ...]
+    """Other memory it wrote to that was there before: whole storages, as bytes."""
+    layout_reader: str
+    """The line that asked how a tensor lies in memory; empty if none did."""
+    views: dict[tuple[Any, ...], tuple[tuple[Any, ...], ViewOp]]
+    """What is a view of an argument: its place in memory, that of the tensor it was made from, and how."""
+
+    def view_of_input(self, leaf: torch.Tensor) -> tuple[int, tuple[ViewOp, ...]] | None:
+        """Which argument a result is a view of, and the ops that lead to it; None if it is none or cannot be told."""
+        places = {_place(tensor): i for i, tensor in enumerate(self.inputs)}
+        chain: list[ViewOp] = [torch.ops.aten.alias.default]  # another tensor, also where the place is the same
+        place = _place(leaf)
+        while place not in places:
+            if place not in self.views or len(chain) > len(self.views):
+                return None
+            place, view = self.views[place]
+            chain.append(view)
+        return places[place], tuple(reversed(chain))
+
+
+def watch(call: Callable[[Sequence[torch.Tensor]], Any], example: Sequence[torch.Tensor]) -> Watched:
+    """Run a function on copies of tensors. What it writes is put back, what it draws is drawn again."""
+    with torch_compat.without_trace(tensor.device for tensor in example):
+        inputs = tuple(tensor.clone() for tensor in example)
+        seen = _Watch(inputs)
+        with ShownCalls(seen.run), off():
+            returned = call(inputs)
+        seen.restore()
+    index = {torch_compat.storage_id(tensor): i for i, tensor in enumerate(inputs)}
+    return Watched(
+        returned=returned,
+        inputs=inputs,
+        written_calls=tuple(sorted(index[storage] for storage in seen.saved if storage in index)),
+        written_state=tuple(memory for storage, (memory, _) in seen.saved.items() if storage not in index),
+        layout_reader=seen.layout_reader,
+        views=seen.views,
+    )
+
+
+def watch_example(function: Callable[..., Any], example: Example) -> Watched:
+    """Run a function as in an example call."""
+
+    def call(tensors: Sequence[torch.Tensor]) -> Any:
+        args, kwargs = example.with_tensors(tensors)
+        return function(*args, **kwargs)
+
+    return watch(call, example.tensors)
+
+
+class _Watch:
+    """Sees every call of a run."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        self._inputs = {torch_compat.storage_id(tensor) for tensor in inputs}
+        self._made: set[int] = set()
+        """Storages that the run itself has made."""
+        self.saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Storages that were written to, as bytes, with what they held before."""
+        self.layout_reader = ""
+        self.views: dict[tuple[Any, ...], tuple[tuple[Any, ...], ViewOp]] = {}
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch_compat.is_op(function):
+            if function in _LAYOUT_READS and not self.layout_reader:
+                self.layout_reader = str(user_line() or function.__name__)
+            return function(*args, **kwargs)
+        for written in torch_compat.written_args(function, args, kwargs):
+            for tensor in _tensors(written):
+                if torch_compat.storage_id(tensor) not in self._made:
+                    self._save(tensor)
+        tensors = _tensors((args, kwargs))
+        outside = {torch_compat.storage_id(tensor): tensor for tensor in tensors}
+        read = [(t, t.clone()) for s, t in outside.items() if s not in self._made and s not in self.saved]
+        returned = function(*args, **kwargs)
+        for tensor, before in read:
+            if not _same_bits(tensor, before):
+                after = tensor.clone()
+                tensor.copy_(before)
+                self._save(tensor)
+                tensor.copy_(after)
+        results = _tensors(returned)
+        self._made |= {torch_compat.storage_id(result) for result in results} - set(outside)
+        self._note_views(function, args, kwargs, tensors, results)
+        return returned
+
+    def _note_views(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+    ) -> None:
+        bases = [t for t in tensors if torch_compat.storage_id(t) in self._inputs]
+        if len(bases) != 1 or len(tensors) != 1:
+            return
+        for number, result in enumerate(results):
+            if torch_compat.storage_id(result) == torch_compat.storage_id(bases[0]):
+                self.views.setdefault(
+                    _place(result), (_place(bases[0]), _view_op(function, args, kwargs, bases[0], number))
+                )
+
+    def _save(self, tensor: torch.Tensor) -> None:
+        memory = torch_compat.bytes_of(tensor)
+        self.saved.setdefault(torch_compat.storage_id(tensor), (memory, memory.clone()))
+
+    def restore(self) -> None:
+        for memory, value in self.saved.values():
+            memory.copy_(value)
+
+
+def _view_op(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: torch.Tensor, number: int) -> ViewOp:
+    leaves, _, structure = flatten((args, kwargs))
+    marked = [_BASE if leaf is base else leaf for leaf in leaves]
+
+    def apply(tensor: torch.Tensor) -> torch.Tensor:
+        own_args, own_kwargs = structure.build(iter([tensor if leaf is _BASE else leaf for leaf in marked]))
+        return _tensors(function(*own_args, **own_kwargs))[number]
+
+    return apply
+
+
+_BASE = object()
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in flatten(value)[0] if torch_compat.has_memory(leaf)]
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies, and how it is read."""
+    layout = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return torch_compat.storage_id(tensor), *layout
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if torch.equal(a, b):
+        return True
+    as_bytes = [t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    return torch.equal(*as_bytes)  # NaN is not equal to itself

@@ -1,0 +1,305 @@
+"""What was once wrong without a word: views and copies, shared memory, undeclared writes, replaced weights, values
+outside the call. Each is compared with the function itself, call by call, and earlier results are looked at last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import piecegraph
+
+FRONTENDS = ["trace", "breakable"]
+DEVICES = ["simulated", "auto"]
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=[(frontend, device) for frontend in FRONTENDS for device in DEVICES], ids=str)
+def compiled(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    frontend, device = request.param
+
+    def compile_here(subject: Any, **arguments: Any) -> Any:
+        options = {"graph_device": device} if device == "simulated" else {}
+        return piecegraph.compile(
+            subject, frontend=frontend, backend="eager", on_fallback="ignore", options=options, **arguments
+        )
+
+    return compile_here
+
+
+def copied(values: tuple[Tensor, ...]) -> list[Tensor]:
+    """Copies that share memory as the originals do."""
+    memo: dict[int, Tensor] = {}
+    return [memo.setdefault(id(value), value.clone()) for value in values]
+
+
+def compare(fast: Any, plain: Callable[..., Any], calls: list[tuple[Tensor, ...]]) -> None:
+    kept = []
+    for call in calls:
+        given, expected_given = copied(call), copied(call)
+        kept.append((fast(*given), plain(*expected_given)))
+        torch.testing.assert_close(given, expected_given, msg="arguments")
+    for found, expected in kept:
+        torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+# --- results that no graph computes
+
+
+@pytest.mark.parametrize(
+    ("view", "dtype"),
+    [
+        (lambda x: x.T, torch.float32),
+        (lambda x: x.detach(), torch.float32),
+        (lambda x: x[1:, ::2], torch.float32),
+        (lambda x: x.view(torch.int32), torch.float32),
+        (lambda x: x.real, torch.complex64),
+        (lambda x: x.conj(), torch.complex64),
+        (lambda x: (x.mT, x.flatten()), torch.float32),
+    ],
+)
+def test_views_of_an_argument(compiled: Any, view: Callable[..., Any], dtype: torch.dtype) -> None:
+    fast = compiled(view)
+    for _ in range(3):
+        x = torch.randn(3, 4, dtype=dtype)
+        found, expected = fast(x), view(x)
+        torch.testing.assert_close(found, expected)
+        for part in found if isinstance(found, tuple) else (found,):
+            assert part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        x.mul_(2)
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_view_of_an_argument_that_lies_otherwise(compiled: Any) -> None:
+    fast = compiled(lambda x: (x.T, x.reshape(-1)))
+    compare(fast, lambda x: (x.T, x.reshape(-1)), [(torch.randn(3, 4),), (torch.randn(4, 3).T,), (torch.randn(3, 4),)])
+
+
+def test_a_function_of_no_tensors(compiled: Any) -> None:
+    compare(compiled(lambda: torch.arange(6)), lambda: torch.arange(6), [()] * 3)
+
+
+@pytest.mark.parametrize("name", ["fft", "ifft", "rfft", "ihfft", "hfft"])
+def test_numbers_that_are_conjugated_lazily(compiled: Any, name: str) -> None:
+    function = getattr(torch.fft, name)
+    compare(compiled(lambda x: function(x)), function, [(torch.randn(8),) for _ in range(3)])
+
+
+# --- shared memory
+
+
+def add_and_multiply(x: Tensor, y: Tensor) -> Tensor:
+    x.add_(1)
+    return x * y
+
+
+def test_one_tensor_twice_that_is_written_to(compiled: Any) -> None:
+    same = torch.randn(4)
+    calls = [(same, same), (torch.randn(4), torch.randn(4)), (same, same), (torch.randn(4), torch.randn(4))]
+    fast = compiled(add_and_multiply)
+    compare(fast, add_and_multiply, calls)
+    assert fast.stats()["events"] == {"PG206": 2}
+
+
+def test_one_tensor_twice_that_is_only_read(compiled: Any) -> None:
+    same = torch.randn(4)
+    fast = compiled(lambda x, y: x * y + 1)
+    compare(fast, lambda x, y: x * y + 1, [(same, same), (torch.randn(4), torch.randn(4)), (same, same)])
+    assert fast.stats()["coverage"] == 1.0
+
+
+def test_neighbours_in_one_storage_are_not_shared(compiled: Any) -> None:
+    fast = compiled(add_and_multiply)
+    for _ in range(3):
+        whole = torch.randn(8)
+        expected = (whole[:4] + 1) * whole[4:]
+        torch.testing.assert_close(fast(whole[:4], whole[4:]), expected)
+    assert fast.stats()["coverage"] == 1.0
+
+
+def test_an_argument_that_is_the_state_which_is_written(compiled: Any) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.total.add_(1)
+            return x * 2
+
+    model, plain = Counts(), Counts()
+    fast = compiled(model)
+    for _ in range(2):
+        torch.testing.assert_close(fast(torch.ones(3)), plain(torch.ones(3)))
+        torch.testing.assert_close(fast(model.total), plain(plain.total))
+    torch.testing.assert_close(model.total, plain.total)
+
+
+# --- writes that no schema declares
+
+
+def test_batch_norm_in_training_mode(compiled: Any) -> None:
+    model, plain = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    fast = compiled(model)
+    for _ in range(3):
+        x = torch.randn(6, 4)
+        torch.testing.assert_close(fast(x), plain(x))
+    torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
+
+
+@torch.library.custom_op("pgtest::bumps_unseen", mutates_args=())
+def bumps_unseen(x: Tensor, total: Tensor) -> Tensor:
+    total.add_(1)
+    return x + total.sum()
+
+
+@bumps_unseen.register_fake
+def _(x: Tensor, total: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_custom_op_that_hides_what_it_writes(compiled: Any) -> None:
+    class Hides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return bumps_unseen(x, self.total)
+
+    model, plain = Hides(), Hides()
+    fast = compiled(model)
+    for _ in range(3):
+        torch.testing.assert_close(fast(torch.ones(2)), plain(torch.ones(2)))
+    torch.testing.assert_close(model.total, plain.total)
+
+
+# --- how tensors lie
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: (x + 1, x.stride()), lambda x: x + 1 if x.is_contiguous() else x - 1], ids=["stride", "is"]
+)
+def test_strides_that_are_asked_for(compiled: Any, function: Callable[..., Any]) -> None:
+    fast = compiled(function)
+    compare(fast, function, [(torch.randn(3, 4),)])
+    for _ in range(2):
+        x = torch.randn(4, 3).T
+        torch.testing.assert_close(fast(x), function(x))
+    compare(fast, function, [(torch.randn(3, 4),)])
+    assert fast.stats()["events"] == {"PG514": 2}
+
+
+# --- weights that are replaced
+
+
+def assign(model: nn.Linear) -> None:
+    model.weight = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+
+
+def load(model: nn.Linear) -> None:
+    model.load_state_dict({"weight": torch.randn(4, 4), "bias": torch.randn(4)}, assign=True)
+
+
+def swap_data(model: nn.Linear) -> None:
+    model.weight.data = torch.randn(4, 4)
+
+
+def convert(model: nn.Linear) -> None:
+    model.to(torch.float64).to(torch.float32)
+    model.bias.data = torch.randn(4)
+
+
+@pytest.mark.parametrize("replace", [assign, load, swap_data, convert])
+def test_a_parameter_that_is_replaced(compiled: Any, replace: Callable[[nn.Linear], None]) -> None:
+    model = nn.Linear(4, 4)
+    fast = compiled(model)
+    for _ in range(3):
+        for _ in range(3):
+            x = torch.randn(2, 4)
+            torch.testing.assert_close(fast(x), model(x))
+        replace(model)
+    assert fast.stats()["coverage"] == 1.0
+
+
+def test_a_submodule_that_is_replaced(compiled: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    fast = compiled(model)
+    x = torch.randn(2, 4)
+    fast(x)
+    fast(x)
+    model[0] = nn.Linear(4, 4)
+    torch.testing.assert_close(fast(x), model(x))
+    assert "0 was replaced" in fast.explain()
+
+
+def test_weights_changed_in_place_keep_the_recording(compiled: Any) -> None:
+    model = nn.Linear(4, 4)
+    fast = compiled(model)
+    x = torch.randn(2, 4)
+    fast(x)
+    model.load_state_dict({"weight": torch.randn(4, 4), "bias": torch.randn(4)})
+    torch.testing.assert_close(fast(x), model(x))
+    assert fast.stats()["events"] == {}
+
+
+# --- values outside the call
+
+scale = 2.0
+table = torch.ones(3)
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * scale + table
+
+
+def test_globals(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = piecegraph.compile(scaled, backend="eager", options={"graph_device": "simulated"})
+    x = torch.randn(3)
+    for value, tensor in [(2.0, table), (3.0, table), (2.0, table), (2.0, torch.zeros(3)), (2, torch.zeros(3))]:
+        monkeypatch.setitem(globals(), "scale", value)
+        monkeypatch.setitem(globals(), "table", tensor)
+        for _ in range(2):
+            torch.testing.assert_close(fast(x), scaled(x))
+
+
+def test_attributes_of_the_module_and_closures() -> None:
+    power = 2
+
+    class Steered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mode, self.steps, self.offset = "up", [1, 2], torch.ones(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for step in self.steps:
+                x = x + step if self.mode == "up" else x - step
+            return x**power + self.offset
+
+    model = Steered()
+    fast = piecegraph.compile(model, backend="eager", options={"graph_device": "simulated"})
+    x = torch.randn(3)
+
+    def check() -> None:
+        for _ in range(2):
+            torch.testing.assert_close(fast(x), model(x))
+
+    check()
+    model.mode = "down"
+    check()
+    model.steps.append(3)
+    check()
+    model.offset = torch.zeros(3)
+    check()
+    power = 3
+    check()
+    assert fast.stats()["coverage"] == 1.0
