@@ -63,6 +63,7 @@ CODES: dict[str, str] = {
     "PG510": "the bucket is more than twice the size of the input",
     "PG514": "the function asks how a tensor lies in memory, and it lies otherwise than planned",
     "PG515": "weights were replaced or moved",
+    "PG516": "a dimension that nothing names turned out to change",
     "PG520": "memory that a recorded graph reads has moved",
     "PG521": "an eager op returned something else than when it was recorded",
     "PG601": "an input cannot be read",
@@ -113,7 +114,7 @@ CODES: dict[str, str] = {
 PLACE = ("phase", "piece", "size", "op", "line")
 """The fields that say where in the making of a plan an error happened."""
 
-NOTES = frozenset({"PG404", "PG510", "PG515", "PG724"})
+NOTES = frozenset({"PG404", "PG510", "PG515", "PG516", "PG724"})
 """Events that are shown and counted, but are no fallback: the call is served from its plan all the same."""
 
 

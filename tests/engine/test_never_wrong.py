@@ -303,3 +303,40 @@ def test_attributes_of_the_module_and_closures() -> None:
     power = 3
     check()
     assert fast.stats()["coverage"] == 1.0
+
+
+# --- dimensions that nothing names
+
+
+class Edges(nn.Module):
+    def forward(self, x: Tensor, edges: Any) -> Tensor:
+        return torch.zeros_like(x).index_add(0, edges[1], x[edges[0]])
+
+
+def test_a_dimension_that_turns_out_to_change(compiled: Any) -> None:
+    fast = compiled(Edges())
+    for rows, edges in [(8, 8), (8, 9), (10, 20), (5, 31), (8, 8)]:  # equal by chance at first
+        x, index = torch.randn(rows, 3), torch.randint(rows, (2, edges))
+        torch.testing.assert_close(fast(x, index), Edges()(x, index))
+    stats = fast.stats()
+    assert stats["coverage"] == 1.0
+    assert stats["events"]["PG516"] == 1
+
+
+def test_a_dimension_that_the_model_fixes(compiled: Any) -> None:
+    class Fixes(nn.Module):
+        def forward(self, x: Tensor, y: Any) -> Tensor:
+            return x * (y.sum() if y.shape[0] == 3 else y.mean())
+
+    fast = compiled(Fixes())
+    for size in (3, 4, 3, 4, 5, 4):
+        x, y = torch.randn(6, 2), torch.randn(size)
+        torch.testing.assert_close(fast(x, y), Fixes()(x, y))
+
+
+def test_many_shapes_of_a_function_that_names_no_sizes(compiled: Any) -> None:
+    fast = compiled(lambda x: x * 2)
+    for size in range(2, 16):
+        x = torch.randn(size, 3)
+        torch.testing.assert_close(fast(x), x * 2)
+    assert fast.stats()["coverage"] == 1.0

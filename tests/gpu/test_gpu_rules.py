@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import piecegraph
-from piecegraph.errors import AddressError
 from tests.cases.modules import MLP, HiddenSync, Stack, attend_into, attention
 from tests.graph.test_fuse import Model
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from piecegraph.engine.runner import PlanRunner
 from piecegraph.engine.variants import Variants
 from piecegraph.engine.weights import WeightWatch
 from piecegraph.errors import CallError, PiecegraphError
+from piecegraph.graph.dims import EarlierShape
 from piecegraph.graph.interception import Interception, registry
 from piecegraph.graph.outside import OutsideValues
 from piecegraph.graph.signature import Binder, Call, LayoutMisfit, Signature
@@ -40,6 +42,8 @@ class _Kind(NamedTuple):
     signature: Signature
     outside: OutsideValues | None
     plans: Variants[PlanRunner]
+    is_rigid: bool = False
+    """Whether it is known that it cannot be planned for more sizes."""
 
 
 class Engine:
@@ -150,15 +154,61 @@ class Engine:
         layout = next((reason for reason in misfits if isinstance(reason, LayoutMisfit)), None)
         if layout is not None:
             return _refuse("PG514", layout, _LAYOUT_HINT)
-        if any(kind.signature.size_names for kind in self._live_kinds()):
+        is_full = len(self._kinds) >= self.config.options.max_signatures
+        has_sizes = any(kind.signature.size_names for kind in self._live_kinds())
+        if has_sizes or is_full:
+            widened = self._widen(args, kwargs) if self.config.dynamic_dims == "auto" else None
+            if widened is not None:
+                return widened
+        if has_sizes:
             return _refuse("PG502", "; ".join(misfits), "call capture() to plan for such inputs too")
-        if len(self._kinds) >= self.config.options.max_signatures:
+        if is_full:
             reason = f"{len(self._kinds)} input signatures are recorded already"
             return _refuse("PG509", reason, "raise options['max_signatures']")
         return self._make_plan(args, kwargs)
 
-    def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PlanRunner, Call] | Refusal:
-        blueprint, call = self.planner.read(self._binder, args, kwargs)
+    def _widen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PlanRunner, Call] | Refusal | None:
+        """Plan again for a call in which a dimension has changed that nothing says is a size; None if that is no way.
+
+        The new plan takes the place of the one that was too narrow.
+        """
+        names, values = self._binder.bind(args, kwargs)
+        for kind in self._live_kinds():
+            earlier = {} if kind.is_rigid else kind.signature.varied(names, values, self.subject.training)
+            if not earlier:
+                continue
+            try:
+                found = self._make_plan(args, kwargs, earlier)
+            except PiecegraphError:  # it can be planned for one size and not for all
+                self._kinds[self._kinds.index(kind)] = kind._replace(is_rigid=True)
+                continue
+            self._replace_narrow(kind)
+            return found
+        return None
+
+    def _replace_narrow(self, narrow: _Kind) -> None:
+        """Drop a plan if the newest one serves its calls, too; else the model itself fixes what has changed."""
+        newest = self._kinds[-1]
+        sizes = {(leaf.name, dim) for leaf in newest.signature.tensors for dim, _ in leaf.dynamic}
+        pairs = zip(narrow.signature.tensors, newest.signature.tensors, strict=True)
+        varied = {
+            (a.name, d) for a, b in pairs for d, (n, m) in enumerate(zip(a.shape, b.shape, strict=True)) if n != m
+        }
+        if varied <= sizes:
+            self._kinds.remove(narrow)
+            dims = ", ".join(f"{name}[{dim}]" for name, dim in sorted(varied))
+            self.events.emit(Event("PG516", self.name, f"planned again: {dims} turned out to change"))
+        else:
+            self._kinds[self._kinds.index(narrow)] = narrow._replace(is_rigid=True)
+            self._kinds[-1] = newest._replace(is_rigid=True)
+
+    def _make_plan(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        earlier: Mapping[str, EarlierShape] = MappingProxyType({}),
+    ) -> tuple[PlanRunner, Call] | Refusal:
+        blueprint, call = self.planner.read(self._binder, args, kwargs, earlier)
         plans = Variants(blueprint.num_places, partial(self.planner.make, blueprint))
         found = (plans.current(call), call) if isinstance(call, Call) else _refuse("PG514", call, _LAYOUT_HINT)
         self._kinds.append(_Kind(blueprint.signature, blueprint.outside, plans))

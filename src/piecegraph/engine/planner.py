@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from piecegraph.engine.runner import PlanRunner
 from piecegraph.engine.watch import watch_example
 from piecegraph.errors import located
 from piecegraph.graph.cut_rules import CutRules
+from piecegraph.graph.dims import EarlierShape
 from piecegraph.graph.example import Example, read_example
 from piecegraph.graph.fuse import separate
 from piecegraph.graph.interception import Interception
@@ -89,8 +91,18 @@ class Planner:
         self.num_compiles = 0
         self._joined: list[Weight] = []
 
-    def read(self, binder: Binder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Blueprint, Call | str]:
-        """Understand calls like this one; also returns the call, or why not even this one can be served."""
+    def read(
+        self,
+        binder: Binder,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        earlier: Mapping[str, EarlierShape] = MappingProxyType({}),
+    ) -> tuple[Blueprint, Call | str]:
+        """Understand calls like this one; also returns the call, or why not even this one can be served.
+
+        Args:
+            earlier: the shapes of a call that differs from this one in nothing else.
+        """
         subject, config = self._subject, self._config
         example = read_example(
             subject.function,
@@ -100,6 +112,7 @@ class Planner:
             dynamic_dims=config.dynamic_dims,
             static_inputs=config.options.static_inputs,
             training=subject.training,
+            earlier=earlier,
         )
         is_full = config.cudagraph_mode == "full"
         pipeline = Pipeline(config.backend, config.passes, self._rules, config.options, self._events, is_full)

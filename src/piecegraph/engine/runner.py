@@ -237,13 +237,13 @@ class PlanRunner:
             self.calls.prepare(sizes)
             try:
                 return padding_changes(self.calls, self.library.tapes[key].run, key, sizes, call)
-            except RuntimeError as error:  # of a cut op that does not expect the size: see options["prepare"]
-                return f"trying {SizeKey(sizes)} rows raised {type(error).__name__}: {str(error).splitlines()[0]}"
+            except Exception as error:  # noqa: BLE001 - of the user's code at a size it does not expect: anything
+                return f"trying {SizeKey(sizes)} rows raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     def _probe_size(self, dim: int, key: SizeKey, call: Call) -> Sizes | None:
         """A size to try padding with: half full shows most, the call's own is known to be valid."""
         full, own = key.values[dim], call.sizes[dim]
-        for size in (full // 2 + 1, full - 1, own):
+        for size in (max(full // 2 + 1, own), full // 2 + 1, full - 1, own):
             sizes = (*key.values[:dim], size, *key.values[dim + 1 :])
             if 2 <= size < full and self.body.violated(sizes) is None:
                 return sizes

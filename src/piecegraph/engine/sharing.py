@@ -49,6 +49,6 @@ def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
-    first = tensor.storage_offset()
+    first = int(tensor.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first * tensor.element_size(), (last + 1) * tensor.element_size() if tensor.numel() else first

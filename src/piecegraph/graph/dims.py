@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,14 @@ from piecegraph.errors import ConfigError
 _TENSOR_ANNOTATION = re.compile(
     r"^(typing\.)?(Optional\[)?(torch\.)?([A-Z]\w*)?Tensor(\s*\|\s*None)?\]?$|^None\s*\|\s*(torch\.)?\w*Tensor$"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierShape:
+    """The shape of an input in an earlier call, and which of its dimensions were sizes."""
+
+    shape: tuple[int, ...]
+    dynamic: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +50,15 @@ def find_dynamic_dims(
     leaves: Sequence[Any],
     paths: Sequence[str],
     wish: Literal["auto"] | Mapping[str, Any],
+    earlier: Mapping[str, EarlierShape] = MappingProxyType({}),
 ) -> tuple[tuple[DimRequest, ...], Decision]:
-    """Choose the dynamic dimensions of a call and say why."""
+    """Choose the dynamic dimensions of a call and say why.
+
+    Args:
+        earlier: the shapes of another call that differs from this one in nothing else: what varies is a size.
+    """
+    if earlier:
+        return _from_two_calls(leaves, paths, earlier)
     if wish != "auto":
         return _from_mapping(leaves, paths, wish), Decision("dynamic dims", _show(wish), "given as dynamic_dims")
     marks = {i: torch_compat.dynamic_marks(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
@@ -64,6 +80,21 @@ def find_dynamic_dims(
     return (), Decision(
         "dynamic dims", "none", "nothing given, marked or annotated: recorded once for each input signature"
     )
+
+
+def _from_two_calls(
+    leaves: Sequence[Any], paths: Sequence[str], earlier: Mapping[str, EarlierShape]
+) -> tuple[tuple[DimRequest, ...], Decision]:
+    wanted: list[tuple[int, int, str | None]] = []
+    for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
+        if path in earlier:
+            before = earlier[path]
+            varied = {d for d, (n, m) in enumerate(zip(leaf.shape, before.shape, strict=True)) if n != m}
+            wanted += [(i, dim, None) for dim in sorted(varied | before.dynamic)]
+    # What was equal by chance in one call was not in the other.
+    sizes = {(i, dim): (leaves[i].shape[dim], earlier[paths[i]].shape[dim]) for i, dim, _ in wanted}
+    requests = _group(wanted, leaves, paths, is_explicit=False, sizes=sizes)
+    return requests, Decision("dynamic dims", _names(wanted, paths), "two calls differed in them, or annotated")
 
 
 def _from_mapping(leaves: Sequence[Any], paths: Sequence[str], wish: Mapping[str, Any]) -> tuple[DimRequest, ...]:
@@ -103,23 +134,28 @@ def _named_dims(name: str, dims: Any) -> list[tuple[int, str | None]]:
 
 
 def _group(
-    wanted: Sequence[tuple[int, int, str | None]], leaves: Sequence[Any], paths: Sequence[str], *, is_explicit: bool
+    wanted: Sequence[tuple[int, int, str | None]],
+    leaves: Sequence[Any],
+    paths: Sequence[str],
+    *,
+    is_explicit: bool,
+    sizes: Mapping[tuple[int, int], Any] = MappingProxyType({}),
 ) -> tuple[DimRequest, ...]:
     """Dimensions of equal size share one symbol unless they are of one tensor or were given different names."""
-    sizes: dict[str, int] = {}
+    size_of: dict[str, Any] = {}
     members: dict[str, set[int]] = {}
     unnamed: list[str] = []
     requests = []
     for leaf, dim, given in wanted:
-        size = leaves[leaf].shape[dim]
-        group = given or next((g for g in unnamed if sizes[g] == size and leaf not in members[g]), f"s{len(unnamed)}")
+        size = sizes.get((leaf, dim), leaves[leaf].shape[dim])
+        group = given or next((g for g in unnamed if size_of[g] == size and leaf not in members[g]), f"s{len(unnamed)}")
         if given is None and group not in unnamed:
             unnamed.append(group)
-        if sizes.setdefault(group, size) != size:
+        if size_of.setdefault(group, size) != size:
             raise ConfigError(
                 "PG103",
                 f"{paths[leaf]}.shape[{dim}] is {size}",
-                why=f"other dimensions named {group!r} are {sizes[group]}",
+                why=f"other dimensions named {group!r} are {size_of[group]}",
             )
         members.setdefault(group, set()).add(leaf)
         requests.append(DimRequest(leaf, dim, group, is_explicit))

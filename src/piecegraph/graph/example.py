@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 
 from piecegraph.base.plan import Decision
 from piecegraph.base.structure import Structure, flatten
-from piecegraph.graph.dims import DimRequest, find_dynamic_dims
+from piecegraph.graph.dims import DimRequest, EarlierShape, find_dynamic_dims
 from piecegraph.graph.signature import Binder, Signature, make_signature
 
 
@@ -49,11 +50,12 @@ def read_example(
     dynamic_dims: Literal["auto"] | Mapping[str, Any],
     static_inputs: Sequence[str],
     training: bool | None,
+    earlier: Mapping[str, EarlierShape] = MappingProxyType({}),
 ) -> Example:
     """Take an example call apart and decide which of its dimensions are sizes."""
     names, values = binder.bind(args, kwargs)
     leaves, _, structure = flatten(tuple(values))
     paths = [path for name, value in zip(names, values, strict=True) for path in flatten(value, name)[1]]
-    requests, decision = find_dynamic_dims(function, leaves, paths, dynamic_dims)
+    requests, decision = find_dynamic_dims(function, leaves, paths, dynamic_dims, earlier)
     signature = make_signature(names, values, requests, static_inputs, training)
     return Example(args, kwargs, binder, tuple(leaves), structure, signature, requests, decision)

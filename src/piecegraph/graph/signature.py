@@ -18,7 +18,7 @@ import torch
 
 from piecegraph.base.structure import Structure, flatten
 from piecegraph.errors import TraceError
-from piecegraph.graph.dims import DimRequest
+from piecegraph.graph.dims import DimRequest, EarlierShape
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _CONSTANTS = (
@@ -169,6 +169,16 @@ class Signature:
         for argument in self.arguments:
             flat += argument[1] if isinstance(argument, tuple) else (argument,)
         return tuple(leaf for leaf in flat if isinstance(leaf, TensorLeaf))
+
+    def varied(self, names: tuple[str, ...], values: list[Any], training: bool | None) -> dict[str, EarlierShape]:
+        """The planned shapes, if a call differs from the planned ones in sizes and in nothing else."""
+
+        def loosen(leaf: Leaf) -> Leaf:
+            return replace(leaf, fixed=(), dynamic=()) if isinstance(leaf, TensorLeaf) else leaf
+
+        if isinstance(_map_leaves(self, loosen).match(names, values, training, (), {}), str):
+            return {}
+        return {leaf.name: EarlierShape(leaf.shape, frozenset(dim for dim, _ in leaf.dynamic)) for leaf in self.tensors}
 
     def match(
         self,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from piecegraph.base import torch_compat
-from piecegraph.graph.signature import TensorLeaf, dense_strides
+from piecegraph.graph.signature import Call, TensorLeaf, dense_strides
 
 
 class StaticInputs:
@@ -46,11 +46,11 @@ class StaticInputs:
             self._storages[index] = storage
         return storage.as_strided(shape, strides)
 
-    def fill(self, views: Sequence[torch.Tensor], example: Sequence[torch.Tensor]) -> None:
+    def fill(self, sizes: tuple[int, ...], example: Call) -> None:
         """Fill a size's views with the rows of an example, repeated as often as needed."""
-        for view, source, leaf in zip(views, example, self.leaves, strict=True):
+        for view, source, leaf in zip(self.views(sizes), example.tensors, self.leaves, strict=True):
             if leaf.address is None:
-                view.copy_(repeat_to(source, view.shape))
+                view.copy_(rows_at(source, leaf, example.sizes, sizes))
         self.filled_by = None
 
 
@@ -60,6 +60,21 @@ def shape_at(leaf: TensorLeaf, sizes: tuple[int, ...]) -> tuple[int, ...]:
     for dim, size in leaf.dynamic:
         shape[dim] = sizes[size]
     return tuple(shape)
+
+
+def rows_at(tensor: torch.Tensor, leaf: TensorLeaf, own: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    """An argument of a call at other sizes than its own: its rows, repeated or cut off.
+
+    An integer may be the index of a row that is cut off. A GPU does not survive such an index, so it becomes the index
+    of a row that is there.
+    """
+    rows = repeat_to(tensor, shape_at(leaf, sizes))
+    if rows.is_floating_point() or rows.is_complex() or rows.dtype is torch.bool:
+        return rows
+    for have, want in zip(own, sizes, strict=True):
+        if want < have:
+            rows = torch.where((rows >= want) & (rows < have), rows % want, rows)
+    return rows
 
 
 def repeat_to(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -57,14 +57,14 @@ class SizedCalls:
     def fill_example(self, key: SizeKey, source: Call) -> None:
         """With the rows of a call, repeated as often as needed."""
         self.prepare(key.values)
-        self.buffers.fill(self.buffers.views(key.values), source.tensors)
+        self.buffers.fill(key.values, source)
 
     def run(self, key: SizeKey) -> Sequence[Any]:
         return self.body.run(self.buffers.views(key.values), key.values)
 
     def direct(self, key: SizeKey, source: Call) -> Callable[[], Sequence[Any]]:
         views = self.buffers.views(key.values)
-        self.buffers.fill(views, source.tensors)
+        self.buffers.fill(key.values, source)
         self.body.learn(views, key.values)  # nothing else runs this size before its results are cut
         return lambda: self.body.run(views, key.values)
 

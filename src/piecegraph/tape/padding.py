@@ -19,7 +19,7 @@ from piecegraph.base.compare import first_difference
 from piecegraph.base.plan import SizeKey
 from piecegraph.graph.signature import Call
 from piecegraph.tape.body import Body, FromOutput, Sizes, can_cut
-from piecegraph.tape.buffers import StaticInputs, padded_parts, preserved, real_part, repeat_to, shape_at
+from piecegraph.tape.buffers import StaticInputs, padded_parts, preserved, real_part, repeat_to, rows_at
 from piecegraph.tape.calls import SizedCalls
 
 
@@ -37,7 +37,7 @@ def padding_changes(
     """
     body, buffers, state = calls.body, calls.buffers, calls.state
     leaves = buffers.leaves
-    rows = [repeat_to(tensor, shape_at(leaf, sizes)) for tensor, leaf in zip(call.tensors, leaves, strict=True)]
+    rows = [rows_at(tensor, leaf, call.sizes, sizes) for tensor, leaf in zip(call.tensors, leaves, strict=True)]
     written = [i for i in body.written_calls if leaves[i].address is None]
     with preserved(state):
         inputs = [row if leaf.address is not None else row.clone() for row, leaf in zip(rows, leaves, strict=True)]
