@@ -272,6 +272,37 @@ def test_globals(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(fast(x), scaled(x))
 
 
+def test_attributes_of_submodules() -> None:
+    class Scale(nn.Module):
+        factor = 2.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = [1.0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factor + sum(self.steps)
+
+    model = nn.Sequential(Scale(), nn.Dropout(0.5)).eval()
+    fast = piecegraph.compile(model, backend="eager", options={"graph_device": "simulated"})
+    x = torch.ones(3)
+
+    def check() -> None:
+        for _ in range(2):
+            torch.testing.assert_close(fast(x), model(x))
+
+    check()
+    model[0].factor = 3.0
+    check()
+    model[0].steps.append(2.0)
+    check()
+    Scale.factor = 5.0
+    del model[0].factor
+    check()
+    model[1].train()
+    assert (torch.stack([fast(x) for _ in range(8)]) == 0).any(), "the mode of one submodule"
+
+
 def test_attributes_of_the_module_and_closures() -> None:
     power = 2
 

@@ -54,7 +54,7 @@ class DynamoCapture:
     sources: tuple[str, ...]
     """The expression that leads to each placeholder's object."""
     constants: tuple[str, ...]
-    """Expressions for the numbers and strings that were read from globals, closures and the module itself."""
+    """Expressions for the numbers and strings that were read from globals, closures and the module."""
     scopes: dict[str, Any]
     """What the expressions are evaluated in."""
 
@@ -119,7 +119,7 @@ def _outside_values(
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
     """What Dynamo would guard of the values outside the call: their expressions, and the scopes of these.
 
-    Attributes of submodules are left out, which would be looked up by the hundred at every call, and torch's own state.
+    Hooks are left out, which would be looked up by the hundred at every call, and torch's own state.
     """
     code = function.__code__
     held = dict(zip(code.co_varnames, receiver, strict=False))
@@ -130,15 +130,19 @@ def _outside_values(
     kinds = {"CONSTANT_MATCH": "{}", "EQUALS_MATCH": "{}", "SEQUENCE_LENGTH": "len({})"}
     found: dict[str, None] = {}
     for guard in output.output_graph.guards:
-        name, kind = guard.name, guard.create_fn_name()
+        # What is found on the class may come to be on the instance.
+        name, kind = _CLASS_ATTRIBUTE.sub(r"\1.\2", guard.name), guard.create_fn_name()
         root = name.partition("]")[0] + "]"
-        if kind in kinds and root in roots and "._modules[" not in name:
+        if kind in kinds and root in roots:
             found[kinds[kind].format(name)] = None
     scopes: dict[str, Any] = {
         "L": _Scope(held, lambda name: cells[name].cell_contents),
         "G": _Scope({}, lambda name: sys.modules[imports[name]] if name in imports else function.__globals__[name]),
     }
     return tuple(sorted(found)), scopes
+
+
+_CLASS_ATTRIBUTE = re.compile(r"(?:dict\()?type\((.*)\)(?:\.__mro__\[\d+\])?\.__dict__\)?\['(\w+)'\]")
 
 
 class _Scope(dict[str, Any]):
