@@ -64,6 +64,7 @@ CODES: dict[str, str] = {
     "PG514": "the function asks how a tensor lies in memory, and it lies otherwise than planned",
     "PG515": "weights were replaced or moved",
     "PG516": "a dimension that nothing names turned out to change",
+    "PG517": "a change outside the call was noticed late",
     "PG520": "memory that a recorded graph reads has moved",
     "PG521": "an eager op returned something else than when it was recorded",
     "PG601": "an input cannot be read",

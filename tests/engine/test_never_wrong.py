@@ -303,6 +303,41 @@ def test_attributes_of_submodules() -> None:
     assert (torch.stack([fast(x) for _ in range(8)]) == 0).any(), "the mode of one submodule"
 
 
+class Step(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.factor
+
+
+@pytest.mark.parametrize("number", [0, 11, 19])
+def test_one_of_many_attributes_is_noticed_when_its_turn_comes(number: int) -> None:
+    model = nn.Sequential(*(Step() for _ in range(20)))
+    options = {"graph_device": "simulated"}
+    fast = piecegraph.compile(model, backend="eager", options=options, on_fallback="ignore")
+    x = torch.ones(3)
+    fast(x)
+    model[number].factor = 3.0
+    for _ in range(3):
+        fast(x)
+    torch.testing.assert_close(fast(x), model(x))
+    assert fast.stats()["events"] == {"PG517": 1}
+
+
+@pytest.mark.parametrize("number", [0, 11, 19])
+def test_one_of_many_weights_is_noticed_at_once_when_its_memory_dies(number: int) -> None:
+    model = nn.Sequential(*(Step() for _ in range(20)))
+    fast = piecegraph.compile(model, backend="eager", on_fallback="ignore")
+    x = torch.ones(3)
+    fast(x)
+    model[number].linear.weight.data = torch.randn(3, 3)
+    torch.testing.assert_close(fast(x), model(x))
+    assert fast.stats()["events"] == {"PG515": 1}
+
+
 def test_attributes_of_the_module_and_closures() -> None:
     power = 2
 

@@ -124,9 +124,9 @@ def _outside_values(
     code = function.__code__
     held = dict(zip(code.co_varnames, receiver, strict=False))
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-    imports = {k: v for k, v in output.import_sources.items() if not v.startswith("torch")}
+    imports = {name: module for name, module in output.import_sources.items() if not module.startswith("torch")}
     roots = [f"L[{name!r}]" for name in (*held, *cells)]
-    roots += [f"G[{name!r}]" for name in (*function.__globals__, *imports) if not name.startswith("__")]
+    roots += [f"G[{name!r}]" for name in (*function.__globals__, *imports) if not name.startswith("__builtins")]
     kinds = {"CONSTANT_MATCH": "{}", "EQUALS_MATCH": "{}", "SEQUENCE_LENGTH": "len({})"}
     found: dict[str, None] = {}
     for guard in output.output_graph.guards:
@@ -135,13 +135,13 @@ def _outside_values(
         root = name.partition("]")[0] + "]"
         if kind in kinds and root in roots:
             found[kinds[kind].format(name)] = None
-    scopes: dict[str, Any] = {
-        "L": _Scope(held, lambda name: cells[name].cell_contents),
-        "G": _Scope({}, lambda name: sys.modules[imports[name]] if name in imports else function.__globals__[name]),
-    }
-    return tuple(sorted(found)), scopes
+    local = _Scope(held, lambda name: cells[name].cell_contents)
+    modules = {name: sys.modules[module] for name, module in imports.items() if module in sys.modules}
+    names = tuple(_IMPORTED.sub(r"\1", name) for name in sorted(found))
+    return names, {"L": local, "G": function.__globals__, **modules}
 
 
+_IMPORTED = re.compile(r"G\['(__import_\w+)'\]")
 _CLASS_ATTRIBUTE = re.compile(r"(?:dict\()?type\((.*)\)(?:\.__mro__\[\d+\])?\.__dict__\)?\['(\w+)'\]")
 
 

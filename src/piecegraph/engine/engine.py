@@ -140,6 +140,7 @@ class Engine:
         training = None if module is None else module.training
         for kind in self._kinds:
             if kind.outside is not None and not kind.outside.hold():
+                self._tell_late(kind.outside)
                 continue
             call = kind.signature.match(names, values, training, args, kwargs)
             if type(call) is Call:
@@ -212,11 +213,20 @@ class Engine:
         plans = Variants(blueprint.num_places, partial(self.planner.make, blueprint))
         found = (plans.current(call), call) if isinstance(call, Call) else _refuse("PG514", call, _LAYOUT_HINT)
         self._kinds.append(_Kind(blueprint.signature, blueprint.outside, plans))
+        self._weights.follow(self.subject.weights())
         return found
 
     def _live_kinds(self) -> list[_Kind]:
         """The kinds that were planned with what is outside the call as it is now."""
         return [kind for kind in self._kinds if kind.outside is None or kind.outside.hold()]
+
+    def _tell_late(self, outside: OutsideValues) -> None:
+        late = outside.take_late()
+        if late:
+            reason = (
+                f"an attribute of a submodule has changed; up to {late} calls before this one may have used the old"
+            )
+            self.events.emit(Event("PG517", self.name, reason, "compile again after changing one in a large model"))
 
     def _plan_anew(self, reason: str) -> None:
         """Forget plans whose graphs read weights that are the module's no more."""

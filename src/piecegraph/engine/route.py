@@ -83,7 +83,7 @@ class TapeRoute:
     def serve(self, tensors: Sequence[torch.Tensor]) -> Any:
         if self._device is not None:
             self._device.use_caller_stream()
-            if self._addresses is not None and not self._addresses.hold():
+            if self._addresses is not None and not next(self._addresses.turns)():
                 raise self._addresses.moved()
         if self._targets:
             torch_compat.copy_all(

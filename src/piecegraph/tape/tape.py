@@ -210,12 +210,20 @@ class WatchedWeight:
 
 
 class Addresses:
-    """Where the weights of a plan lie."""
+    """Where the weights of a plan lie.
+
+    To look at hundreds of them would take longer than a replay. So the first is looked at every time, because
+    ``model.to(...)`` and its like move them all, and the others take turns.
+    """
 
     def __init__(self, weights: Sequence[WatchedWeight]) -> None:
         self._weights = tuple(weights)
-        self.hold = torch_compat.address_check([w.tensor for w in weights], [w.address for w in weights])
-        """Whether all of them are where they were recorded."""
+        first, *others = weights
+        step = 8 if len(weights) <= 8 else 3
+        groups = [(first, *others[i : i + step]) for i in range(0, len(others), step)] or [(first,)]
+        turns = [torch_compat.address_check([w.tensor for w in group], [w.address for w in group]) for group in groups]
+        self.turns = itertools.cycle(turns)
+        """Each tells whether some of them are where they were recorded."""
 
     def moved(self) -> WeightMovedError:
         """The error to raise when they do not hold."""
