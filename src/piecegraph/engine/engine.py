@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from piecegraph.base import torch_compat
 from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
 from piecegraph.base.structure import flatten
@@ -109,7 +110,7 @@ class Engine:
                     self._plan_anew(f"{self._weights.changed} was replaced")
                 if torch.is_grad_enabled() and self._needs_grad(args, kwargs):
                     return _NEEDS_GRAD
-                if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+                if torch_compat.is_any_autocast():
                     return _IS_AUTOCAST
                 found = self._match(args, kwargs) or self._plan_or_refuse(args, kwargs)
                 if isinstance(found, Refusal):

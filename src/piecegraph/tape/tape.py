@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from piecegraph.base import torch_compat
 from piecegraph.base.origin import GraphNode, GraphRecord, LaunchCall
 from piecegraph.base.plan import Cut, Piece
 from piecegraph.base.structure import atoms
@@ -219,15 +218,19 @@ class Addresses:
     def __init__(self, weights: Sequence[WatchedWeight]) -> None:
         self._weights = tuple(weights)
         first, *others = weights
-        step = 8 if len(weights) <= 8 else 3
-        groups = [(first, *others[i : i + step]) for i in range(0, len(others), step)] or [(first,)]
-        turns = [torch_compat.address_check([w.tensor for w in group], [w.address for w in group]) for group in groups]
-        self.turns = itertools.cycle(turns)
+        is_few = len(weights) <= 4 or not first.tensor.is_cuda
+        groups = [self._weights] if is_few else [(first, other) for other in others]
+        self.turns = itertools.cycle(map(_address_check, groups))
         """Each tells whether some of them are where they were recorded."""
 
     def moved(self) -> WeightMovedError:
         """The error to raise when they do not hold."""
         return next(w for w in self._weights if w.tensor.data_ptr() != w.address).moved()
+
+
+def _address_check(weights: Sequence[WatchedWeight]) -> Callable[[], bool]:
+    tensors, expected, address = [w.tensor for w in weights], [w.address for w in weights], torch.Tensor.data_ptr
+    return lambda: list(map(address, tensors)) == expected
 
 
 class Tape:
