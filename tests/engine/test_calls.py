@@ -253,6 +253,19 @@ def test_capture_records_the_ladder_up_to_the_example() -> None:
     assert list(fast.stats()["plans"][0]["sizes"]) == ["20", "16", "8", "4", "2", "1"]
 
 
+@pytest.mark.parametrize("frontend", ["trace", "breakable"])
+@pytest.mark.parametrize("graph_device", ["auto", "simulated"])
+def test_a_size_larger_than_those_before_leaves_them_where_they_are(frontend: str, graph_device: str) -> None:
+    """It needs larger buffers. Tapes that were recorded before read the smaller ones."""
+    options = {"graph_device": graph_device}
+    fast = compile_eager(lambda x: x * 2, dynamic_dims={"x": 0}, frontend=frontend, options=options)
+    with torch.no_grad():
+        for size in (8, 5, 16, 6, 7, 8, 16):  # 6 and 7 first occur behind 16, and run as 8
+            x = torch.randn(size, 3)
+            assert torch.equal(fast(x), x * 2), size
+    assert list(fast.stats()["plans"][0]["sizes"]) == ["8", "16"]
+
+
 def test_listed_sizes_can_be_lazy_too() -> None:
     fast = compile_eager(MLP(), capture_sizes=[16, 8, 4], options={"lazy": True})
     with torch.no_grad():

@@ -1,7 +1,8 @@
 """The static memory a tape reads its inputs from.
 
 One storage for each tensor argument, large enough for the largest size; every size is a view of its beginning, laid
-out densely as the graph was traced. Only one size runs at a time, so all sizes share it.
+out densely as the graph was traced. Only one size runs at a time, so all sizes share it. A size that is larger than all
+before it gets a new storage, which later ones share; those before it stay where their tapes read them.
 """
 
 from __future__ import annotations
@@ -25,14 +26,19 @@ class StaticInputs:
         self.pad_values = tuple(pad_values.get(leaf.name, 0) for leaf in leaves)
         self._static = {i: example[i] for i, leaf in enumerate(leaves) if leaf.address is not None}
         self._storages: list[torch.Tensor | None] = [None] * len(leaves)
+        self._views: dict[tuple[int, ...], list[torch.Tensor]] = {}
         self.filled_by: object = None
         """Whose padding the buffers hold. Padding is written again only when somebody else has used the buffers
         since.
         """
 
     def views(self, sizes: tuple[int, ...]) -> list[torch.Tensor]:
-        """Each input's buffer, at a size."""
-        return [self._static[i] if i in self._static else self._view(i, sizes) for i in range(len(self.leaves))]
+        """Each input's buffer at a size: the same memory whenever it is asked for."""
+        if sizes not in self._views:
+            self._views[sizes] = [
+                self._static[i] if i in self._static else self._view(i, sizes) for i in range(len(self.leaves))
+            ]
+        return self._views[sizes]
 
     def _view(self, index: int, sizes: tuple[int, ...]) -> torch.Tensor:
         leaf = self.leaves[index]
