@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import piecegraph
-from piecegraph.errors import CallError, FallbackError, PiecegraphWarning
+from piecegraph.errors import CallError, FallbackError, PiecegraphWarning, RecordError
 from tests.cases.modules import MLP, Branches, MixesRows, Squeezes, Stack, attention
 
 
@@ -428,3 +428,10 @@ def test_after_close_calls_are_an_error_and_the_module_still_works() -> None:
         model(x)
         with piecegraph.eager():
             torch.testing.assert_close(fast(x), model(x))
+
+
+def test_an_op_that_fails_in_the_first_run_is_told_as_such() -> None:
+    """Torch bounds what ``masked_select`` returns by the size of one operand, and asserts it where it runs."""
+    fast = compile_eager(torch.masked_select, options={"graph_device": "simulated"})
+    with torch.no_grad(), pytest.raises(RecordError, match="PG403.*Runtime assertion failed"):
+        fast(torch.randn(5, 1), torch.ones(5, 5, dtype=torch.bool))

@@ -60,8 +60,8 @@ class Recordable(Protocol[_AnyKey]):
         """How it may be recorded, the best first."""
 
     def failed(self, key: _AnyKey, way: int | None, error: RuntimeError, place: dict[str, Any]) -> None:
-        """A way (None: the warm-up) failed. Raises, or tells it and returns: then the next way is tried, and the key is
-        dropped behind the last.
+        """A way failed. Raises, or tells it and returns: then the next way is tried, and the key is dropped behind the
+        last. If it was the warm-up (None) there is no other way, and it raises.
         """
 
     def weights(self, key: _AnyKey) -> Sequence[WatchedWeight]:
@@ -190,16 +190,21 @@ class TapeLibrary(Generic[Key]):
     def _tune(self, key: Key, source: Any) -> None:
         """Run once at the largest size, so that recording it does not count what happens only once."""
         start = time.perf_counter()
-        with contextlib.suppress(torch.OutOfMemoryError):  # told when it is recorded
-            self._warm_up(key, source)
+        with located(phase="capture", size=str(key)), contextlib.suppress(torch.OutOfMemoryError):
+            self._warm_up(key, source)  # that memory runs out is told when it is recorded
         self.tune_seconds = time.perf_counter() - start
 
     def _warm_up(self, key: Key, source: Any) -> None:
         recordable = self._recordable
-        with preserved(recordable.written(key)):
-            recordable.fill_example(key, source)
-            with recordable.current(key):
-                recordable.run(key)
+        try:
+            with preserved(recordable.written(key)):
+                recordable.fill_example(key, source)
+                with recordable.current(key):
+                    recordable.run(key)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            recordable.failed(key, None, error, {})
 
     def _record_or_drop(self, key: Key, source: Any) -> None:
         device, recordable = self._device, self._recordable
@@ -227,13 +232,7 @@ class TapeLibrary(Generic[Key]):
         """None if there is no way."""
         recordable = self._recordable
         try:
-            try:
-                self._warm_up(key, source)  # creates workspaces for this size, on the capture stream
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                recordable.failed(key, None, error, {})
-                raise
+            self._warm_up(key, source)  # creates workspaces for this size, on the capture stream
             for number, way in enumerate(recordable.ways(key)):
                 tape = self._try_way(device, key, number, way, source)
                 if tape is not None:
