@@ -332,12 +332,20 @@ def _restore(value: Any, state: dict[Any, Any]) -> None:
 def _dummy(node: Any) -> Any:
     value = torch_compat.meta_value(node) if isinstance(node, torch.fx.Node) else node
     if isinstance(value, torch.Tensor):
-        return torch.empty(0)
+        dummy = torch.empty(0)
+        dummy.item = _refuse_number  # type: ignore[method-assign] # how the code around the graph reads a float
+        return dummy
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
         return _SizeMark(0)
-    raise TraceError(
-        "PG204", f"the result holds a {type(value).__name__} computed from data", hint="return a tensor instead"
-    )
+    raise _number_from_data(type(value).__name__)
+
+
+def _refuse_number() -> float:
+    raise _number_from_data("float")
+
+
+def _number_from_data(kind: str) -> TraceError:
+    return TraceError("PG204", f"the result holds a {kind} computed from data", hint="return a tensor instead")
 
 
 def _graph_result(node: Any, inputs: Mapping[torch.fx.Node, GraphInput]) -> ResultLeaf:
