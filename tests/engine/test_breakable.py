@@ -154,3 +154,75 @@ def test_a_call_is_padded_to_a_listed_size_that_never_ran() -> None:
     with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x))
     assert list(fast.stats()["plans"][0]["sizes"]) == ["8", "4"]
+
+
+VIEWS = {
+    "whole": lambda x: x,
+    "transposed": lambda x: x.T,
+    "rows": lambda x: x[1:3],
+    "reshaped": lambda x: x.view(2, -1),
+    "repeated": lambda x: x.expand(3, *x.shape),
+    "other dtype": lambda x: x.view(torch.int32),
+    "complex": lambda x: torch.view_as_complex(x.view(-1, 2)).conj(),
+    "imaginary": lambda x: torch.view_as_complex(x.view(-1, 2)).conj().imag,
+    "list": lambda x: list(x.split([1, 3])),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("graph_device", ["auto", "simulated"])
+def test_a_result_that_is_part_of_an_argument_is_part_of_the_callers(name: str, graph_device: str) -> None:
+    function = VIEWS[name]
+    options = {"graph_device": graph_device}
+    fast = piecegraph.compile(function, frontend="breakable", on_fallback="raise", options=options)
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(5, 4)[1:]  # does not begin where its storage does
+            for found, expected in zip(_as_list(fast(x)), _as_list(function(x)), strict=True):
+                assert place(found) == place(expected)
+                torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+def _as_list(result: Any) -> list[Tensor]:
+    return result if isinstance(result, list) else [result]
+
+
+def test_padding_does_not_keep_results_from_being_parts_of_an_argument() -> None:
+    fast = compile_breakable(lambda x: (x, x[:2], x * 2), dynamic_dims={"x": 0})
+    with torch.no_grad():
+        for size in (8, 5, 6, 3):
+            x = torch.randn(size, 3)
+            whole, part, doubled = fast(x)
+            assert whole is x
+            assert place(part) == place(x[:2])
+            assert torch.equal(doubled, x * 2)
+
+
+def test_without_graphs_every_call_goes_its_own_way() -> None:
+    """Nothing is recorded there, so what the function returns may depend on data."""
+
+    def function(x: Tensor, y: Tensor, choice: Tensor) -> tuple[Tensor, float]:
+        return (x if bool(choice) else y), x.sum().item()
+
+    fast = piecegraph.compile(function, frontend="breakable", dynamic_dims={}, on_fallback="raise")
+    with torch.no_grad():
+        for choice in (True, False, True):
+            arguments = torch.randn(2), torch.randn(2), torch.tensor(choice)
+            found, expected = fast(*arguments), function(*arguments)
+            assert found[0] is expected[0]
+            assert found[1] == expected[1]
+
+
+@pytest.mark.parametrize(
+    "change", [Tensor.t_, lambda x: x.resize_(9), lambda x: x.set_(torch.ones(2)), lambda x: x.unsqueeze_(0).add_(1)]
+)
+def test_arguments_whose_shape_is_changed_in_place(change: Any) -> None:
+    x = torch.zeros(2, 3)
+    with torch.no_grad(), pytest.raises(TraceError, match="PG207.*x are changed in place"):
+        compile_breakable(lambda x: change(x), capture_sizes="auto")(x)
+    assert x.shape == (2, 3)
+    assert not x.any()

@@ -198,6 +198,7 @@ class BreakableBody:
         self.cuts: tuple[Cut, ...] = ()
         with ShownCalls(self._log.run):
             watched = watch(self._call, example.tensors)
+        _refuse_moved([example.signature.tensors[i].name for i in watched.moved_calls])
         self.layout_reader = watched.layout_reader
         self.written_calls = watched.written_calls
         self.written_state = watched.written_state
@@ -237,9 +238,13 @@ class BreakableBody:
     def _remember(self, leaves: Sequence[Any], sizes: Sizes) -> None:
         self._seen[sizes] = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
-    def run(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
+    def call(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Call the function on other tensors, callbacks and all."""
         with paths_from(self._module), callbacks(self._interceptions):
-            leaves, _, structure = flatten(self._call(tensors))
+            return self._call(tensors)
+
+    def run(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
+        leaves, _, structure = flatten(self.call(tensors))
         if structure != self.structure:
             raise RecordError(
                 "PG403", f"the function returned another structure at size {sizes}", hint='use frontend="trace"'
@@ -271,6 +276,16 @@ class BreakableBody:
             watch_weight(Weight(name, tensor), "the recorded graphs", self._current_weight)
             for name, tensor in self._weights.items()
         ]
+
+
+def _refuse_moved(names: Sequence[str]) -> None:
+    if names:
+        raise TraceError(
+            "PG207",
+            f"the shape, strides or memory of {names[0]} are changed in place",
+            why="a replay works on copies of the arguments, and would leave the caller's tensor as it is",
+            hint="return the view, or a new tensor, instead",
+        )
 
 
 def _leaf(index: int, leaf: Any, path: str, watched: Watched, state: set[int]) -> ResultLeaf:

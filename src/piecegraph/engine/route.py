@@ -133,6 +133,32 @@ class PiecesRoute:
         return self._body.structure.build(iter([make(outputs, tensors) for make in self._leaves]))
 
 
+class FunctionRoute:
+    """Calls a function that is not traced on the caller's tensors, where nothing of it is recorded.
+
+    It runs, so what it returns may depend on data: another branch, another view, another number. Nothing that was seen
+    in an earlier run is taken for granted.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Sequence[torch.Tensor]], Any],
+        *,
+        replays: bool,
+        device: GraphDevice | None,
+        loss: Event | None,
+    ) -> None:
+        self.replays = replays
+        self.loss = loss
+        self._call = call
+        self._device = device
+
+    def serve(self, tensors: Sequence[torch.Tensor]) -> Any:
+        if self._device is not None:
+            self._device.use_caller_stream()
+        return self._call(tensors)
+
+
 def _leaf_maker(
     leaf: ResultLeaf, body: Body, recorded: tuple[int, ...], sizes: tuple[int, ...], *, clone: bool
 ) -> MakeLeaf:

@@ -15,7 +15,8 @@ from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Decision, Plan, SizeKey
 from piecegraph.base.progress import Progress
 from piecegraph.base.structure import flatten
-from piecegraph.engine.route import PiecesRoute, Refusal, Route, TapeRoute
+from piecegraph.engine.breakable import BreakableBody
+from piecegraph.engine.route import FunctionRoute, PiecesRoute, Refusal, Route, TapeRoute
 from piecegraph.engine.sharing import Sharing
 from piecegraph.errors import ConfigError
 from piecegraph.graph import interception
@@ -112,7 +113,11 @@ class PlanRunner:
         key = None if mode == "none" else self._bucket_for(call)
         if key is None or not can_cut(self.body, key.values, call.sizes):
             loss = None if mode == "none" else self._why_not_recorded(call.sizes)
+            if isinstance(self.body, BreakableBody):
+                return FunctionRoute(self.body.call, replays=False, device=self._device, loss=loss)
             return PiecesRoute(self.body, call.sizes, self.signature.tensors, device=self._device, loss=loss)
+        if isinstance(self.body, BreakableBody) and self._device is None:
+            return FunctionRoute(self.body.call, replays=True, device=None, loss=None)
         is_heavy = any(have > 2 * want for have, want in zip(key.values, call.sizes, strict=True))
         reason = f"size {SizeKey(call.sizes)} runs as {key}"
         return TapeRoute(

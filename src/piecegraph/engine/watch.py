@@ -31,6 +31,8 @@ class Watched:
     returned: Any
     inputs: tuple[torch.Tensor, ...]
     """The copies of the arguments that it worked on."""
+    moved_calls: tuple[int, ...]
+    """Arguments that show another part of memory since, or show it in another way."""
     written_calls: tuple[int, ...]
     """Arguments it wrote to."""
     written_state: tuple[torch.Tensor, ...]
@@ -57,6 +59,7 @@ def watch(call: Callable[[Sequence[torch.Tensor]], Any], example: Sequence[torch
     """Run a function on copies of tensors. What it writes is put back, what it draws is drawn again."""
     with torch_compat.without_trace(tensor.device for tensor in example):
         inputs = tuple(tensor.clone() for tensor in example)
+        places = [_place(tensor) for tensor in inputs]
         seen = _Watch(inputs)
         with ShownCalls(seen.run), off():
             returned = call(inputs)
@@ -65,6 +68,7 @@ def watch(call: Callable[[Sequence[torch.Tensor]], Any], example: Sequence[torch
     return Watched(
         returned=returned,
         inputs=inputs,
+        moved_calls=tuple(i for i, place in enumerate(places) if _place(inputs[i]) != place),
         written_calls=tuple(sorted(index[storage] for storage in seen.saved if storage in index)),
         written_state=tuple(memory for storage, (memory, _) in seen.saved.items() if storage not in index),
         layout_reader=seen.layout_reader,
