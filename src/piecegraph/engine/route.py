@@ -83,8 +83,10 @@ class TapeRoute:
     def serve(self, tensors: Sequence[torch.Tensor]) -> Any:
         if self._device is not None:
             self._device.use_caller_stream()
-            if self._addresses is not None and not next(self._addresses.turns)():
-                raise self._addresses.moved()
+            if self._addresses is not None:
+                for weight in next(self._addresses.turns):
+                    if weight.tensor.data_ptr() != weight.address:
+                        raise weight.moved()
         if self._targets:
             torch_compat.copy_all(
                 self._targets, tensors if self._copied is None else [tensors[i] for i in self._copied]

@@ -2,7 +2,7 @@
 
 A trace takes such values for constants. So they are looked at again before every call, and a call that finds others is
 of another kind. A large model reads hundreds of attributes of its submodules, which would take longer than the replay:
-these take turns, a few at every call.
+these take turns, one at every call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from piecegraph.graph.signature import is_constant
 
-_AT_A_TIME = 8
+_OWN = re.compile(r"(?P<owner>own\d+)\['(?P<name>\w+)'\]")
 _FROM_MODULE = re.compile(
     r"(?P<before>len\(|)(?P<module>.*\._modules\['[^']*'\]|L\['\w+'\](\.__self__)?)"
     r"\.(?P<attribute>(?!__)[A-Za-z_]\w*)(?P<after>.*)"
@@ -37,32 +37,42 @@ class OutsideValues:
 
     def __init__(self, tensors: Sequence[str], constants: Sequence[str], scopes: dict[str, Any]) -> None:
         self._scopes = dict(scopes)
-        known = [(name, value) for name in constants if is_constant(value := self._try(name))]
-        held = [(name, value) for name in tensors if isinstance(value := self._try(name), torch.Tensor)]
-        self.names = tuple(name for name, _ in (*known, *held))
-        near = [pair for pair in (*known, *held) if "._modules[" not in pair[0]]
-        far = [pair for pair in (*known, *held) if "._modules[" in pair[0]]
-        self._all = self._compile([*near, *far])
-        turns = [far[i : i + _AT_A_TIME] for i in range(0, len(far), _AT_A_TIME)]
-        self._turns = itertools.cycle([self._compile([*near, *turn]) for turn in turns or [[]]])
-        self._is_doubtful = False
-        """Whether one of them has changed: then all are looked at."""
-        self._is_late = False
+        known = [name for name in constants if is_constant(self._try(name))]
+        held = [name for name in tensors if isinstance(self._try(name), torch.Tensor)]
+        self.names = tuple(sorted([*known, *held], key=lambda name: "._modules[" in name))
+        shortened = [self._shorten(name) for name in self.names]
+        num_near = sum("._modules[" not in name for name in self.names)
+        self._near, self._all = _tuple_of(shortened[:num_near]) if num_near else None, _tuple_of(shortened)
+        self._values: tuple[Any, ...] = eval(self._all, self._scopes)
+        self._near_values = self._values[:num_near]
+        turns = [self._place(text, value) for text, value in zip(shortened, self._values, strict=True)][num_near:]
+        self._turns = itertools.cycle(turns or [({0: None}, 0, None)])
         self._num_turns = len(turns)
+        self._is_doubtful = self._is_late = False
 
     def hold(self) -> bool:
-        """Whether they are what they were."""
-        code, expected = self._all if self._is_doubtful else next(self._turns)
+        """Whether they are what they were, as far as it is their turn."""
         try:
-            values = eval(code, self._scopes)
+            if not self._is_doubtful:
+                owner, name, value = next(self._turns)
+                if owner[name] is value and (
+                    self._near is None or all(map(operator.is_, eval(self._near, self._scopes), self._near_values))
+                ):
+                    return True
+            return self._hold_all()
         except (AttributeError, LookupError, TypeError, NameError):  # one of them is gone
             return self._doubt()
-        if all(map(operator.is_, values, expected)) or all(map(_is_same, values, expected)):
-            self._is_doubtful = False
-            return True
-        return self._doubt()
+
+    def _hold_all(self) -> bool:
+        values = eval(self._all, self._scopes)
+        if not all(map(_is_same, values, self._values)):
+            return self._doubt()
+        self._values, self._near_values = values, values[: len(self._near_values)]  # equal, and next time the same
+        self._is_doubtful = False
+        return True
 
     def _doubt(self) -> bool:
+        """Something has changed: until it is as it was, all are looked at."""
         self._is_late = self._is_late or (not self._is_doubtful and self._num_turns > 1)
         self._is_doubtful = True
         return False
@@ -72,9 +82,12 @@ class OutsideValues:
         is_late, self._is_late = self._is_late, False
         return self._num_turns - 1 if is_late else 0
 
-    def _compile(self, pairs: Sequence[tuple[str, Any]]) -> tuple[CodeType, tuple[Any, ...]]:
-        expressions = "".join(f"{self._shorten(name)}, " for name, _ in pairs)
-        return compile(f"({expressions})", "<outside the call>", "eval"), tuple(value for _, value in pairs)
+    def _place(self, expression: str, value: Any) -> tuple[Any, Any, Any]:
+        """Where a value is found: in a module's own dictionary, or as the value of an expression."""
+        found = _OWN.fullmatch(expression)
+        if found:
+            return self._scopes[found["owner"]], found["name"], value
+        return _Evaluated(self._scopes), compile(expression, "<outside the call>", "eval"), value
 
     def _try(self, name: str) -> Any:
         with contextlib.suppress(Exception):  # a name that only Dynamo can read
@@ -92,6 +105,20 @@ class OutsideValues:
         self._scopes[owner] = module.__dict__ if is_own else module
         attribute = f"[{found['attribute']!r}]" if is_own else f".{found['attribute']}"
         return f"{found['before']}{owner}{attribute}{found['after']}"
+
+
+class _Evaluated:
+    """Expressions by their code, as if they were kept in a dictionary."""
+
+    def __init__(self, scopes: dict[str, Any]) -> None:
+        self._scopes = scopes
+
+    def __getitem__(self, code: CodeType) -> Any:
+        return eval(code, self._scopes)
+
+
+def _tuple_of(expressions: Sequence[str]) -> CodeType:
+    return compile(f"({''.join(f'{text}, ' for text in expressions)})", "<outside the call>", "eval")
 
 
 def _is_same(now: Any, then: Any) -> bool:

@@ -211,26 +211,15 @@ class WatchedWeight:
 class Addresses:
     """Where the weights of a plan lie.
 
-    To look at hundreds of them would take longer than a replay. So the first is looked at every time, because
-    ``model.to(...)`` and its like move them all, and the others take turns.
+    To look at hundreds of them would take longer than a replay, so they take turns. A weight that leaves its memory is
+    noticed at once unless somebody else keeps that memory: see engine/weights.py.
     """
 
     def __init__(self, weights: Sequence[WatchedWeight]) -> None:
         self._weights = tuple(weights)
-        first, *others = weights
-        is_few = len(weights) <= 4 or not first.tensor.is_cuda
-        groups = [self._weights] if is_few else [(first, other) for other in others]
-        self.turns = itertools.cycle(map(_address_check, groups))
-        """Each tells whether some of them are where they were recorded."""
-
-    def moved(self) -> WeightMovedError:
-        """The error to raise when they do not hold."""
-        return next(w for w in self._weights if w.tensor.data_ptr() != w.address).moved()
-
-
-def _address_check(weights: Sequence[WatchedWeight]) -> Callable[[], bool]:
-    tensors, expected, address = [w.tensor for w in weights], [w.address for w in weights], torch.Tensor.data_ptr
-    return lambda: list(map(address, tensors)) == expected
+        is_few = len(weights) <= 4 or not weights[0].tensor.is_cuda
+        self.turns = itertools.cycle([self._weights] if is_few else [(weight,) for weight in weights])
+        """Those to look at next."""
 
 
 class Tape:
