@@ -287,7 +287,7 @@ def _shared_memory(made: _Made) -> list[str]:
     """For each tensor of the result, the arguments whose memory it uses, and which part of it."""
     arguments = [(t.untyped_storage()._cdata, i) for i, t in enumerate(_dense_tensors(made.call))]
     return [
-        f"{where} at {tensor.storage_offset()}{tensor.stride()}"
+        f"{where} at {tensor.storage_offset()}{_strides_that_count(tensor)}"
         if (where := [i for storage, i in arguments if storage == tensor.untyped_storage()._cdata])
         else "no part"
         for tensor in _dense_tensors(made.result)
@@ -304,3 +304,8 @@ def _is_dense(leaf: Any) -> bool:
 
 def _in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _strides_that_count(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Those of dimensions with more than one element."""
+    return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)

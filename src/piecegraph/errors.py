@@ -52,6 +52,7 @@ CODES: dict[str, str] = {
     "PG402": "a size was dropped: out of memory",
     "PG403": "a size could not be recorded",
     "PG404": "padding is refused: it would change real rows",
+    "PG405": "a result lies on another device when it is captured",
     "PG501": "gradients are needed",
     "PG502": "the call does not match the plan",
     "PG503": "the size is above the largest recorded one",

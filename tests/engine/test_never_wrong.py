@@ -79,6 +79,29 @@ def test_views_of_an_argument(compiled: Any, view: Callable[..., Any], dtype: to
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize(
+    "view",
+    [lambda x, y: x.expand_as(y), lambda x, y: torch.broadcast_tensors(x, y)[0], lambda x, y: x.view_as(y[0])],
+    ids=["expand", "broadcast", "view"],
+)
+def test_views_that_two_arguments_have_a_say_in(compiled: Any, view: Callable[..., Tensor]) -> None:
+    fast = compiled(view)
+    for _ in range(3):
+        x, y = torch.randn(3, 4), torch.randn(2, 3, 4)
+        found = fast(x, y)
+        torch.testing.assert_close(found, view(x, y))
+        assert found.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    turned = torch.randn(4, 3).T
+    torch.testing.assert_close(fast(turned, y), view(turned, y))
+
+
+def test_an_argument_that_is_returned_without_the_trace_knowing(compiled: Any) -> None:
+    fast = compiled(lambda x: nn.functional.dropout(x, 0.5, training=False))
+    for _ in range(3):
+        x = torch.randn(4)
+        assert fast(x).data_ptr() == x.data_ptr()
+
+
 def test_a_view_of_an_argument_that_lies_otherwise(compiled: Any) -> None:
     fast = compiled(lambda x: (x.T, x.reshape(-1)))
     compare(fast, lambda x: (x.T, x.reshape(-1)), [(torch.randn(3, 4),), (torch.randn(4, 3).T,), (torch.randn(3, 4),)])

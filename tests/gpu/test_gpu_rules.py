@@ -266,3 +266,27 @@ def test_fused_linears(backend: str) -> None:
             x = torch.randn(size, 12, device=CUDA)
             torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-3)
     assert "fused linears: 8 groups" in fast.explain()
+
+
+def test_random_numbers_of_a_function_of_no_tensors() -> None:
+    fast = piecegraph.compile(lambda: torch.randn(6, device=CUDA), backend="eager", on_fallback="ignore")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        found = fast()
+        torch.manual_seed(seed)
+        assert torch.equal(found, torch.randn(6, device=CUDA))
+
+
+def test_a_result_that_is_elsewhere_when_it_is_captured() -> None:
+    def attend(q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.ops.aten._efficient_attention_forward(q, q, q, None, None, None, None, None, 0.5, 0, False)
+
+    fast = piecegraph.compile(attend, frontend="breakable", backend="eager", on_fallback="ignore")
+    q = torch.randn(1, 8, 2, 16, device=CUDA, dtype=torch.float16)
+    with torch.no_grad():
+        for _ in range(3):
+            found, expected = fast(q), attend(q)
+            assert [t.device for t in found if isinstance(t, torch.Tensor)] == [
+                t.device for t in expected if isinstance(t, torch.Tensor)
+            ]
+    assert set(fast.stats()["events"]) <= {"PG405"}

@@ -656,6 +656,11 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
+def reading(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """How a tensor's memory is read, apart from where."""
+    return tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
 def has_memory(value: Any) -> bool:
     """Whether a value is a tensor with a storage that can be looked at."""
     from torch._subclasses.fake_tensor import FakeTensor
@@ -686,6 +691,9 @@ def storage_is_alive(tensor: torch.Tensor) -> Callable[[], bool]:
 
 is_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device; asking for each takes four times as long."""
+
+alias: Callable[[torch.Tensor], torch.Tensor] = torch.ops.aten.alias.default
+"""Another tensor over the same memory."""
 
 copy_all: Callable[[Any, Any], None] = torch._foreach_copy_
 """Copies several tensors with as few kernels as their types allow."""
@@ -773,8 +781,11 @@ def outside_inference() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_trace(devices: Iterable[torch.device]) -> Iterator[None]:
-    """As :func:`outside_inference`; and random numbers drawn inside, on the CPU and these devices, are drawn again."""
-    indices = sorted({device.index for device in devices if device.type == "cuda"})
+    """As :func:`outside_inference`; and random numbers drawn inside are drawn again: those of the CPU, of these devices
+    and of the current one, where a function of no tensors makes some.
+    """
+    current = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    indices = sorted({*current, *(device.index for device in devices if device.type == "cuda")})
     with outside_inference(), torch.random.fork_rng(indices):
         yield
 

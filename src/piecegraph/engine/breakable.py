@@ -200,6 +200,7 @@ class BreakableBody:
             watched = watch(self._call, example.tensors)
         _refuse_moved([example.signature.tensors[i].name for i in watched.moved_calls])
         self.layout_reader = watched.layout_reader
+        self.devices = watched.devices
         self.written_calls = watched.written_calls
         self.written_state = watched.written_state
         leaves, paths, self.structure = flatten(watched.returned)

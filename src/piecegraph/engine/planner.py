@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
+from piecegraph.base import torch_compat
 from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Cut, Decision, Piece, Plan, SizeDim
+from piecegraph.base.structure import flatten
 from piecegraph.engine.breakable import BreakableBody
 from piecegraph.engine.mode import choose_mode, make_graph_device
 from piecegraph.engine.pipeline import Pipeline
 from piecegraph.engine.runner import PlanRunner
-from piecegraph.engine.watch import watch_example
+from piecegraph.engine.watch import Watched, watch_example
 from piecegraph.errors import located
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.dims import EarlierShape
@@ -25,9 +27,11 @@ from piecegraph.graph.fuse import separate
 from piecegraph.graph.interception import Interception
 from piecegraph.graph.outside import OutsideValues
 from piecegraph.graph.signature import Binder, Call, Signature, with_layout
-from piecegraph.graph.sources import Weight
+from piecegraph.graph.sources import FromCall, FromGraph, Weight
 from piecegraph.graph.split import find_intercepted
+from piecegraph.graph.tracer import ResultLeaf as TracedLeaf
 from piecegraph.graph.tracer import Traced
+from piecegraph.graph.views import InputView
 from piecegraph.tape.body import Body, TracedBody
 from piecegraph.tape.device import GraphDevice
 
@@ -177,9 +181,11 @@ class Planner:
         pipeline.clock.lap("watch")
         seen = replace(
             traced,
+            results=_with_seen_aliases(traced, watched),
             written_calls=tuple(sorted({*traced.written_calls, *watched.written_calls})),
             hidden_state=watched.written_state,
             layout_reader=watched.layout_reader,
+            devices=watched.devices,
         )
         return seen, decisions
 
@@ -226,6 +232,21 @@ class Planner:
         if mode not in ("none", "direct") and self.device is None:
             self.device = make_graph_device(mode, device)
         return None if mode in ("none", "direct") else self.device
+
+
+def _with_seen_aliases(traced: Traced, watched: Watched) -> tuple[TracedLeaf, ...]:
+    """The results, with those taken from the caller that were an argument itself when the function ran.
+
+    A trace does not always know: dropout that drops nothing returns what it was given.
+    """
+    leaves = flatten(watched.returned)[0]
+    if len(leaves) != len(traced.results):
+        return traced.results
+    results = []
+    for leaf, found in zip(traced.results, leaves, strict=True):
+        argument = watched.same_place(found) if isinstance(leaf, FromGraph) else None
+        results.append(leaf if argument is None else InputView(FromCall(argument), (), torch_compat.alias))
+    return tuple(results)
 
 
 def cut_while_intercepted(name: str) -> Event:

@@ -22,14 +22,14 @@ from piecegraph.errors import ConfigError
 from piecegraph.graph import interception
 from piecegraph.graph.signature import Call, Signature
 from piecegraph.provenance.ledger import ledgers
-from piecegraph.tape.body import Body, Sizes, can_cut
+from piecegraph.tape.body import Body, FromOutput, Sizes, can_cut
 from piecegraph.tape.buckets import best_fit, ladder, next_rung
 from piecegraph.tape.buffers import preserved
 from piecegraph.tape.calls import SizedCalls
 from piecegraph.tape.device import GraphDevice
 from piecegraph.tape.library import TapeLibrary
 from piecegraph.tape.padding import padding_changes
-from piecegraph.tape.tape import Addresses
+from piecegraph.tape.tape import Addresses, Tape
 
 _MAX_ROUTES = 4096
 
@@ -97,8 +97,9 @@ class PlanRunner:
         found: Route | Refusal | None = self._why_invalid(call.sizes)
         if found is None:
             self.body.learn(call.tensors, call.sizes)
-            route = self._choose_route(call)
-            found = self._why_small_differs(route, call) or route
+            found = self._choose_route(call)
+            if not isinstance(found, Refusal):
+                found = self._why_small_differs(found, call) or found
         self.routes[call.sizes] = found
         return found
 
@@ -108,7 +109,7 @@ class PlanRunner:
         violated = self.body.violated(sizes)
         return None if violated is None else Refusal(Event("PG505", "call", f"size {SizeKey(sizes)}: {violated}"))
 
-    def _choose_route(self, call: Call) -> Route:
+    def _choose_route(self, call: Call) -> Route | Refusal:
         mode = self.plan.mode
         key = None if mode == "none" else self._bucket_for(call)
         if key is None or not can_cut(self.body, key.values, call.sizes):
@@ -118,11 +119,14 @@ class PlanRunner:
             return PiecesRoute(self.body, call.sizes, self.signature.tensors, device=self._device, loss=loss)
         if isinstance(self.body, BreakableBody) and self._device is None:
             return FunctionRoute(self.body.call, replays=True, device=None, loss=None)
+        tape = self.library.tapes[key]
+        if isinstance(tape, Tape) and (reason := self._why_elsewhere(tape)):
+            return Refusal(Event("PG405", f"size {key}", reason))
         is_heavy = any(have > 2 * want for have, want in zip(key.values, call.sizes, strict=True))
         reason = f"size {SizeKey(call.sizes)} runs as {key}"
         return TapeRoute(
             self.body,
-            self.library.tapes[key],
+            tape,
             key,
             call.sizes,
             self.calls.buffers,
@@ -131,6 +135,14 @@ class PlanRunner:
             addresses=self._addresses,
             loss=Event("PG510", "call", reason, "add a capture size nearer to it") if is_heavy else None,
         )
+
+    def _why_elsewhere(self, tape: Tape) -> str:
+        """Whether an op returns its results on another device when it is captured; some do."""
+        for leaf, device in zip(self.body.leaves, self.body.devices, strict=False):
+            recorded = tape.devices[leaf.index] if isinstance(leaf, FromOutput) else None
+            if recorded is not None and device is not None and recorded != device:
+                return f"a result is on {recorded} when captured, and on {device} when the function runs"
+        return ""
 
     def _why_not_recorded(self, sizes: Sizes) -> Event:
         wanted, options, num_tapes = SizeKey(sizes), self._config.options, len(self.library.tapes)

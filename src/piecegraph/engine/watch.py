@@ -42,10 +42,21 @@ class Watched:
     views: dict[tuple[Any, ...], tuple[tuple[Any, ...], ViewOp]]
     """What is a view of an argument: its place in memory, that of the tensor it was made from, and how."""
 
+    @property
+    def devices(self) -> tuple[torch.device | None, ...]:
+        """Where each leaf of the result lies; None for what is no tensor."""
+        return tuple(leaf.device if isinstance(leaf, torch.Tensor) else None for leaf in flatten(self.returned)[0])
+
+    def same_place(self, leaf: Any) -> int | None:
+        """Which argument a result is, if it is one."""
+        if not torch_compat.has_memory(leaf):
+            return None
+        return next((i for i, tensor in enumerate(self.inputs) if _place(tensor) == _place(leaf)), None)
+
     def view_of_input(self, leaf: torch.Tensor) -> tuple[int, tuple[ViewOp, ...]] | None:
         """Which argument a result is a view of, and the ops that lead to it; None if it is none or cannot be told."""
         places = {_place(tensor): i for i, tensor in enumerate(self.inputs)}
-        chain: list[ViewOp] = [torch.ops.aten.alias.default]  # another tensor, also where the place is the same
+        chain: list[ViewOp] = [torch_compat.alias]  # another tensor, also where the place is the same
         place = _place(leaf)
         while place not in places:
             if place not in self.views or len(chain) > len(self.views):

@@ -27,12 +27,12 @@ from piecegraph.graph.outside import OutsideValues
 from piecegraph.graph.signature import Signature, dense_strides, is_constant, with_fixed
 from piecegraph.graph.sizes import SizeRules
 from piecegraph.graph.sources import Fixed, FromCall, FromGraph, FromSize, GraphInput, Weight
-from piecegraph.graph.views import InputView, find_view
+from piecegraph.graph.views import InputView, StridedView, find_view
 
 EAGER_OP_REASON = "a function marked with piecegraph.eager_op cannot be traced"
 """What such a function says when it is; see breakable.py."""
 
-ResultLeaf = FromGraph | FromCall | FromSize | InputView | Fixed
+ResultLeaf = FromGraph | FromCall | FromSize | InputView | StridedView | Fixed
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class Traced:
     """Memory that was there before the call and that ops write to without saying so."""
     layout_reader: str
     """The line that asks how tensors lie in memory; empty if none does."""
+    devices: tuple[torch.device | None, ...]
+    """Where each leaf of the result lies when the function itself runs, as far as that was seen."""
     outside: OutsideValues
     """What was read outside the call."""
     streams: Mapping[int, Any]
@@ -65,7 +67,7 @@ class Traced:
     @property
     def output_nodes(self) -> tuple[torch.fx.Node, ...]:
         """The nodes whose values the result needs, each once."""
-        return tuple(dict.fromkeys(leaf.node for leaf in self.results if isinstance(leaf, FromGraph)))
+        return tuple(dict.fromkeys(leaf.node for leaf in self.results if isinstance(leaf, (FromGraph, StridedView))))
 
 
 def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, torch.Tensor]) -> Traced:
@@ -93,6 +95,7 @@ def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, 
         written_weights=tuple(s for n, s in inputs.items() if n in written and isinstance(s, Weight)),
         hidden_state=(),
         layout_reader="",
+        devices=(),
         outside=_outside_values(capture, inputs, weights),
         streams=capture.external_objects,
     )

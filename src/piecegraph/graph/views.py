@@ -16,6 +16,7 @@ import torch
 import torch.fx
 
 from piecegraph.base import torch_compat
+from piecegraph.errors import TraceError
 from piecegraph.graph.fx_nodes import size_parts, writes_in_place
 from piecegraph.graph.sources import FromCall, GraphInput, Weight
 
@@ -30,14 +31,53 @@ class InputView:
     """Takes the tensor and the value of each symbol."""
 
 
-def find_view(node: torch.fx.Node, inputs: Mapping[torch.fx.Node, GraphInput]) -> InputView | None:
+@dataclass(frozen=True, slots=True)
+class StridedView:
+    """A result that lies in the memory of an argument, told by sizes and strides: it is taken from the argument if that
+    lies as its buffer does, and from the graph if not.
+    """
+
+    node: torch.fx.Node
+    argument: int
+    """Into ``signature.tensors``."""
+    shape: tuple[sympy.Expr, ...]
+    strides: tuple[sympy.Expr, ...]
+    offset: sympy.Expr
+
+
+def find_view(node: torch.fx.Node, inputs: Mapping[torch.fx.Node, GraphInput]) -> InputView | StridedView | None:
     """The view that a result is, or None if it has memory of its own or cannot be rebuilt from views alone."""
     storage = torch_compat.storage_id(torch_compat.meta_value(node))
     for root, source in inputs.items():
         if isinstance(source, (FromCall, Weight)) and torch_compat.storage_id(torch_compat.meta_value(root)) == storage:
             chain = _chain(node, root, storage)
-            return None if chain is None else _build(source, root, chain)
+            return _strided(node, root, source, inputs) if chain is None else _build(source, root, chain)
     return None
+
+
+def _strided(
+    node: torch.fx.Node, root: torch.fx.Node, source: FromCall | Weight, inputs: Mapping[torch.fx.Node, GraphInput]
+) -> StridedView | None:
+    """The view of an argument that several tensors have a say in: ``x.expand_as(y)``, ``torch.meshgrid(x, y)``."""
+    result, base = torch_compat.meta_value(node), torch_compat.meta_value(root)
+    if not isinstance(source, FromCall) or torch_compat.reading(result) != torch_compat.reading(base):
+        return None
+    numbers = (result.shape, result.stride(), (result.storage_offset(),))
+    shape, strides, (offset,) = (tuple(map(torch_compat.size_expr, part)) for part in numbers)
+    known = {symbol for node in inputs for symbol in _symbols_of(torch_compat.meta_value(node))}
+    if not {symbol for expr in (*shape, *strides, offset) for symbol in expr.free_symbols} <= known:
+        raise TraceError(
+            "PG204",
+            f"the result is a part of argument {source.index}, and data say which",
+            why="where it lies would be known only at the recording",
+            hint="return a copy of it",
+        )
+    return StridedView(node, source.index, shape, strides, offset)
+
+
+def _symbols_of(value: Any) -> set[sympy.Symbol]:
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return {symbol for size in sizes for symbol in torch_compat.size_expr(size).free_symbols}
 
 
 def _chain(node: torch.fx.Node, root: torch.fx.Node, storage: int) -> list[torch.fx.Node] | None:

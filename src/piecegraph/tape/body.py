@@ -15,9 +15,11 @@ import torch
 from piecegraph.base import torch_compat
 from piecegraph.base.structure import Structure, atoms
 from piecegraph.graph.program import Program, RunStep, Slot, run_plainly
+from piecegraph.graph.signature import dense_strides
 from piecegraph.graph.sources import Fixed, FromCall, FromGraph, FromSize, Weight
+from piecegraph.graph.tracer import ResultLeaf as TracedLeaf
 from piecegraph.graph.tracer import Traced
-from piecegraph.graph.views import InputView
+from piecegraph.graph.views import InputView, StridedView
 from piecegraph.tape.record import Recorder
 from piecegraph.tape.tape import WatchedWeight
 
@@ -61,6 +63,10 @@ class Body(Protocol):
         """Puts the leaves of the result together."""
 
     @property
+    def devices(self) -> tuple[torch.device | None, ...]:
+        """Where each leaf lies when the function itself runs; empty if that is not known."""
+
+    @property
     def written_calls(self) -> tuple[int, ...]:
         """Arguments the function writes to."""
 
@@ -100,13 +106,21 @@ class TracedBody:
         self._program = program
         self._current_weight = current_weight
         self._output_nodes = traced.output_nodes
-        self.leaves: tuple[ResultLeaf, ...] = tuple(
-            FromOutput(self._output_nodes.index(leaf.node)) if isinstance(leaf, FromGraph) else leaf
-            for leaf in traced.results
-        )
+        self._strided = {
+            self._output_nodes.index(leaf.node): leaf for leaf in traced.results if isinstance(leaf, StridedView)
+        }
+        self.leaves: tuple[ResultLeaf, ...] = tuple(map(self._leaf, traced.results))
         self.structure = traced.structure
+        self.devices = traced.devices
         self.written_calls = traced.written_calls
         self.written_state = (*(weight.tensor for weight in traced.written_weights), *traced.hidden_state)
+
+    def _leaf(self, leaf: TracedLeaf) -> ResultLeaf:
+        if isinstance(leaf, FromGraph):
+            return FromOutput(self._output_nodes.index(leaf.node))
+        if isinstance(leaf, StridedView):
+            return SeenView(self._output_nodes.index(leaf.node), leaf.argument)
+        return leaf
 
     def run(self, tensors: Sequence[torch.Tensor], sizes: Sizes, run_step: RunStep = run_plainly) -> list[Any]:
         return self._program.at(sizes).run(tensors, run_step)
@@ -125,9 +139,25 @@ class TracedBody:
         """Everything is in the graph already."""
 
     def number(self, leaf: FromSize | InputView | Observed | SeenView, sizes: Sizes) -> tuple[Any, ...]:
+        if isinstance(leaf, SeenView):
+            return (self._take_strided(self._strided[leaf.index], sizes),)
         assert isinstance(leaf, (FromSize, InputView)), leaf
         exprs = (leaf.expr,) if isinstance(leaf, FromSize) else leaf.symbols
         return tuple(self._traced.sizes.evaluate(expr, sizes) for expr in exprs)
+
+    def _take_strided(self, view: StridedView, sizes: Sizes) -> Callable[[torch.Tensor], torch.Tensor]:
+        def evaluate(exprs: Sequence[Any]) -> tuple[int, ...]:
+            return tuple(self._traced.sizes.evaluate(expr, sizes) for expr in exprs)
+
+        shape, strides, (offset,) = evaluate(view.shape), evaluate(view.strides), evaluate((view.offset,))
+        dim_order = self._traced.signature.tensors[view.argument].dim_order
+
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.stride() != dense_strides(tensor.shape, dim_order):
+                raise RuntimeError("it does not lie as its buffer does")
+            return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+
+        return take
 
     def violated(self, sizes: Sizes) -> str | None:
         return self._traced.sizes.violated(sizes)

@@ -241,6 +241,8 @@ class Tape:
         self.steps = tuple(steps)
         self.is_one_graph = len(self.steps) == 1 and isinstance(self.steps[0], GraphStep)
         self._outputs = tuple(outputs)
+        self.devices = tuple(value.device if isinstance(value, torch.Tensor) else None for value in outputs)
+        """Where each output lies."""
         self._weights = tuple(weights)
         self._cells = cells
         self._check_always = check_always
