@@ -33,7 +33,7 @@ def test_a_gpu_holds_what_a_cpu_holds_step_by_step() -> None:
         for mine, their in zip(ours.attention, theirs.attention, strict=True):
             assert mine.slots.tolist() == their.slots.tolist()
             assert mine.block_table.tolist() == their.block_table.tolist()
-        assert ours.uniform.tolist() == theirs.uniform.tolist()
+        assert ours.random_keys.tolist() == theirs.random_keys.tolist()
         llm.scheduler.commit(plan, tokens[: plan.num_seqs])
 
 
@@ -41,10 +41,11 @@ def test_a_gpu_holds_what_a_cpu_holds_step_by_step() -> None:
 def test_a_captured_sampler_serves_every_batch(mode: SamplingMode) -> None:
     rows, vocab_size = 8, 50_000
     logits = torch.zeros(rows, vocab_size, device="cuda")
-    numbers, temperature = torch.zeros(rows, device="cuda"), torch.ones(rows, device="cuda")
+    keys = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    temperature = torch.ones(rows, device="cuda")
     top_k = torch.zeros(rows, dtype=torch.int64, device="cuda")
     top_p = torch.ones(rows, device="cuda")
-    inputs = (logits, temperature, top_k, top_p, numbers)
+    inputs = (logits, temperature, top_k, top_p, keys)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         sample(*inputs, mode=mode)
@@ -58,7 +59,7 @@ def test_a_captured_sampler_serves_every_batch(mode: SamplingMode) -> None:
         for row in range(rows):
             logits[row] = torch.randperm(vocab_size, generator=generator) / vocab_size * 30
         logits[3, 17] = float("nan")
-        numbers.copy_((torch.randint(0, 64, (rows,), generator=generator) + 0.5) / 64)
+        keys.copy_(torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator))
         temperature.copy_(torch.where(torch.arange(rows) % 3 == 0, 0.0, 0.01))
         if mode == "truncated":
             top_k.copy_(torch.arange(rows) * 3)

@@ -8,9 +8,10 @@ import torch
 
 from piecegraph.llm.cache.block_tables import BlockTables
 from piecegraph.llm.cache.paged import SequenceBlocks
+from piecegraph.llm.kernels.race import random_keys
 from piecegraph.llm.run.batch import BatchBuffers, BatchLimits
 from piecegraph.llm.run.request import Request, SamplingParams
-from piecegraph.llm.run.sampling import HOTTEST, uniform
+from piecegraph.llm.run.sampling import HOTTEST
 from piecegraph.llm.run.step import Bucket, StepPlan, Work
 
 BLOCK_SIZE = 4
@@ -41,7 +42,7 @@ def plan(*works: Work, kind: str = "mixed") -> StepPlan:
 
 def fields(buffers: BatchBuffers, bucket: Bucket) -> dict[str, list[object]]:
     views = buffers.views(bucket)
-    names = "input_ids positions query_starts seq_lens state_slots logit_rows temperature top_k top_p uniform"
+    names = "input_ids positions query_starts seq_lens state_slots logit_rows temperature top_k top_p random_keys"
     found = {name: getattr(views, name).tolist() for name in names.split()}
     for g, batch in enumerate(views.attention):
         found |= {f"slots {g}": batch.slots.tolist(), f"table {g}": batch.block_table.tolist()}
@@ -50,7 +51,7 @@ def fields(buffers: BatchBuffers, bucket: Bucket) -> dict[str, list[object]]:
 
 def test_the_size_of_the_buffers_is_known_before_they_are_made() -> None:
     limits = make(embed_width=8, has_mrope=True).limits
-    per_token, per_seq = 8 + 8 + 2 * 8 + 3 * 8 + 1 + 8 * 2, 4 + 8 + 8 + 4 + 4 + 8 + 4 + 4
+    per_token, per_seq = 8 + 8 + 2 * 8 + 3 * 8 + 1 + 8 * 2, 4 + 8 + 8 + 4 + 4 + 8 + 8 + 4
     assert limits.num_bytes == 16 * per_token + 6 * per_seq + 4 + 2 * 6 * 8 * 4
 
 
@@ -72,7 +73,7 @@ def test_a_mixed_step_padded() -> None:
     assert found["temperature"] == [0, 0.5, 0, 0]
     assert found["top_p"] == pytest.approx([1, 0.9, 1, 1])
     assert found["top_k"] == [0, 3, 0, 0]
-    assert found["uniform"][1] == uniform(11, 6)
+    assert found["random_keys"][1] == random_keys(np.array([11], np.uint64), np.array([6]))[0]
     assert buffers.sampling_mode == "truncated"
 
 

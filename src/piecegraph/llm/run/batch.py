@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from piecegraph.llm.cache.block_tables import BlockTables
 from piecegraph.llm.cache.paged import SequenceBlocks
+from piecegraph.llm.kernels.race import random_keys
 from piecegraph.llm.run.request import Request, SamplingParams
-from piecegraph.llm.run.sampling import HOTTEST, SamplingMode, mode_of, uniforms
+from piecegraph.llm.run.sampling import HOTTEST, SamplingMode, mode_of
 from piecegraph.llm.run.step import Bucket, StepPlan, Work
 from piecegraph.llm.specs import AttentionBatch, Span, StateBatch
 
@@ -86,8 +87,8 @@ class BatchViews:
     """float32 [S]."""
     top_k: torch.Tensor
     """int64 [S]."""
-    uniform: torch.Tensor
-    """float32 [S]."""
+    random_keys: torch.Tensor
+    """int64 [S]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class BatchBuffers:
     logit_rows         0                  a valid row; what is chosen from it is ignored
     temperature        0                  greedy: nothing is drawn
     top_k, top_p       0, 1               off
-    uniform            0                  not used
+    random_keys        0                  not used
     =================  =================  ====================================================================
 
     Args:
@@ -246,7 +247,7 @@ class BatchBuffers:
         self._write_tokens(plan, rows, starts, is_sampled=sampled is not None)
         if self.sampling_mode != "greedy":
             host = self._host
-            host["uniform"][:num_seqs] = uniforms(self._seeds[:num_seqs], host["seq_lens"][:num_seqs])
+            host["random_keys"][:num_seqs] = random_keys(self._seeds[:num_seqs], host["seq_lens"][:num_seqs])
         self._pad(num_tokens, num_seqs, bucket)
         self._buffer.copy_(self._staging, non_blocking=True)
         if sampled is not None:
@@ -304,7 +305,7 @@ class BatchBuffers:
         host["top_p"][:num_seqs] = [params.top_p for params in all_params]
         host["top_k"][:num_seqs] = [min(params.top_k, 1 << 31) for params in all_params]
         host["state_slots"][:num_seqs] = [request.state_slot for request in requests]
-        host["uniform"][:num_seqs] = 0
+        host["random_keys"][:num_seqs] = 0
         self._seeds[:num_seqs] = [request.seed for request in requests]
         self._mrope_deltas[:num_seqs] = [request.mrope_delta for request in requests]
         self._has_own_inputs = any(
@@ -392,7 +393,7 @@ def _fields(limits: BatchLimits) -> tuple[_Field, ...]:
         _Field("temperature", torch.float32, (seqs,), "seq", 0),
         _Field("top_p", torch.float32, (seqs,), "seq", 1),
         _Field("top_k", torch.int64, (seqs,), "seq", 0),
-        _Field("uniform", torch.float32, (seqs,), "seq", 0),
+        _Field("random_keys", torch.int64, (seqs,), "seq", 0),
         _Field("input_ids", torch.int64, (tokens,), "token", 0),
         _Field("positions", torch.int64, (tokens,), "token", 0),
         _Field("slots", torch.int64, (limits.num_groups, tokens), "token", 0),

@@ -228,7 +228,7 @@ class ModelStep:
         self, key: StepKey, logits: torch.Tensor, hidden: torch.Tensor, rows: torch.Tensor
     ) -> Sequence[torch.Tensor]:
         views = self._buffers.views(key.bucket)
-        tokens = sample(logits, views.temperature, views.top_k, views.top_p, views.uniform, mode=key.sampling)
+        tokens = sample(logits, views.temperature, views.top_k, views.top_p, views.random_keys, mode=key.sampling)
         return tokens, logits, hidden if key.every_row else rows
 
     def _rows_with_logits(self, key: StepKey, hidden: torch.Tensor) -> torch.Tensor:

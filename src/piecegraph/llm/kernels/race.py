@@ -1,0 +1,107 @@
+"""Random numbers for drawing tokens, made from a counter: the same for a key and a place in the vocabulary for ever.
+
+Note [A race of tokens]
+~~~~~~~~~~~~~~~~~~~~~~~
+A token is drawn by Gumbel-max: each is given an exponential number of its own, the weight of a token divided by its
+number is its score, and the highest score wins, with the probability of its weight. A number belongs to a place in the
+vocabulary. So logits that differ by rounding give another token only where two scores are that close; a draw from the
+running sum of the weights would move with the rounding of every token before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_STEP, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""The constants of splitmix64."""
+_LARGEST = 2**63 - 1
+_SCALE = (1 - 2.0**-23) * 2.0**-63
+"""From 63 bits to a float32 that is below 1 even where the bits were rounded up."""
+_BLOCK = 1024
+"""Numbers that one program of the kernel makes."""
+
+
+def random_keys(seeds: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.int64]:
+    """What the random numbers of a token are made from: the same for a seed and a position for ever.
+
+    >>> random_keys(np.array([1, 1], np.uint64), np.array([7, 8]))
+    array([-6894164319213084917,  4555703879086989499])
+    """
+    counters = positions.astype(np.uint64) * np.uint64(_STEP)
+    return _mixed(_mixed(seeds + np.uint64(_STEP)) + counters).view(np.int64)
+
+
+def _mixed(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of splitmix64; arithmetic on uint64 arrays wraps around."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
+    return z ^ (z >> np.uint64(31))
+
+
+def exponentials(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """Independent numbers of the exponential distribution, made by integer arithmetic on a key and a counter.
+
+    They are those of splitmix64 begun at the key, but for two things that spare work: shifts keep the sign, by which
+    one bit of 64 is lost, and the high bits are taken where the last product has left them.
+
+    Args:
+        keys: int64 [rows], from :func:`random_keys`.
+        count: of each row.
+
+    Returns:
+        float32 [rows, count], from 0 to 16. Small ones, which win races, are the finest.
+    """
+    counters = torch.arange(1, count + 1, device=keys.device).mul_(_signed(_STEP))
+    bits = keys.unsqueeze(-1) + counters
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        bits.bitwise_xor_(bits >> shift).mul_(_signed(factor))
+    return bits.bitwise_and_(_LARGEST).float().mul_(-_SCALE).log1p_().neg_()
+
+
+def draw(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """One place of each row, with the probability of its weight: see Note [A race of tokens].
+
+    Args:
+        weights: float32 [rows, vocabulary], not negative; one of each row must not be small. Overwritten.
+        keys: int64 [rows], from :func:`random_keys`.
+    """
+    if weights.is_cuda and _has_triton():
+        launch_scores(weights, keys)
+    else:
+        weights.div_(exponentials(keys, weights.shape[-1]))
+    return weights.argmax(dim=-1)
+
+
+def launch_scores(weights: torch.Tensor, keys: torch.Tensor) -> None:
+    """Divide weights by the numbers of their places in one kernel: each step of integer arithmetic would be one."""
+    from piecegraph.llm.kernels import race_kernels
+
+    rows, count = weights.shape
+    race_kernels.scores_kernel[(rows, -(-count // _BLOCK))](
+        weights,
+        keys,
+        count,
+        weights.stride(0),
+        STEP=_signed(_STEP),
+        MIX_1=_signed(_MIX_1),
+        MIX_2=_signed(_MIX_2),
+        LARGEST=_LARGEST,
+        SCALE=_SCALE,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+
+
+def _signed(number: int) -> int:
+    """As an int64, which is what torch multiplies; products wrap around all the same."""
+    return number - 2**64 if number > _LARGEST else number
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
