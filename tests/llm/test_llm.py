@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 import piecegraph
+from piecegraph.llm import Request, SamplingParams
 from tests.cases.llm_shelf import Shelf, shelf
 
 FAMILIES = (
@@ -197,6 +200,32 @@ def test_metrics(llama: piecegraph.LLM) -> None:
     assert metrics.total_s == pytest.approx(expected)
 
 
+def test_metrics_count_from_the_call_on_also_while_it_waits_for_others(models: Shelf) -> None:
+    llm, goes_on = models.load("llama", max_num_seqs=2), threading.Event()
+    with ThreadPoolExecutor(2) as threads:
+        with llm._lock:
+            found = [threads.submit(llm.generate, prompts()[2], max_new_tokens=4) for _ in range(2)]
+            goes_on.wait(0.3)
+        answers = [each.result()[0] for each in found]
+    assert all(answer.metrics.time_to_first_token_s > 0.25 for answer in answers)
+    assert all(answer.metrics.total_s > 0.25 for answer in answers)
+
+
+def test_who_is_served_by_others_waits_for_no_turn(models: Shelf) -> None:
+    llm = models.load("llama")
+    stream = llm.generate(prompts()[1], max_new_tokens=NUM_NEW, ignore_eos=True, stream=True)
+    started = [next(stream)]
+    engine, goes_on = llm.started.engine, threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        with llm._lock, torch.inference_mode():
+            rest = threads.submit(lambda: next(stream))
+            while not llm._lock._line:
+                goes_on.wait(0.001)
+            engine.step()
+        found = [*started, rest.result(10), *stream]
+    assert [token for chunk in found for token in chunk.token_ids] == models.greedy("llama", prompts()[1], NUM_NEW)
+
+
 # ------------------------------------------------------------------ where answers end
 
 
@@ -234,6 +263,34 @@ def test_stop_texts(look_ahead: bool, models: Shelf) -> None:
     (last,) = llm.generate(prompts()[3], max_new_tokens=first + 2, ignore_eos=True, stop=stop)
     assert (last.text, last.finish_reason) == (whole.text[:first], "stop"), "completed by the last token allowed"
     assert_nothing_is_held(llm)
+
+
+def test_stop_texts_with_a_scheduler_of_one_s_own(models: Shelf) -> None:
+    llm = models.load("llama")
+    (whole,) = llm.generate(prompts()[3], max_new_tokens=NUM_NEW, ignore_eos=True)
+    stop = whole.text[5:7]
+    (wanted,) = llm.generate(prompts()[3], max_new_tokens=NUM_NEW, ignore_eos=True, stop=["never", stop])
+    last = len(wanted.token_ids)
+    for num_new in (NUM_NEW, last):
+        scheduler = llm.make_scheduler()
+        params = SamplingParams(max_new_tokens=num_new, ignore_eos=True, stop=("never", stop))
+        request = Request("mine", prompts()[3], params)
+        scheduler.add(request)
+        while plan := scheduler.schedule():
+            scheduler.commit(plan, llm.forward(plan).tokens.tolist())
+        assert (request.generated, request.finish_reason) == (wanted.token_ids, "stop")
+        scheduler.check()
+
+
+def test_stop_texts_need_a_tokenizer_also_with_a_scheduler_of_one_s_own(
+    models: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = models.load("llama")
+    monkeypatch.setattr(llm, "_started", replace(llm.started, loaded=replace(llm.started.loaded, tokenizer=None)))
+    scheduler = llm.make_scheduler()
+    with pytest.raises(piecegraph.errors.ModelError, match="PG666"):
+        scheduler.add(Request("mine", prompts()[3], SamplingParams(stop=("never",))))
+    assert scheduler.num_unfinished == 0
 
 
 # ------------------------------------------------------------------ sampling

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +19,12 @@ class RecordedTapes:
         libraries: its tapes; raises after ``close()``, and is asked each time, to outlive nothing.
     """
 
-    def __init__(self, name: str, lock: threading.RLock, libraries: Callable[[], Sequence[TapeLibrary[Any]]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        lock: contextlib.AbstractContextManager[Any],
+        libraries: Callable[[], Sequence[TapeLibrary[Any]]],
+    ) -> None:
         self.name = name
         self._lock = lock
         self._libraries = libraries

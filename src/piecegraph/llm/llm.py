@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -23,17 +23,28 @@ from piecegraph.graph import interception
 from piecegraph.llm.config import check_path, make_llm_config
 from piecegraph.llm.model.loader import LoadFormat
 from piecegraph.llm.report import explain_llm, stats_of_llm
-from piecegraph.llm.run.generation import Generation
+from piecegraph.llm.run.fair_lock import FairLock
+from piecegraph.llm.run.generation import Generation, text_behind
 from piecegraph.llm.run.prompts import chat_tokens, check_lengths, name_prompt, one_for_each, refused, tokens_of
-from piecegraph.llm.run.request import SamplingParams
+from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.results import Chunk, Completion, StepResult
 from piecegraph.llm.run.scheduler import Scheduler
 from piecegraph.llm.run.step import StepPlan
+from piecegraph.llm.run.stop import IncrementalText
 from piecegraph.llm.startup import Started, start
 from piecegraph.provenance.live import LiveKernels
 
 Prompt = str | Sequence[int]
 OnNew = Callable[[Generation, str, list[int]], None]
+
+
+class _Input(NamedTuple):
+    """A prompt that was read."""
+
+    text: str | None
+    tokens: Any
+    params: SamplingParams
+    decode: Callable[[list[int]], str] | None
 
 
 class LLM:
@@ -104,7 +115,7 @@ class LLM:
         self.events = EventLog("ignore")
         with interception.off():
             self._started: Started | None = unintercepted(start)(self.path, self.config, self.events)
-        self._lock = threading.RLock()
+        self._lock = FairLock()
         self._num_requests = 0
 
     @property
@@ -242,7 +253,11 @@ class LLM:
         Args:
             prefix_cache: whether beginnings that prompts have in common are computed once.
         """
-        return self.started.engine.make_scheduler(prefix_cache=prefix_cache)
+
+        def text_of(request: Request) -> IncrementalText:
+            return text_behind(request, _decoder(self.tokenizer))
+
+        return self.started.engine.make_scheduler(prefix_cache=prefix_cache, text_of=text_of)
 
     def forward(self, plan: StepPlan, *, hidden_states: bool = False) -> StepResult:
         """Run one step of a scheduler of your own.
@@ -276,7 +291,7 @@ class LLM:
     def _answer(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]]) -> list[Completion]:
         with self._queued(prompts, rows, None) as queued:
             waiting = [each for each in queued if isinstance(each, Generation)]
-            while self._step(waiting):
+            while self._step(waiting, ()):
                 pass
             return [
                 each if isinstance(each, Completion) else _completion(each, index) for index, each in enumerate(queued)
@@ -289,16 +304,22 @@ class LLM:
             waiting = [each for each in queued if isinstance(each, Generation)]
             is_running = True
             while is_running:
-                is_running = self._step(waiting)
+                is_running = self._step(waiting, chunks)
                 while chunks:
                     yield chunks.popleft()
 
-    def _step(self, waiting: list[Generation]) -> bool:
-        """Run a step, for all threads' requests; False once all that wait are done."""
-        with self._lock, torch.inference_mode():
+    def _step(self, waiting: list[Generation], chunks: Sized) -> bool:
+        """Run a step, for all threads' requests, unless those of others bring what this one waits for: a chunk, or the
+        end of all its requests. False if it is the end.
+        """
+
+        def is_done() -> bool:
+            return all(each.is_done for each in reversed(waiting))
+
+        with self._lock.turn(lambda: len(chunks) > 0 or is_done()) as is_mine, torch.inference_mode():
             while waiting and waiting[-1].is_done:
                 waiting.pop()
-            if waiting:
+            if is_mine and waiting:
                 has_run = self.started.engine.step()
                 assert has_run, "requests are left, but there is nothing to do"
             return bool(waiting)
@@ -308,37 +329,68 @@ class LLM:
         self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], chunks: deque[Chunk] | None
     ) -> Iterator[list[Generation | Completion]]:
         """Queue prompts, and abort what is not done in the end: after an error, or if a stream is left unread."""
+        arrival_time = time.perf_counter()
+        # Before it is waited for the lock, and not while it is held: a tokenizer takes its time.
+        inputs = [
+            self._read(index, prompt, params) for index, (prompt, params) in enumerate(zip(prompts, rows, strict=True))
+        ]
         queued: list[Generation | Completion] = []
         try:
-            for index, (prompt, params) in enumerate(zip(prompts, rows, strict=True)):
-                on_new = _collector(index, chunks) if chunks is not None else None
-                queued.append(self._queue(index, prompt, params, on_new))
-                if chunks is not None and isinstance(queued[-1], Completion):
-                    chunks.append(Chunk(index, "", [], queued[-1]))
+            with self._lock:
+                for index, each in enumerate(inputs):
+                    on_new = _collector(index, chunks) if chunks is not None else None
+                    queued.append(
+                        each if isinstance(each, Completion) else self._add(index, each, arrival_time, on_new)
+                    )
+                    if chunks is not None and isinstance(queued[-1], Completion):
+                        chunks.append(Chunk(index, "", [], queued[-1]))
             yield queued
         finally:
-            with self._lock:
-                for each in queued:
-                    if isinstance(each, Generation) and not each.is_done:
-                        self.started.engine.abort(each)
+            if left := [each for each in queued if isinstance(each, Generation) and not each.is_done]:
+                self._abort(left)
 
-    def _queue(
-        self, index: int, prompt: Prompt, params: dict[str, Any], on_new: OnNew | None
-    ) -> Generation | Completion:
-        """Queue one prompt, or say why it cannot be served."""
+    def _abort(self, generations: Sequence[Generation]) -> None:
+        """End requests now; or behind the step of the thread that has the lock. To wait for it might be to wait for
+        oneself: garbage collection closes a forgotten stream wherever a thread happens to be, also in line.
+        """
+        engine = self.started.engine
+        engine.abort_later(generations)
+        with self._lock.turn_at_once() as is_mine:
+            if is_mine:
+                engine.abort_left()
+
+    def _read(self, index: int, prompt: Prompt, params: dict[str, Any]) -> _Input | Completion:
+        """What a prompt asks for, or why it cannot be served."""
         text = prompt if isinstance(prompt, str) else None
         try:
             checked = SamplingParams(**params)
             needs_text = text is not None or checked.stop
             tokenizer: Any = self.tokenizer if needs_text else self.started.loaded.tokenizer
             tokens: Any = prompt if text is None else tokens_of(text, tokenizer)
-            decode = (lambda ids: tokenizer.decode(ids, skip_special_tokens=True)) if tokenizer is not None else None
-            with self._lock:
-                self._num_requests += 1
-                seed = (self.config.seed * 1_000_003 + self._num_requests) % 2**64
-                return self.started.engine.add(tokens, checked, seed=seed, prompt=text, decode=decode, on_new=on_new)
         except (RequestError, ConfigError, ModelError) as error:
             return refused(text, prompt, name_prompt(error, index))
+        return _Input(text, tokens, checked, None if tokenizer is None else _decoder(tokenizer))
+
+    def _add(self, index: int, given: _Input, arrival_time: float, on_new: OnNew | None) -> Generation | Completion:
+        """Queue what a prompt asks for, or say why it cannot be served. The lock is held."""
+        self._num_requests += 1
+        seed = (self.config.seed * 1_000_003 + self._num_requests) % 2**64
+        try:
+            return self.started.engine.add(
+                given.tokens,
+                given.params,
+                seed=seed,
+                prompt=given.text,
+                decode=given.decode,
+                on_new=on_new,
+                arrival_time=arrival_time,
+            )
+        except (RequestError, ConfigError, ModelError) as error:
+            return refused(given.text, given.tokens if given.text is None else (), name_prompt(error, index))
+
+
+def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _completion(generation: Generation, index: int) -> Completion:

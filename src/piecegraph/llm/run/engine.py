@@ -24,7 +24,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ from piecegraph.graph.interception import Interception, registry
 from piecegraph.llm.cache.paged import PagedCache
 from piecegraph.llm.run.batch import BatchBuffers
 from piecegraph.llm.run.forward import Forward
-from piecegraph.llm.run.generation import Generation, token_logprobs
+from piecegraph.llm.run.generation import Generation, text_behind, token_logprobs
 from piecegraph.llm.run.model_step import StepKey
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.results import StepResult
@@ -136,7 +137,7 @@ class LLMEngine:
         self._owner: weakref.ref[PagedCache] | None = scheduler.cache.reference
         """Whose blocks the memory holds: see Note [One cache, several schedulers]."""
         self._is_stepping = False
-        self._aborted_late: list[Generation] = []
+        self._left_to_abort: deque[Generation] = deque()
         self._ids = itertools.count()
         self._forwards.current()
         registry.compiled.add(self)
@@ -174,6 +175,7 @@ class LLMEngine:
         mrope_positions: NDArray[np.integer] | None = None,
         decode: Callable[[list[int]], str] | None = None,
         on_new: Callable[[Generation, str, list[int]], None] | None = None,
+        arrival_time: float | None = None,
     ) -> Generation:
         """Queue a prompt. Raises a RequestError if it can never be served.
 
@@ -185,9 +187,17 @@ class LLMEngine:
             mrope_positions: see :class:`~piecegraph.llm.run.request.Request`.
             decode: the text of tokens; without it there are only tokens.
             on_new: called with new text and tokens while they are generated, and at the end.
+            arrival_time: see :class:`~piecegraph.llm.run.request.Request`.
         """
-        request = Request(str(next(self._ids)), tokens, params, seed=seed, mrope_positions=mrope_positions)
-        text = IncrementalText(decode, params.stop, request.tokens[-8:]) if decode is not None else None
+        request = Request(
+            str(next(self._ids)),
+            tokens,
+            params,
+            seed=seed,
+            mrope_positions=mrope_positions,
+            arrival_time=arrival_time,
+        )
+        text = text_behind(request, decode) if decode is not None else None
         generation = Generation(request, prompt, text, on_new)
         self._hand_over(self.scheduler.cache.reference)
         self.scheduler.add(request)
@@ -197,10 +207,21 @@ class LLMEngine:
 
     def abort(self, generation: Generation) -> None:
         """End a request now and free what it holds."""
-        if self._is_stepping:  # garbage collection closes a forgotten stream wherever the thread happens to be
-            self._aborted_late.append(generation)
-        elif self.scheduler.abort(generation.request.id):
-            self._emit_new(generation)
+        self.abort_later([generation])
+        self.abort_left()
+
+    def abort_later(self, generations: Iterable[Generation]) -> None:
+        """End requests behind the step that is running, or by the next :meth:`abort_left`. Any thread may ask for it:
+        garbage collection closes a forgotten stream wherever a thread happens to be.
+        """
+        self._left_to_abort.extend(generations)
+
+    def abort_left(self) -> None:
+        """End what was to be aborted, unless a step is running."""
+        while self._left_to_abort and not self._is_stepping:
+            generation = self._left_to_abort.popleft()
+            if self.scheduler.abort(generation.request.id):
+                self._emit_new(generation)
 
     # -- one step
 
@@ -266,8 +287,7 @@ class LLMEngine:
             raise
         finally:
             self._is_stepping = False
-            while self._aborted_late:
-                self.abort(self._aborted_late.pop())
+            self.abort_left()
 
     # -- what a step gives its requests
 
@@ -322,6 +342,7 @@ class LLMEngine:
     @unintercepted
     def run(self, plan: StepPlan, *, every_row: bool) -> StepResult:
         """Run the tokens of a plan that another scheduler made. There is one cache, so nobody else may be running."""
+        self.abort_left()
         self._check_foreign(plan)
         if any(work.request.input_embeds is not None for work in plan.works):
             self.forward.prepare_embeds()
@@ -333,7 +354,9 @@ class LLMEngine:
         num_rows = plan.num_tokens if every_row else plan.num_seqs
         return StepResult(tokens[: plan.num_seqs], logits[: plan.num_seqs], hidden[:num_rows])
 
-    def make_scheduler(self, *, prefix_cache: bool) -> Scheduler:
+    def make_scheduler(
+        self, *, prefix_cache: bool, text_of: Callable[[Request], IncrementalText] | None = None
+    ) -> Scheduler:
         """Another scheduler over the same cache, for :meth:`run`."""
         ours = self.scheduler
         cache = PagedCache(
@@ -347,6 +370,7 @@ class LLMEngine:
             eos_token_ids=ours.eos_token_ids,
             needs_state=ours.needs_state,
             release_state=ours.release_state,
+            text_of=text_of,
         )
 
     def _hand_over(self, cache: weakref.ref[PagedCache] | None) -> None:

@@ -129,6 +129,11 @@ class Generation:
             self.prompt_logprobs += token_logprobs(logits, tokens, [wanted] * len(tokens))
 
 
+def text_behind(request: Request, decode: Callable[[list[int]], str]) -> IncrementalText:
+    """The text of what a request generates, up to its stop texts."""
+    return IncrementalText(decode, request.params.stop, request.tokens[-8:])
+
+
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
     """The log-probability of a token in each row, and of a number of the most likely ones."""
     found = logprobs(logits, torch.tensor(tokens, device=logits.device), max(counts))

@@ -48,7 +48,7 @@ class SamplingParams:
     top_k: int = 0
     """Only so many of the most likely tokens. 0: all."""
     seed: int | None = None
-    """Fixes what is sampled, whatever else runs beside it. None: the engine chooses one."""
+    """Fixes the random numbers that tokens are drawn by. None: the engine chooses one."""
     stop: tuple[str, ...] = ()
     """Texts at which the answer ends; they are not part of it."""
     ignore_eos: bool = False
@@ -95,6 +95,7 @@ class Request:
         input_embeds: [tokens of the prompt, hidden size], used in place of the embeddings of the prompt's ids.
         mrope_positions: [3, tokens of the prompt] (time, height, width), for models that place tokens in three
             dimensions. New tokens go on behind the largest of them. Without them, all three are those of the text.
+        arrival_time: when it was asked for, by ``time.perf_counter()``; None: now.
 
     Raises:
         RequestError: the prompt is empty or not made of integers.
@@ -136,6 +137,7 @@ class Request:
         cache_key: str | None = "",
         input_embeds: torch.Tensor | None = None,
         mrope_positions: NDArray[np.integer] | torch.Tensor | None = None,
+        arrival_time: float | None = None,
     ) -> None:
         self.id = request_id
         self.params = params
@@ -166,7 +168,7 @@ class Request:
         self.digests: list[Digest] = []
         self.state_slot = 0
         """Where layers with a state keep the request's; 0 while it does not run."""
-        self.arrival_time = time.perf_counter()
+        self.arrival_time = time.perf_counter() if arrival_time is None else arrival_time
         self.first_token_time: float | None = None
         self.finish_time: float | None = None
 

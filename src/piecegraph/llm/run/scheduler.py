@@ -28,6 +28,7 @@ from piecegraph.errors import ConfigError, RequestError
 from piecegraph.llm.cache.paged import PagedCache
 from piecegraph.llm.run.request import FinishReason, Request
 from piecegraph.llm.run.step import StepPlan, Work
+from piecegraph.llm.run.stop import IncrementalText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,8 @@ class Scheduler:
         eos_token_ids: tokens that end a request.
         needs_state: give each running sequence a state slot from 1 to ``max_num_seqs`` (0 belongs to the padding).
         release_state: told of every slot that is free again.
+        text_of: what reads the text of a request with stop texts, token by token; raises if that cannot be done. None:
+            whoever commits looks for them, and calls :meth:`finish`.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Scheduler:
         eos_token_ids: Collection[int] = (),
         needs_state: bool = False,
         release_state: Callable[[int], None] | None = None,
+        text_of: Callable[[Request], IncrementalText] | None = None,
     ) -> None:
         if needs_state and cache.prefix_cache:
             raise ConfigError(
@@ -88,6 +92,9 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self.needs_state = needs_state
         self.release_state = release_state
+        self._text_of = text_of
+        self._texts: dict[str, IncrementalText] = {}
+        """Of requests that end at a stop text."""
         self._free_slots = self._all_slots()
         self._rows: list[Request] = []
         """The requests of the last plan in its order; see :func:`_keep_rows`."""
@@ -107,12 +114,15 @@ class Scheduler:
 
         Raises:
             RequestError: it can never be served. Nothing has changed; other requests are not touched.
+            ModelError: it has stop texts, and there is no tokenizer.
         """
         if request.id in self._requests:
             raise RequestError("PG656", f"a request {request.id!r} is already there", hint="choose another id")
         if request.is_done:
             raise RequestError("PG656", f"request {request.id!r} has ended", hint="make a new one")
         self._check(request)
+        if request.params.stop and self._text_of is not None:
+            self._texts[request.id] = self._text_of(request)
         request.max_len = min(request.max_len, self.limits.max_model_len)
         self._requests[request.id] = request
         self.waiting.append(request)
@@ -161,6 +171,7 @@ class Scheduler:
         request.state = "failed" if reason == "error" else "finished"
         request.finish_reason, request.error = reason, error
         request.finish_time = time.perf_counter()
+        self._texts.pop(request.id, None)
         del self._requests[request.id]
         if was_running:
             self._let_go(request)
@@ -375,7 +386,7 @@ class Scheduler:
             raise RequestError("PG657", "the step cannot be committed", why=why, hint="give one token for each work")
         finished: list[Request] = []
         block_size, prefix_cache = self.cache.block_size, self.cache.prefix_cache
-        vocab_size = self.limits.vocab_size
+        vocab_size, texts = self.limits.vocab_size, self._texts
         for work, token in zip(plan.works, tokens, strict=True):
             request, start, num_tokens, samples = work
             blocks = request.blocks
@@ -396,13 +407,22 @@ class Scheduler:
                 request.tokens.append(token)
                 if request.first_token_time is None:
                     request.first_token_time = time.perf_counter()
-                if token in self.eos_token_ids and not request.params.ignore_eos:
+                is_end = token in self.eos_token_ids and not request.params.ignore_eos
+                if is_end or (request.id in texts and self._is_stopped(request)):
                     self.finish(request, "stop")
                     finished.append(request)
                 elif len(request.tokens) >= request.max_len:
                     self.finish(request, "length")
                     finished.append(request)
         return finished
+
+    def _is_stopped(self, request: Request) -> bool:
+        """Whether the newest token completes a stop text, or may do so with what is held back at the end."""
+        text = self._texts[request.id]
+        text.add(request.tokens[-1:])
+        if len(request.tokens) >= request.max_len:
+            text.finish()
+        return text.is_stopped
 
     def _register(self, request: Request) -> None:
         if request.cache_key is not None and request.blocks is not None:
