@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
+import piecegraph.llm.kernels.linear  # noqa: F401 - defines an op
 from piecegraph.llm.kernels.attention import triton_paged
+from piecegraph.llm.kernels.race import exponentials, launch_scores, random_keys
 from piecegraph.llm.specs import Accepted, Rejected
 from tests.cases.attention import Sequences, check, latent_layer, layer, problem, run
 from tests.cases.interpreter import needs_interpreter, print_verdicts, verdicts_of
@@ -37,7 +41,7 @@ CASES = {
 
 @needs_interpreter
 def test_every_case_matches_the_definition() -> None:
-    expected = dict.fromkeys([*CASES, "many launches over one workspace"], "right")
+    expected = dict.fromkeys([*CASES, *OTHERS], "right")
     assert verdicts_of("tests.llm.test_attention_triton") == expected
 
 
@@ -63,6 +67,35 @@ def _many_launches() -> None:
         torch.testing.assert_close(case.arguments["out"].double(), case.expected, rtol=2e-5, atol=2e-5)
 
 
+def _scores_of_a_race() -> None:
+    keys = torch.from_numpy(random_keys(np.arange(7, dtype=np.uint64), np.arange(7)))
+    weights = torch.rand(7, 2500, generator=torch.Generator().manual_seed(0))
+    expected = weights / exponentials(keys, 2500)
+    launch_scores(weights, keys)
+    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=0)
+
+
+def _fixed_linears() -> None:
+    x, weight = torch.randn(70, 40), torch.randn(50, 40)
+    for bias in (None, torch.randn(50)):
+        found = torch.ops.piecegraph.fixed_linear(x[None], weight, bias)
+        torch.testing.assert_close(found[0], F.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
+        assert torch.equal(torch.ops.piecegraph.fixed_linear(x[33:40], weight, bias), found[0, 33:40])
+
+
+def _fixed_attention() -> None:
+    case = problem(layer(4, 2, 16), MIXED, torch.float32)
+    run(triton_paged.FIXED_KERNEL, case)
+    torch.testing.assert_close(case.arguments["out"].double(), case.expected, rtol=2e-5, atol=2e-5)
+
+
+OTHERS = {
+    "many launches over one workspace": _many_launches,
+    "scores of a race": _scores_of_a_race,
+    "linears of fixed tiles": _fixed_linears,
+    "attention of fixed tiles": _fixed_attention,
+}
+
 if __name__ == "__main__":
     jobs = {name: functools.partial(check, triton_paged.KERNEL, *case) for name, case in CASES.items()}
-    print_verdicts({**jobs, "many launches over one workspace": _many_launches})
+    print_verdicts({**jobs, **OTHERS})

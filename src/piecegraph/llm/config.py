@@ -75,6 +75,7 @@ class LLMConfig:
     prefix_cache: bool
     capture_sizes: Literal["auto"] | tuple[int, ...]
     cudagraph_mode: CudagraphMode
+    deterministic: bool
     seed: int
     options: LLMOptions
 
@@ -82,6 +83,9 @@ class LLMConfig:
         _check_choice("load_format", self.load_format, get_args(LoadFormat))
         _check_choice("cudagraph_mode", self.cudagraph_mode, get_args(CudagraphMode))
         _check_choice("prefix_cache", self.prefix_cache, (True, False))
+        if self.deterministic and self.capture_sizes != "auto":
+            why = "with deterministic=True every step is of one size, max_batch_tokens"
+            raise ConfigError("PG101", f"capture_sizes is {list(self.capture_sizes)!r}", why=why)
         if isinstance(self.backend, str):
             _check_choice("backend", self.backend, ("inductor", "eager"))
         elif not callable(self.backend):
@@ -99,6 +103,7 @@ def make_llm_config(
     max_num_seqs: int | None,
     max_batch_tokens: int | None,
     memory_fraction: float | None,
+    deterministic: bool,
     seed: int,
     options: Mapping[str, Any] | None,
     **rest: Any,
@@ -106,7 +111,11 @@ def make_llm_config(
     """Resolve what was left to us by what the machine has."""
     where = _device(device)
     is_gpu = where.type == "cuda"
-    seqs, tokens = _batch(max_num_seqs, max_batch_tokens, *((256, 4096) if is_gpu else (16, 512)))
+    _check_choice("deterministic", deterministic, (True, False))
+    default_seqs, default_tokens = (256, 4096) if is_gpu else (16, 512)
+    if deterministic:  # every step pays for as many tokens as the largest
+        default_tokens = default_seqs
+    seqs, tokens = _batch(max_num_seqs, max_batch_tokens, default_seqs, default_tokens)
     return LLMConfig(
         dtype=_dtype(dtype),
         device=where,
@@ -115,6 +124,7 @@ def make_llm_config(
         max_batch_tokens=tokens,
         memory_fraction=_fraction(memory_fraction if memory_fraction is not None else (0.9 if is_gpu else 0.25)),
         capture_sizes=_sizes(capture_sizes),
+        deterministic=deterministic,
         seed=_seed(seed),
         options=_options(options if options is not None else {}),
         **rest,

@@ -66,6 +66,8 @@ class LLM:
         prefix_cache: whether beginnings that prompts have in common are computed once.
         capture_sizes: sizes of steps to record; ``"auto"`` is a ladder, of which some are recorded when first used.
         cudagraph_mode: ``"full"`` and ``"piecewise"`` for all steps; ``"auto"`` decides for each kind; ``"none"``.
+        deterministic: what a request gets does not depend on what runs beside it, bit by bit. Every step is then as
+            large as the largest (``max_batch_tokens``, by default ``max_num_seqs``), and takes as long.
         seed: what sampling without a seed of its own starts from.
         options: rarely needed settings, see :class:`piecegraph.llm.config.LLMOptions`.
 
@@ -92,6 +94,7 @@ class LLM:
         prefix_cache: bool = True,
         capture_sizes: Literal["auto"] | Sequence[int] = "auto",
         cudagraph_mode: CudagraphMode = "auto",
+        deterministic: bool = False,
         seed: int = 0,
         options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -108,6 +111,7 @@ class LLM:
             prefix_cache=prefix_cache,
             capture_sizes=capture_sizes,
             cudagraph_mode=cudagraph_mode,
+            deterministic=deterministic,
             seed=seed,
             options=options,
         )
@@ -179,7 +183,7 @@ class LLM:
             temperature: 0 always takes the most likely token.
             top_p: sample from the most likely tokens that together reach this probability.
             top_k: sample from so many of the most likely tokens; 0 for all.
-            seed: fixes what is sampled, whatever else runs beside it.
+            seed: fixes what is sampled, up to rounding; with ``deterministic=True``, wholly.
             stop: texts at which an answer ends.
             ignore_eos: go on behind the token that ends a text.
             logprobs: tell the log-probability of each new token, and of so many most likely ones.

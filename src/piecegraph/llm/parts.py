@@ -33,9 +33,9 @@ from piecegraph.llm.run.sizing import (
     choose_step_sizes,
     free_bytes,
     free_host_bytes,
-    largest_buckets,
     size_cache,
 )
+from piecegraph.llm.run.step import Bucket
 from piecegraph.llm.specs import Accepted, Rejected, StepKind, Support
 from piecegraph.provenance.ledger import ledgers
 from piecegraph.tape.device import GraphDevice
@@ -72,7 +72,9 @@ class Parts:
         events: EventLog,
     ) -> Parts:
         dtype, options = loaded.model.dtype, config.options
-        kernel, why = choose_kernel(config.attention, model.layers, dtype, config.device)
+        kernel, why = choose_kernel(
+            config.attention, model.layers, dtype, config.device, deterministic=config.deterministic
+        )
         state_kernels, of_states = choose_states(model.states, dtype, config.device)
         num_slots = limits.max_num_seqs + 1
         check_states(state_bytes(model.states, num_slots), limits.max_num_seqs, free_bytes(config.device))
@@ -104,6 +106,8 @@ class Parts:
             return TapeLibrary(step, device, events, make_ledger=make_ledger, progress=progress)
 
         step = ModelStep(model, memory, buffers, modes, events)
+        if config.deterministic:
+            step.head = model.head.fixed(limits.max_num_seqs)
         forward = Forward(model, step, buffers, device, sizes, EmbedsModel(trace_embeds), events, make_library)
         kernels = (Decision("attention", kernel.name, why), *of_states)
         return Parts(config, model, limits, memory, states, buffers, device, forward, events, kernels)
@@ -156,7 +160,7 @@ class Parts:
         if self.config.device.type != "cuda":
             return int(free_host_bytes() * self.config.memory_fraction) - of_states
         self.memory.allocate([2] * len(self.model.reaches))
-        largest = _largest_steps(self.limits)
+        largest = _largest_steps(self.forward.sizes.largest(self.limits))
         free_before = torch.cuda.mem_get_info(self.config.device)[0]
         if self.device is not None:
             self.forward.library.record(largest)  # tidied first: what tracing left behind is not to be measured
@@ -171,10 +175,9 @@ class Parts:
         return free - int(total * (1 - self.config.memory_fraction)) - kept
 
 
-def _largest_steps(limits: SchedulerLimits) -> list[StepKey]:
+def _largest_steps(buckets: Sequence[Bucket]) -> list[StepKey]:
     """The steps that need most memory. Sorting a vocabulary for each sequence takes several times its logits."""
-    decode, mixed = largest_buckets(limits)
-    return [StepKey(decode, "truncated"), StepKey(mixed, "greedy")]
+    return [StepKey(bucket, "truncated" if bucket is buckets[0] else "greedy") for bucket in buckets]
 
 
 def step_sizes(config: LLMConfig, limits: SchedulerLimits, *, has_graphs: bool) -> StepSizes:
@@ -184,6 +187,7 @@ def step_sizes(config: LLMConfig, limits: SchedulerLimits, *, has_graphs: bool) 
         has_graphs=has_graphs,
         max_num_seqs=limits.max_num_seqs,
         max_batch_tokens=limits.max_batch_tokens,
+        deterministic=config.deterministic,
     )
 
 

@@ -20,7 +20,7 @@ from piecegraph.llm.kernels.attention.registry import choose_kernel
 from piecegraph.llm.model import demo_model
 from piecegraph.llm.model.head import decoder_of
 from piecegraph.llm.model.loader import LoadedModel, load
-from piecegraph.llm.model.refusals import refuse_attention, refuse_embeddings
+from piecegraph.llm.model.refusals import refuse_attention, refuse_deterministic, refuse_embeddings
 from piecegraph.llm.model.rotations import hold_rotations, short_length
 from piecegraph.llm.model.trace_cache import TraceCache, cache_for
 from piecegraph.llm.model.traced_model import TracedModel, TracedSites, trace_model
@@ -28,9 +28,10 @@ from piecegraph.llm.parts import Parts, batch_limits, step_sizes
 from piecegraph.llm.run.early_kernels import EarlyKernels, linear_shapes
 from piecegraph.llm.run.engine import LLMEngine
 from piecegraph.llm.run.model_step import StepKey
+from piecegraph.llm.run.row_check import check_rows
 from piecegraph.llm.run.scheduler import SchedulerLimits
 from piecegraph.llm.run.self_check import self_check
-from piecegraph.llm.run.sizing import check_batch, free_bytes_twice, largest_buckets
+from piecegraph.llm.run.sizing import check_batch, free_bytes_twice
 
 _DEFAULT_LEN = 32768
 """The longest sequence unless it is asked for: every sequence may need as many blocks."""
@@ -92,6 +93,10 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         with progress.bar("self check", 1), _uncounted(engine):
             decisions.append(self_check(loaded.model, engine))
         clock.lap("self check")
+    if config.deterministic:
+        with _uncounted(engine):
+            decisions.append(check_rows(engine))
+        clock.lap("row check")
     return Started(
         loaded,
         model,
@@ -129,9 +134,17 @@ def _trace_and_compile(
         )
         backend = config.backend
         model = trace_model(
-            loaded.model, cache, backend=backend, options=core_options, events=events, on_traced=on_traced
+            loaded.model,
+            cache,
+            backend=backend,
+            options=core_options,
+            events=events,
+            on_traced=on_traced,
+            deterministic=config.deterministic,
         )
     _check_sizes(loaded, model, limits)
+    if config.deterministic:
+        refuse_deterministic(model.traced.graph, model.states, loaded.experts, config.device)
     return model, cache, [kernels.wait() for kernels in early]
 
 
@@ -144,11 +157,11 @@ def _start_early(
     dtype = loaded.model.dtype
     sizes = step_sizes(config, limits, has_graphs=config.cudagraph_mode != "none")
     early = EarlyKernels(
-        choose_kernel(config.attention, sites.layers, dtype, config.device)[0],
+        choose_kernel(config.attention, sites.layers, dtype, config.device, deterministic=config.deterministic)[0],
         sites.layers,
         (sites.states, choose_states(sites.states, dtype, config.device)[0]),
-        linear_shapes(sites.graph),
-        buckets=dict.fromkeys((*largest_buckets(limits), *sizes.at_start())),
+        () if config.deterministic else linear_shapes(sites.graph),
+        buckets=dict.fromkeys((*sizes.largest(limits), *sizes.at_start())),
         limits=batch_limits(loaded, config, limits, len(sites.reaches), has_mrope=False),
         dtype=dtype,
         device=config.device,

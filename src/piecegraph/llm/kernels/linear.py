@@ -2,6 +2,9 @@
 
 Which kernel runs depends on the number of rows, so it is chosen when a step is recorded: a pass puts one op in the
 place of every linear, and the op looks at the rows it is given. The pieces stay the same for all sizes.
+
+Another op serves those who want a row to be the same bits whatever is beside it: one tile for every number of rows, in
+which each row is added up by itself, in the same order. cuBLAS promises nothing of that kind.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from piecegraph.base import torch_compat
 from piecegraph.llm.ops import LIBRARY
 
 _MOST_ROWS = 32
+_PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "scaled_dot_product_attention")
 
 
 class Tile(NamedTuple):
@@ -69,6 +74,22 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     return out
 
 
+def _fixed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    columns, depth = weight.shape
+    rows = x.reshape(-1, depth)
+    out = x.new_empty(*x.shape[:-1], columns)
+    tile, block_m = (Tile(32, 32, 4, 2), 32) if x.dtype == torch.float32 else (Tile(64, 64, 4, 4), 64)
+    _launch_tiles(
+        rows if rows.stride(-1) == 1 else rows.contiguous(),
+        weight.contiguous(),
+        bias,
+        out.view(-1, columns),
+        tile,
+        block_m,
+    )
+    return out
+
+
 def launch_linear(
     rows: int, columns: int, depth: int, has_bias: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -93,49 +114,117 @@ def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> b
 def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile) -> None:
     from piecegraph.llm.kernels import skinny_kernels
 
-    (rows, columns), depth = out.shape, weight.shape[1]
-    grid = (-(-columns // tile.columns),)
-    added = weight if bias is None else bias
-    common: dict[str, Any] = {
-        "K": depth,
+    rows, columns = out.shape
+    if tile.num_stages:
+        _launch_tiles(x, weight, bias, out, tile, 16 if rows <= 16 else 32)
+        return
+    skinny_kernels.few_rows_kernel[(-(-columns // tile.columns),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        columns,
+        x.stride(0),
+        out.stride(0),
+        M=rows,
+        **_constants(weight, bias, tile),
+    )
+
+
+def _launch_tiles(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile, block_m: int
+) -> None:
+    from piecegraph.llm.kernels import skinny_kernels
+
+    rows, columns = out.shape
+    skinny_kernels.some_rows_kernel[(-(-columns // tile.columns), -(-rows // block_m))](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        rows,
+        columns,
+        x.stride(0),
+        out.stride(0),
+        BLOCK_M=block_m,
+        NUM_STAGES=tile.num_stages,
+        **_constants(weight, bias, tile),
+    )
+
+
+def _constants(weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile) -> dict[str, Any]:
+    return {
+        "K": weight.shape[1],
         "BLOCK_N": tile.columns,
         "BLOCK_K": tile.depth,
         "HAS_BIAS": bias is not None,
         "num_warps": tile.num_warps,
     }
-    strides = (x.stride(0), out.stride(0))
-    if tile.num_stages == 0:
-        skinny_kernels.few_rows_kernel[grid](x, weight, added, out, columns, *strides, M=rows, **common)
-        return
-    block_m = 16 if rows <= 16 else 32
-    skinny_kernels.some_rows_kernel[grid](
-        x, weight, added, out, rows, columns, *strides, BLOCK_M=block_m, NUM_STAGES=tile.num_stages, **common
+
+
+def _define(name: str, function: Callable[..., torch.Tensor]) -> None:
+    LIBRARY.define(f"{name}(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"piecegraph::{name}",
+        lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
+        lib=LIBRARY,
     )
 
 
-LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "piecegraph::linear",
-    lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
-    lib=LIBRARY,
-)
+_define("linear", _linear)
+_define("fixed_linear", _fixed_linear)
+
+
+class FixedLinears(TorchFunctionMode):
+    """Code that runs inside calls the op with fixed tiles in the place of every linear."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            x, weight, bias = _arguments(*args, **(kwargs or {}))
+            return torch.ops.piecegraph.fixed_linear(x, weight, bias)
+        return func(*args, **(kwargs or {}))
+
+
+def _arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+    """Those of a linear, by whichever names they were given."""
+    return input, weight, bias
 
 
 def use_skinny_linears(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """An FX pass: every linear becomes the op above."""
+    """An FX pass: every linear becomes the op that chooses by rows."""
+    return _with_op(module, torch.ops.piecegraph.linear.default)
+
+
+def use_fixed_linears(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """An FX pass: every linear becomes the op with fixed tiles."""
+    return _with_op(module, torch.ops.piecegraph.fixed_linear.default)
+
+
+def _with_op(module: torch.fx.GraphModule, op: Any) -> torch.fx.GraphModule:
     target = torch_compat.op_of(F.linear)[0]
     for node in module.graph.nodes:
         if node.op == "call_function" and torch_compat.op_of(node.target)[0] is target and not node.kwargs:
             operands = [torch_compat.meta_value(arg) for arg in node.args if arg is not None]
             if all(isinstance(value, torch.Tensor) for value in operands) and operands[1].dim() == 2:
-                node.target = torch.ops.piecegraph.linear.default
+                node.target = op
                 node.args = (*node.args, None)[:3]
     module.recompile()
     return module
 
 
-def linear_passes(device: torch.device) -> tuple[Callable[..., Any], ...]:
+def linear_passes(device: torch.device, *, deterministic: bool = False) -> tuple[Callable[..., Any], ...]:
     """The passes for a device."""
     can_launch = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    return (use_skinny_linears,) if can_launch else ()
+    return (use_fixed_linears if deterministic else use_skinny_linears,) if can_launch else ()
+
+
+def other_product(graph: torch.fx.Graph) -> torch.fx.Node | None:
+    """A product of matrices in a graph that is no linear, nor a product of single numbers, if there is one."""
+    products = {getattr(torch.ops.aten, name) for name in _PRODUCTS}
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method") and torch_compat.op_of(node.target)[0] in products:
+            first = torch_compat.meta_value(node.args[0])
+            if not isinstance(first, torch.Tensor) or first.shape[-1] != 1:
+                return node
+    return None

@@ -73,9 +73,9 @@ def some_rows_kernel(
     HAS_BIAS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Up to a tile of rows, on tensor cores."""
+    """Tiles of rows, on tensor cores. Grid: (tiles of columns, tiles of rows)."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.arange(0, BLOCK_M)
+    rows = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     depth = tl.arange(0, BLOCK_K)
     is_row, is_column = rows < m, columns < n
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -85,7 +85,7 @@ def some_rows_kernel(
         is_inside = start + depth < K
         w = tl.load(weight_at + start, is_column[:, None] & is_inside[None, :], 0.0, eviction_policy="evict_first")
         v = tl.load(x_at + start, is_row[None, :] & is_inside[:, None], 0.0)
-        total = tl.dot(w, v, total)
+        total = tl.dot(w, v, total, input_precision="ieee")
     if HAS_BIAS:
         total += tl.load(bias + columns, is_column, 0.0).to(tl.float32)[:, None]
     at = out + rows[None, :] * out_stride + columns[:, None]

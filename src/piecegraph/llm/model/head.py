@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from piecegraph.engine.eager_interception import CallLog, ShownCalls
 from piecegraph.errors import ModelError
 from piecegraph.graph import interception
 from piecegraph.graph.interception import Interception
+from piecegraph.llm.kernels.linear import FixedLinears
 
 
 class Head:
@@ -22,6 +25,13 @@ class Head:
         self._model.__dict__["_modules"] = dict(model._modules)
         self._model._modules[decoder_name(model)] = _NoDecoder(decoder_of(model))
         self._calls: CallLog | None = None
+        self._num_rows: int | None = None
+
+    def fixed(self, num_rows: int) -> Head:
+        """The same, run on so many rows whatever it is given: see Note [Steps that are all alike]."""
+        other = copy.copy(self)
+        other._num_rows = num_rows
+        return other
 
     @property
     def root(self) -> torch.nn.Module:
@@ -30,6 +40,16 @@ class Head:
         return root
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._num_rows is None:
+            return self._logits(hidden)
+        with FixedLinears() if hidden.is_cuda else contextlib.nullcontext():
+            parts = hidden.split(self._num_rows)
+            padding = self._num_rows * len(parts) - len(hidden)
+            found = [self._logits(part) for part in parts[:-1]]
+            found.append(self._logits(F.pad(parts[-1], (0, 0, 0, padding)) if padding else parts[-1]))
+        return torch.cat(found)[: len(hidden)] if len(found) > 1 else found[0][: len(hidden)]
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self._model(inputs_embeds=hidden[None], use_cache=False, return_dict=True).logits
         return logits[0]
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.fx
 from transformers import PreTrainedModel
 
 from piecegraph.errors import ModelError
+from piecegraph.llm.kernels.linear import other_product
+from piecegraph.llm.specs import StateLayer
 
 _WRONG_FAMILIES = {
     "minimax": "its lightning attention keeps a cache of its own, which paging cannot follow",
@@ -105,3 +110,21 @@ def _uses_interface(kind: type) -> bool:
 
 def _is_of_transformers(kind: type) -> bool:
     return kind.__module__.startswith("transformers.models.")
+
+
+def refuse_deterministic(
+    graph: torch.fx.Graph, states: Sequence[StateLayer], experts: Sequence[torch.nn.Module], device: torch.device
+) -> None:
+    """Refuse a model in which a row may depend on what runs beside it: see Note [Steps that are all alike]."""
+    why = ""
+    if experts:
+        why = "experts are given as many rows as a step happens to have for them"
+    elif states:
+        why = "what layers with a state make of a prompt depends on how it was cut"
+    elif device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        why = "Triton is not installed, and cuBLAS chooses its kernels by itself"
+    elif device.type == "cuda" and (product := other_product(graph)) is not None:
+        why = f"{product.name} is a product that is no linear, and cuBLAS chooses its kernels by itself"
+    if why:
+        hint = "leave deterministic=True out"
+        raise ModelError("PG668", "deterministic=True cannot be kept by this model", why=why, hint=hint)

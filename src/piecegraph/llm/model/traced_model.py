@@ -97,6 +97,7 @@ def trace_model(
     takes_embeds: bool = False,
     position_rows: int | None = None,
     on_traced: Callable[[TracedSites], None] | None = None,
+    deterministic: bool = False,
 ) -> TracedModel:
     """Trace and compile a loaded model whose attention goes through our plug.
 
@@ -110,8 +111,11 @@ def trace_model(
         position_rows: in how many rows it takes positions. If there are several, the decoder takes one input more,
             ``mrope_positions``, behind the positions. None: that is found out.
         on_traced: called before the pieces are compiled.
+        deterministic: its linears must not let a row depend on others.
     """
-    pipeline = Pipeline(backend, linear_passes(model.device), CutRules("auto"), options, events)
+    pipeline = Pipeline(
+        backend, linear_passes(model.device, deterministic=deterministic), CutRules("auto"), options, events
+    )
     with Progress(options.progress).bar("trace", 1):
         traced, position_rows, decisions = _read_decoder(model, cache, pipeline, takes_embeds, position_rows)
     layers, reaches = number_sites(traced.graph)

@@ -405,5 +405,7 @@ class LLMEngine:
             return f"request {request.id!r} is not running"
         if request.mrope_positions is not None and not self.has_mrope:
             return f"request {request.id!r} has positions in three dimensions, and the model takes them in one"
+        if request.input_embeds is not None and self.forward.sizes.only is not None:
+            return f"request {request.id!r} brings embeddings, which deterministic=True does not know"
         given = shape if request.input_embeds is None else tuple(request.input_embeds.shape)
         return f"the embeddings of request {request.id!r} are of shape {given}, not {shape}" if given != shape else ""

@@ -143,7 +143,7 @@ class Forward:
 
     def intercepted(self, interceptions: tuple[Interception, ...]) -> Forward:
         """The same with callbacks: cut at them, and at the steps' own sizes, since what callbacks do to padded rows is
-        nobody's wish.
+        nobody's wish; unless all steps must be alike.
         """
         if not interceptions:
             return self
@@ -156,7 +156,7 @@ class Forward:
             step,
             self._buffers,
             self._device,
-            StepSizes((), (), ()),
+            self.sizes if self.sizes.only is not None else StepSizes((), (), ()),
             self._embeds,
             self._events,
             self._make_library,
@@ -188,7 +188,7 @@ class Forward:
             num_blocks: of the cache, none of which is anybody's yet.
         """
         step = self.step
-        why = step.decoder.why_whole
+        why = step.decoder.why_whole if self.sizes.only is None else "with deterministic=True all steps run alike"
         if not why:
             every, some = (
                 step.try_tokens(_TRIED_TOKENS, num_blocks, every_row=every_row)[1] for every_row in (True, False)

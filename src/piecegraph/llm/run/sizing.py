@@ -114,15 +114,19 @@ class StepSizes:
     seqs: tuple[int, ...]
     is_listed: bool = False
     """Whether the sizes were asked for one by one."""
+    only: Bucket | None = None
+    """What every step is padded to, whatever is in it: see Note [Steps that are all alike]."""
 
     def bucket_for(self, plan: StepPlan) -> Bucket:
         """The smallest recorded bucket, or the step's own size if none is large enough."""
-        if plan.kind == "decode":
+        if self.only is not None or plan.kind == "decode":
             return self.decode_bucket(plan.num_seqs)
         return _mixed(_fit(plan.num_tokens, self.tokens), _fit(plan.num_seqs, self.seqs))
 
     def decode_bucket(self, num_seqs: int) -> Bucket:
         """The same for a step of decoding."""
+        if self.only is not None:
+            return self.only
         size = _fit(num_seqs, self.decode)
         return Bucket(size, size, "decode")
 
@@ -132,6 +136,8 @@ class StepSizes:
         Mixed steps of many sequences are rare. Of a ladder that nobody asked for, the powers of two and the last rung
         come first: they are two fifths of it. Who cannot wait for the others while serving lists the sizes.
         """
+        if self.only is not None:
+            return [self.only]
         few = [bucket for bucket in self.all() if bucket.kind == "decode" or bucket.num_seqs <= self.seqs[0]]
         if self.is_listed:
             return few
@@ -140,24 +146,33 @@ class StepSizes:
 
     def all(self) -> list[Bucket]:
         """Everything that may be recorded."""
+        if self.only is not None:
+            return [self.only]
         mixed = dict.fromkeys(_mixed(size, seqs) for size in self.tokens for seqs in self.seqs)
         return [*(Bucket(size, size, "decode") for size in self.decode), *mixed]
+
+    def largest(self, limits: SchedulerLimits) -> list[Bucket]:
+        """The largest steps there are."""
+        seqs = min(_FEW_SEQS, limits.max_num_seqs)
+        decode = Bucket(limits.max_num_seqs, limits.max_num_seqs, "decode")
+        return [decode, _mixed(limits.max_batch_tokens, seqs)] if self.only is None else [self.only]
 
 
 _FEW_SEQS = 8
 """Most mixed steps hold a few prompts; only those that hold more pay for as many sequences as may run."""
 
 
-def largest_buckets(limits: SchedulerLimits) -> tuple[Bucket, Bucket]:
-    """The largest step of each kind."""
-    seqs = min(_FEW_SEQS, limits.max_num_seqs)
-    return Bucket(limits.max_num_seqs, limits.max_num_seqs, "decode"), _mixed(limits.max_batch_tokens, seqs)
-
-
 def choose_step_sizes(
-    capture_sizes: str | Sequence[int], *, has_graphs: bool, max_num_seqs: int, max_batch_tokens: int
+    capture_sizes: str | Sequence[int],
+    *,
+    has_graphs: bool,
+    max_num_seqs: int,
+    max_batch_tokens: int,
+    deterministic: bool = False,
 ) -> StepSizes:
     """Without graphs nothing is gained by padding, so steps keep their own size unless sizes were listed."""
+    if deterministic:
+        return StepSizes((), (), (), only=_mixed(max_batch_tokens, max_num_seqs))
     seqs = tuple(sorted({min(_FEW_SEQS, max_num_seqs), max_num_seqs}))
     if isinstance(capture_sizes, str):
         if not has_graphs:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from piecegraph.errors import ConfigError
-from piecegraph.llm.kernels.attention import reference, triton_paged, varlen
+from piecegraph.llm.kernels.attention import fixed, reference, triton_paged, varlen
 from piecegraph.llm.kernels.attention.kernel import (
     Attend,
     AttendLatent,
@@ -26,6 +26,8 @@ _kernels: dict[str, AttentionKernel] = {
     kernel.name: kernel for kernel in (triton_paged.KERNEL, varlen.KERNEL, reference.KERNEL)
 }
 _by_name_only: set[str] = set()
+_fixed = {kernel.name: kernel for kernel in (triton_paged.FIXED_KERNEL, fixed.KERNEL)}
+"""The form of a kernel where what a query gets does not depend on what runs beside it."""
 
 
 def attention_kernels() -> tuple[AttentionKernel, ...]:
@@ -89,7 +91,12 @@ def unregister_attention(name: str) -> None:
 
 
 def choose_kernel(
-    wish: str, layers: Sequence[AttentionLayer | LatentLayer], dtype: torch.dtype, device: torch.device
+    wish: str,
+    layers: Sequence[AttentionLayer | LatentLayer],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    deterministic: bool = False,
 ) -> tuple[AttentionKernel, str]:
     """The kernel that serves all layers, and why this one.
 
@@ -98,33 +105,41 @@ def choose_kernel(
         layers: every attention layer of the model.
         dtype: of queries, keys, values and the cache.
         device: where they live.
+        deterministic: what a query gets may not depend on what runs beside it.
 
     Raises:
-        ConfigError: there is no kernel of that name, or it does not support a layer.
+        ConfigError: there is no kernel of that name, or it does not support a layer, or no kernel does.
     """
     if wish != "auto":
-        return _named(wish, layers, dtype, device), "asked for by name"
+        return _named(wish, layers, dtype, device, deterministic), "asked for by name"
     passed_over: list[str] = []
     for kernel in attention_kernels():
         if kernel.name in _by_name_only:
             continue
-        verdict = _verdict_on_all(kernel, layers, dtype, device)
+        kernel, verdict = _form_for_all(kernel, layers, dtype, device, deterministic)
         if isinstance(verdict, Accepted):
             rejections = f"; passed over: {'; '.join(passed_over)}" if passed_over else ""
             return kernel, f"the first that supports every layer{rejections}"
         passed_over.append(f"{kernel.name} ({verdict.reason})")
-    raise AssertionError("the reference kernel supports everything")
+    assert deterministic, "the reference kernel supports everything"
+    raise ConfigError(
+        "PG101", "deterministic is True", why=f"no attention kernel can do that: {'; '.join(passed_over)}"
+    )
 
 
 def _named(
-    name: str, layers: Iterable[AttentionLayer | LatentLayer], dtype: torch.dtype, device: torch.device
+    name: str,
+    layers: Iterable[AttentionLayer | LatentLayer],
+    dtype: torch.dtype,
+    device: torch.device,
+    deterministic: bool,
 ) -> AttentionKernel:
     if name not in _kernels:
         known = ", ".join(["auto", *_kernels])
         raise ConfigError(
             "PG101", f"there is no attention kernel {name!r}", why=f"known: {known}", hint="register it, or use auto"
         )
-    verdict = _verdict_on_all(_kernels[name], layers, dtype, device)
+    kernel, verdict = _form_for_all(_kernels[name], layers, dtype, device, deterministic)
     if isinstance(verdict, Rejected):
         raise ConfigError(
             "PG101",
@@ -132,17 +147,23 @@ def _named(
             why=verdict.reason,
             hint='use attention="auto"',
         )
-    return _kernels[name]
+    return kernel
 
 
-def _verdict_on_all(
+def _form_for_all(
     kernel: AttentionKernel,
     layers: Iterable[AttentionLayer | LatentLayer],
     dtype: torch.dtype,
     device: torch.device,
-) -> Support:
+    deterministic: bool,
+) -> tuple[AttentionKernel, Support]:
+    """The form of a kernel that is wanted, and whether it serves all layers."""
+    if deterministic:
+        if kernel.name not in _fixed:
+            return kernel, Rejected("what a query gets may depend on what runs beside it")
+        kernel = _fixed[kernel.name]
     for layer in layers:
         verdict = kernel.verdict(layer, dtype, device)
         if isinstance(verdict, Rejected):
-            return Rejected(f"attention layer {layer.index}: {verdict.reason}")
-    return Accepted()
+            return kernel, Rejected(f"attention layer {layer.index}: {verdict.reason}")
+    return kernel, Accepted()

@@ -99,6 +99,26 @@ def attend(
     launch_prefill(operands, batch)
 
 
+def attend_fixed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    layer: AttentionLayer,
+    batch: AttentionBatch,
+) -> None:
+    """The same where a query gets the same bits whatever runs beside it, if all batches are of one bucket.
+
+    Tiles then have one size, and a row of a tile is computed by itself, over the keys in steps that begin at multiples
+    of their size: keys it does not see are added as zeros. All that is left is to have one loop for all of them.
+    """
+    write(k, v, key_cache, value_cache, batch)
+    launch_prefill(plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer), batch, is_fixed=True)
+
+
 def attend_latent(
     q: torch.Tensor,
     latent: torch.Tensor,
@@ -189,7 +209,9 @@ def write(
     )
 
 
-def launch_prefill(operands: Operands, batch: AttentionBatch, tiles: Tiles | None = None) -> None:
+def launch_prefill(
+    operands: Operands, batch: AttentionBatch, tiles: Tiles | None = None, *, is_fixed: bool = False
+) -> None:
     """Attend with any number of queries in each sequence, new keys being in the cache."""
     num_tokens, num_seqs = operands.q.shape[0], batch.seq_lens.shape[0]
     shape = operands.shape
@@ -214,6 +236,7 @@ def launch_prefill(operands: Operands, batch: AttentionBatch, tiles: Tiles | Non
         *operands.key_cache.stride()[:3],
         *operands.value_cache.stride()[:3],
         batch.block_table.stride(0),
+        FIXED=is_fixed,
         **_constants(operands, batch, tiles),
     )
 
@@ -366,6 +389,12 @@ def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: t
     return Accepted()
 
 
+def _supports_fixed(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support:
+    if isinstance(layer, LatentLayer):
+        return Rejected("latents are carried to heads and back by products of another shape")
+    return _supports(layer, dtype, device)
+
+
 def _capture_safe(kind: StepKind) -> Support:
     return Accepted()
 
@@ -378,3 +407,5 @@ KERNEL = AttentionKernel(
     attend_latent=attend_latent,
     prepare=prepare,
 )
+
+FIXED_KERNEL = AttentionKernel(name="triton", supports=_supports_fixed, capture_safe=_capture_safe, attend=attend_fixed)

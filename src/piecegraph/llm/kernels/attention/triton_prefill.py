@@ -63,11 +63,16 @@ def prefill_kernel(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    FIXED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Any number of queries in each sequence. Grid: (kv heads * tiles of a group, blocks of queries)."""
+    """Any number of queries in each sequence. Grid: (kv heads * tiles of a group, blocks of queries).
+
+    FIXED: which keys take which loop would depend on the other queries of a tile, so all take the one that masks.
+    """
+    TWO_LOOPS: tl.constexpr = WINDOW == 0 and CHUNK == 0 and not FIXED
     TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     BLOCK_Q: tl.constexpr = BLOCK_M // TILE_HEADS
     kv_head = tl.program_id(0) // TILES
@@ -113,7 +118,7 @@ def prefill_kernel(
     begin = low // BLOCK_N * BLOCK_N
     # Up to here every row sees every key, if all see back to the beginning.
     full_end = begin
-    if WINDOW == 0 and CHUNK == 0:
+    if TWO_LOOPS:
         full_end = (first_position + 1) // BLOCK_N * BLOCK_N
 
     acc = tl.zeros([BLOCK_M, VALUE_PADDED], dtype=tl.float32)
@@ -124,7 +129,7 @@ def prefill_kernel(
     key_cache += kv_head * key_head_stride
     rest_cache += kv_head * key_head_stride
     value_cache += kv_head * value_head_stride
-    if WINDOW == 0 and CHUNK == 0:
+    if TWO_LOOPS:
         acc, total, top = attend_keys(
             acc, total, top, q_tile, q_rest_tile, positions, begin, full_end, low, key_end,
             table_row, key_cache, rest_cache, value_cache,
