@@ -222,9 +222,11 @@ def linear_passes(device: torch.device, *, deterministic: bool = False) -> tuple
 def other_product(graph: torch.fx.Graph) -> torch.fx.Node | None:
     """A product of matrices in a graph that is no linear, nor a product of single numbers, if there is one."""
     products = {getattr(torch.ops.aten, name) for name in _PRODUCTS}
-    for node in graph.nodes:
+    nodes: list[torch.fx.Node] = list(graph.nodes)
+    for node in nodes:
         if node.op in ("call_function", "call_method") and torch_compat.op_of(node.target)[0] in products:
-            first = torch_compat.meta_value(node.args[0])
-            if not isinstance(first, torch.Tensor) or first.shape[-1] != 1:
+            first = node.args[0]
+            value = torch_compat.meta_value(first) if isinstance(first, torch.fx.Node) else None
+            if not isinstance(value, torch.Tensor) or value.shape[-1] != 1:
                 return node
     return None
