@@ -26,7 +26,7 @@ from tests.llm.test_attention_reference import DECODE, LAYERS, MIXED, PREFILL
 LENGTHS = (1, 21, 6, 13, 30)
 NUM_NEW = 5
 SETTINGS: dict[str, Any] = {"deterministic": True, "max_model_len": 64, "max_num_seqs": 6, "max_batch_tokens": 12}
-TIGHT = {"options": {"block_size": 4, "cache_tokens": 88}}
+TIGHT = {"options": {"block_size": 4, "cache_tokens": 60}}
 GRAPHS = {"options": {"graph_device": "simulated", "look_ahead": True}}
 
 
@@ -74,6 +74,8 @@ def test_every_bit_is_the_same_alone_and_in_batches_of_any_size(models: Shelf) -
     assert "deterministic: on" in llm.explain()
     tight = models.load("llama", **SETTINGS, **TIGHT)
     assert answers(tight, list(alone)) == alone, "in other blocks, and preempted"
+    again = tight.generate(prompts(), max_new_tokens=NUM_NEW, ignore_eos=True)
+    assert sum(answer.metrics.num_preemptions for answer in again) > 0
     graphs = models.load("llama", **SETTINGS, **GRAPHS)
     assert answers(graphs, list(alone)) == alone, "recorded, and launched ahead"
     assert graphs.stats()["coverage"] == 1
