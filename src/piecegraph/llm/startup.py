@@ -57,7 +57,8 @@ class Started:
 def start(path: str, config: LLMConfig, events: EventLog) -> Started:
     """Load, trace, compile, measure, allocate, record, check."""
     clock, progress, options = StageClock(), Progress(config.options.progress), config.options
-    choose_kernel(config.attention, (), torch.float32, config.device)  # a wrong name is told before anything is done
+    # A wrong name is told before anything is done.
+    choose_kernel(config.attention, (), torch.float32, config.device, deterministic=config.deterministic)
     if path == demo_model.NAME:
         path = str(demo_model.demo_folder(progress))
         clock.lap("demo model")
@@ -144,7 +145,7 @@ def _trace_and_compile(
         )
     _check_sizes(loaded, model, limits)
     if config.deterministic:
-        refuse_deterministic(model.traced.graph, model.states, loaded.experts, config.device)
+        refuse_deterministic(loaded.model, model.traced.graph, model.states, loaded.experts)
     return model, cache, [kernels.wait() for kernels in early]
 
 

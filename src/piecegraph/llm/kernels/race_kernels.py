@@ -32,5 +32,5 @@ def scores_kernel(
     uniform = (bits & LARGEST).to(tl.float32) * SCALE
     # -log(1 - uniform), where 1 - uniform would round what is left of a small number away.
     small = uniform * (1.0 + uniform * (0.5 + uniform * (1.0 / 3.0)))
-    number = tl.where(uniform < 2.0**-10, small, -tl.log(1.0 - uniform))
+    number = tl.where(uniform < 0.001, small, -tl.log(1.0 - uniform))
     tl.store(at, weight / number, places < count)

@@ -113,17 +113,17 @@ def _is_of_transformers(kind: type) -> bool:
 
 
 def refuse_deterministic(
-    graph: torch.fx.Graph, states: Sequence[StateLayer], experts: Sequence[torch.nn.Module], device: torch.device
+    model: Any, graph: torch.fx.Graph, states: Sequence[StateLayer], experts: Sequence[torch.nn.Module]
 ) -> None:
     """Refuse a model in which a row may depend on what runs beside it: see Note [Steps that are all alike]."""
-    why = ""
+    why, is_gpu = "", model.device.type == "cuda"
     if experts:
         why = "experts are given as many rows as a step happens to have for them"
     elif states:
         why = "what layers with a state make of a prompt depends on how it was cut"
-    elif device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        why = "Triton is not installed, and cuBLAS chooses its kernels by itself"
-    elif device.type == "cuda" and (product := other_product(graph)) is not None:
+    elif is_gpu and (model.dtype == torch.float64 or importlib.util.find_spec("triton") is None):
+        why = f"there is no kernel for linears of {model.dtype} but cuBLAS's, which it chooses by itself"
+    elif is_gpu and (product := other_product(graph)) is not None:
         why = f"{product.name} is a product that is no linear, and cuBLAS chooses its kernels by itself"
     if why:
         hint = "leave deterministic=True out"
