@@ -89,6 +89,7 @@ CODES: dict[str, str] = {
     "PG665": "the cache, the buffers or the states do not fit into memory",
     "PG666": "the model has no tokenizer",
     "PG667": "the model has no chat template that works",
+    "PG669": "the checkpoint is quantised in a way that is not read",
     "PG671": "the demo model cannot be read",
     "PG672": "the cache folder is not safe to use",
     "PG673": "the cache folder cannot be used",

@@ -16,7 +16,7 @@ import transformers as hf
 import piecegraph
 from piecegraph.errors import ConfigError, ModelError
 from piecegraph.llm import parts, startup
-from piecegraph.llm.model import traced_model
+from piecegraph.llm.model import checkpoint, traced_model
 from piecegraph.llm.model.loader import _read_tokenizer
 from tests.cases.llm_shelf import Shelf, shelf
 
@@ -53,8 +53,8 @@ def folder(models: Shelf, tmp_path: Path) -> Path:
 
 def test_a_path_that_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("nothing")
-    for path in (tmp_path, tmp_path / "file"):
-        with pytest.raises(ModelError, match=r"PG661 .* is no model: it holds no config.json. hint: give the folder"):
+    for path, why in ((tmp_path, "it holds no config.json"), (tmp_path / "file", "it is a file")):
+        with pytest.raises(ModelError, match=rf"PG661 .* is no model: {why}. hint: give the folder"):
             piecegraph.LLM(path)
     for path in (tmp_path / "missing", "./missing", "a/b/missing", "x" * 5000):
         with pytest.raises(ModelError, match='PG661 .* is no model: there is no such folder. hint: .*"org/model"'):
@@ -65,6 +65,7 @@ def test_a_name_that_transformers_does_not_find(monkeypatch: pytest.MonkeyPatch)
     def find(path: str, **_: Any) -> None:
         raise OSError(f"{path} is not cached")
 
+    monkeypatch.setattr(checkpoint, "_hub_answers", lambda: True)
     monkeypatch.setattr(hf.AutoConfig, "from_pretrained", find)
     with pytest.raises(ModelError, match="PG661 org/model is no model: no such folder, and no name that"):
         piecegraph.LLM("org/model")
@@ -190,7 +191,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids(models: Shelf, folder: Path
 def test_a_tokenizer_that_transformers_made_up_is_none(tmp_path: Path) -> None:
     hf.Qwen3Config().save_pretrained(tmp_path)
     assert len(hf.AutoTokenizer.from_pretrained(tmp_path)("to be")["input_ids"]) == 0
-    assert _read_tokenizer(str(tmp_path)) == (None, "its folder has no vocabulary")
+    assert _read_tokenizer(str(tmp_path), is_local=True) == (None, "its folder has no vocabulary")
 
 
 # ------------------------------------------------------------------ bad requests beside good ones
