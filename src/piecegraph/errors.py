@@ -37,6 +37,7 @@ CODES: dict[str, str] = {
     "PG106": "called after close()",
     "PG107": "an eager op was traced",
     "PG108": "a sampling parameter is out of range",
+    "PG109": "a sampling parameter has no effect",
     "PG120": "a catalogue of known issues cannot be used",
     "PG201": "the model cannot be traced as one graph",
     "PG202": "forward changes Python state",
