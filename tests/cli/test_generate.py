@@ -168,6 +168,8 @@ def test_a_number_that_is_none_is_told_before_the_model_is_loaded(run: Run) -> N
         (("m", "a\udcff"), b"", "Prompt 1 is not UTF-8"),
         (("m", "a", "--temperature", "-1"), b"", "--temperature"),
         (("m", "a", "--top-p", "0"), b"", "--top-p"),
+        (("m", "a", "--top-p", "0.5"), b"", "--top-p has no effect without --temperature"),
+        (("m", "a", "--top-k", "5"), b"", "--top-k has no effect without --temperature"),
         (("m", "a", "--max-new-tokens", "0"), b"", "--max-new-tokens"),
         (("m", "a", "--backend", "magic"), b"", "--backend"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,9 @@ import torch
 import transformers as hf
 
 import piecegraph
-from piecegraph.errors import ConfigError, ModelError
+from piecegraph.errors import ConfigError, ModelError, RequestError
 from piecegraph.llm import parts, startup
-from piecegraph.llm.model import traced_model
+from piecegraph.llm.model import checkpoint, traced_model
 from piecegraph.llm.model.loader import _read_tokenizer
 from tests.cases.llm_shelf import Shelf, shelf
 
@@ -53,8 +54,8 @@ def folder(models: Shelf, tmp_path: Path) -> Path:
 
 def test_a_path_that_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("nothing")
-    for path in (tmp_path, tmp_path / "file"):
-        with pytest.raises(ModelError, match=r"PG661 .* is no model: it holds no config.json. hint: give the folder"):
+    for path, why in ((tmp_path, "it holds no config.json"), (tmp_path / "file", "it is a file")):
+        with pytest.raises(ModelError, match=rf"PG661 .* is no model: {why}. hint: give the folder"):
             piecegraph.LLM(path)
     for path in (tmp_path / "missing", "./missing", "a/b/missing", "x" * 5000):
         with pytest.raises(ModelError, match='PG661 .* is no model: there is no such folder. hint: .*"org/model"'):
@@ -65,6 +66,7 @@ def test_a_name_that_transformers_does_not_find(monkeypatch: pytest.MonkeyPatch)
     def find(path: str, **_: Any) -> None:
         raise OSError(f"{path} is not cached")
 
+    monkeypatch.setattr(checkpoint, "_hub_answers", lambda: True)
     monkeypatch.setattr(hf.AutoConfig, "from_pretrained", find)
     with pytest.raises(ModelError, match="PG661 org/model is no model: no such folder, and no name that"):
         piecegraph.LLM("org/model")
@@ -176,12 +178,12 @@ def test_a_model_without_a_tokenizer_takes_token_ids(models: Shelf, folder: Path
     for file in folder.glob("*token*"):
         file.unlink()
     llm = piecegraph.LLM(folder, backend="eager")
-    text, tokens = llm.generate(["to be", [5, 6, 7]], max_new_tokens=4, ignore_eos=True)
+    text, tokens = llm.generate(["to be", [5, 6, 7]], max_new_tokens=4, ignore_eos=True, on_error="return")
     assert (text.finish_reason, text.error.code, text.text) == ("error", "PG666", None)
     assert "give prompts as lists of token ids" in str(text.error)
     assert (tokens.token_ids, tokens.text) == (models.greedy("llama", [5, 6, 7], 4), None)
-    (stopped,) = llm.generate([5, 6, 7], stop="x")
-    assert stopped.error.code == "PG666", "a stop text would never be found"
+    with pytest.raises(ModelError, match="PG666"):
+        llm.generate([5, 6, 7], stop="x")  # it would never be found
     with pytest.raises(ModelError, match="PG666"):
         _ = llm.tokenizer
     assert [chunk.text for chunk in llm.generate([5, 6, 7], max_new_tokens=2, stream=True)] == ["", ""]
@@ -190,12 +192,13 @@ def test_a_model_without_a_tokenizer_takes_token_ids(models: Shelf, folder: Path
 def test_a_tokenizer_that_transformers_made_up_is_none(tmp_path: Path) -> None:
     hf.Qwen3Config().save_pretrained(tmp_path)
     assert len(hf.AutoTokenizer.from_pretrained(tmp_path)("to be")["input_ids"]) == 0
-    assert _read_tokenizer(str(tmp_path)) == (None, "its folder has no vocabulary")
+    assert _read_tokenizer(str(tmp_path), is_local=True) == (None, "its folder has no vocabulary")
 
 
 # ------------------------------------------------------------------ bad requests beside good ones
 
 GOOD = [5, 6, 7]
+MESSAGE = {"role": "user", "content": "to be"}
 
 
 @pytest.mark.parametrize(
@@ -212,6 +215,7 @@ GOOD = [5, 6, 7]
         (None, "PG653"),
         (b"12345678", "PG653"),
         ({"input_ids": [5]}, "PG653"),
+        (0.5, "PG653"),
         ("\udc80bad", "PG653"),
         ([9] * 41, "PG654"),
     ],
@@ -220,7 +224,11 @@ GOOD = [5, 6, 7]
 def test_a_bad_prompt_is_refused_and_the_others_are_answered(
     prompt: Any, code: str, stream: bool, llm: piecegraph.LLM, models: Shelf
 ) -> None:
-    answers = llm.generate([GOOD, prompt, GOOD], max_new_tokens=4, ignore_eos=True, stream=stream)
+    asked = [GOOD, prompt, GOOD]
+    with pytest.raises((RequestError, ConfigError), match=rf"{code} .* at prompts\[1\]"):
+        list(llm.generate(asked, max_new_tokens=4, stream=stream))
+    assert llm.started.engine.scheduler.num_unfinished == 0
+    answers = llm.generate(asked, max_new_tokens=4, ignore_eos=True, stream=stream, on_error="return")
     if stream:
         finished = [(chunk.index, chunk.finished) for chunk in answers if chunk.finished is not None]
         answers = [answer for _, answer in sorted(finished, key=lambda pair: pair[0])]
@@ -243,7 +251,7 @@ def test_a_bad_prompt_is_refused_and_the_others_are_answered(
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_p", float("nan")),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_k", 2.5),
         ("max_new_tokens", 0),
         ("max_new_tokens", True),
@@ -255,7 +263,7 @@ def test_a_bad_number_is_one_request_s_or_the_whole_call_s(
     name: str, value: Any, llm: piecegraph.LLM, models: Shelf
 ) -> None:
     fine: Any = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 16, "seed": 1}[name]
-    answers = llm.generate([GOOD, GOOD, GOOD], ignore_eos=True, **{name: [fine, value, fine]})
+    answers = llm.generate([GOOD, GOOD, GOOD], ignore_eos=True, on_error="return", **{name: [fine, value, fine]})
     assert [answer.finish_reason for answer in answers] == ["length", "error", "length"]
     assert answers[1].error.code == "PG108"
     assert str(answers[1].error).startswith(f"PG108 {name} is {value!r} at prompts[1]: ")
@@ -312,10 +320,22 @@ def test_a_conversation_of_no_kind(conversation: Any, llm: piecegraph.LLM) -> No
         llm.chat_prompt(conversation)
 
 
-@pytest.mark.parametrize("prompts", [None, 5, b"bytes", {"a": 1}, np.array(5), torch.tensor(5)])
+@pytest.mark.parametrize("prompts", [None, 5, 0.5, b"bytes", {"a": 1}, np.array(5), torch.tensor(5)])
 def test_prompts_of_no_kind(prompts: Any, llm: piecegraph.LLM) -> None:
     with pytest.raises(ConfigError, match="PG101 prompts is"):
         llm.generate(prompts)
+
+
+@pytest.mark.parametrize("prompts", [[MESSAGE], [MESSAGE, MESSAGE], [[MESSAGE], [MESSAGE]]])
+def test_messages_are_no_prompts(prompts: Any, llm: piecegraph.LLM) -> None:
+    with pytest.raises(ConfigError, match=r"PG101 prompts holds messages: .* hint: llm\.chat"):
+        llm.generate(prompts)
+
+
+@pytest.mark.parametrize("flags", [{"stream": "yes"}, {"stream": 1}, {"on_error": "ignore"}])
+def test_how_answers_are_given_back(flags: Any, llm: piecegraph.LLM) -> None:
+    with pytest.raises(ConfigError, match=f"PG101 {next(iter(flags))} is"):
+        llm.generate(GOOD, **flags)
 
 
 # ------------------------------------------------------------------ bad settings
@@ -392,6 +412,28 @@ def test_the_default_of_one_limit_follows_the_other(models: Shelf) -> None:
 def test_a_path_that_is_none(path: Any) -> None:
     with pytest.raises(ConfigError, match="PG101 path is .*: it must be a folder with a model, a name"):
         piecegraph.LLM(path)
+
+
+def test_a_model_is_no_path(models: Shelf) -> None:
+    with pytest.raises(ConfigError, match="PG101 path is a LlamaForCausalLM: .* hint: give the folder") as raised:
+        piecegraph.LLM(models.reference("llama"))
+    assert len(str(raised.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("gpu_memory_utilization", "here it is memory_fraction"),
+        ("max_num_batched_tokens", "here it is max_batch_tokens"),
+        ("enable_prefix_caching", "here it is prefix_cache"),
+        ("max_num_seq", "did you mean max_num_seqs?"),
+        ("block_size", "here it is options={'block_size': ...}"),
+        ("tensor_parallel_size", "known arguments: attention, backend, "),
+    ],
+)
+def test_names_of_other_libraries(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"PG101 unknown argument '{name}'. hint: {re.escape(hint)}"):
+        piecegraph.LLM("anything", **{name: 1})
 
 
 @pytest.mark.parametrize("options", [5, [1], "abc"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import piecegraph
+from piecegraph.errors import RequestError
 from piecegraph.llm import Request, SamplingParams
 from tests.cases.llm_shelf import Shelf, shelf
 
@@ -346,7 +347,7 @@ def test_a_size_between_those_of_the_start_is_recorded_by_its_first_step(models:
 
 
 def test_chunks_add_up(llama: piecegraph.LLM) -> None:
-    arguments: dict[str, Any] = {"max_new_tokens": [3, 6, 9], "ignore_eos": True, "stop": "never"}
+    arguments: dict[str, Any] = {"max_new_tokens": [3, 6, 9], "ignore_eos": True, "stop": "never", "on_error": "return"}
     expected = llama.generate(["one", "two", []], **arguments)
     chunks = list(llama.generate(["one", "two", []], stream=True, **arguments))
     for index, answer in enumerate(expected):
@@ -425,10 +426,31 @@ def test_bad_logits_end_one_request_also_when_looking_ahead(models: Shelf, monke
         return logits.index_fill(0, torch.tensor([0]), float("nan")) if len(calls) == 3 else logits
 
     monkeypatch.setattr(llm.started.engine.forward.step, "head", head)
-    bad, good = llm.generate([prompts()[1], prompts()[3]], max_new_tokens=6, ignore_eos=True)
+    asked = [prompts()[1], prompts()[3]]
+    bad, good = llm.generate(asked, max_new_tokens=6, ignore_eos=True, on_error="return")
     assert calls[:4] == [2, 2, 2, 2], "a step was launched with the bad token"
     assert (bad.finish_reason, bad.error.code) == ("error", "PG655")
     assert str(bad.error).startswith("PG655 the logits are not numbers at prompts[0]: ")
     assert bad.token_ids == models.greedy("llama", prompts()[1], 2)
     assert good.token_ids == models.greedy("llama", prompts()[3], 6)
+    calls.clear()
+    with pytest.raises(RequestError, match=r"PG655 the logits are not numbers at prompts\[0\]"):
+        llm.generate(asked, max_new_tokens=6, ignore_eos=True)
     assert_nothing_is_held(llm)
+
+
+# ------------------------------------------------------------------ conversations
+
+
+def test_conversations_are_answered(llama: piecegraph.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{{ messages[0].content }}{% if asks %}?{% endif %}"
+    monkeypatch.setattr(llama.tokenizer, "chat_template", template, raising=False)
+    messages = [{"role": "user", "content": "to be"}]
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    plain, asked = llama.generate(["to be", "to be?"], params)
+    (answer,) = llama.chat(messages, params)
+    assert (answer.token_ids, answer.prompt_token_ids) == (plain.token_ids, plain.prompt_token_ids)
+    several = llama.chat([messages, "to be"], max_new_tokens=[3, 3], ignore_eos=True, asks=True)
+    assert [each.token_ids for each in several] == [asked.token_ids] * 2
+    chunks = llama.chat(messages, max_tokens=3, ignore_eos=True, stream=True)
+    assert [token for chunk in chunks for token in chunk.token_ids] == plain.token_ids

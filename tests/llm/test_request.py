@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from piecegraph.errors import ConfigError, RequestError
+from piecegraph.errors import ConfigError, PiecegraphWarning, RequestError
 from piecegraph.llm.run.request import Request, SamplingParams
 
 
@@ -26,7 +27,7 @@ from piecegraph.llm.run.request import Request, SamplingParams
         ("top_p", 0),
         ("top_p", 1.01),
         ("top_p", float("nan")),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_k", 2.0),
         ("seed", -1),
         ("seed", 2**64),
@@ -50,6 +51,24 @@ def test_the_extremes_that_make_sense_are_taken() -> None:
         max_new_tokens=1, temperature=1e-9, top_p=1, top_k=0, seed=2**64 - 1, stop=["a"], logprobs=0
     )
     assert params.stop == ("a",)
+    assert SamplingParams(top_k=-1).top_k == 0
+
+
+def test_the_number_of_tokens_has_two_names() -> None:
+    params = SamplingParams(max_tokens=7)
+    assert params == SamplingParams(max_new_tokens=7) == SamplingParams(max_new_tokens=7, max_tokens=7)
+    assert replace(params, max_new_tokens=9).max_new_tokens == 9
+    for given in ({"max_tokens": 0}, {"max_new_tokens": 7, "max_tokens": 8}):
+        with pytest.raises(ConfigError, match="PG108 .*max_tokens"):
+            SamplingParams(**given)
+
+
+@pytest.mark.parametrize("name", ["top_p", "top_k"])
+def test_what_has_no_effect_is_told(name: str) -> None:
+    params = SamplingParams(**{name: {"top_p": 0.5, "top_k": 3}[name]})
+    with pytest.warns(PiecegraphWarning, match=f"PG109 {name} is .* and has no effect: at a temperature of 0"):
+        Request("a", [1], params)
+    Request("b", [1], replace(params, temperature=0.5))
 
 
 @pytest.mark.parametrize(("prompt", "code"), [([], "PG651"), ([1.5], "PG653"), (["a"], "PG653"), ([2**70], "PG653")])

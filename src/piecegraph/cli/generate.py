@@ -115,17 +115,21 @@ def _standard_input() -> str:
 def _load(model: str, num_prompts: int, sampling: _Sampling, how: dict[str, Any]) -> LLM:
     from piecegraph.llm.run.request import SamplingParams
 
-    SamplingParams(**sampling.arguments())  # a wrong number is told before the model is loaded
+    params = SamplingParams(**sampling.arguments())  # a wrong number is told before the model is loaded
+    if params.without_effect:
+        option = f"--{params.without_effect[0].replace('_', '-')}"
+        raise click.UsageError(f"{option} has no effect without --temperature.")
     return load_model(model, num_prompts=num_prompts, **how)
 
 
 def _answer(llm: LLM, prompts: list[str], sampling: _Sampling, *, raw: bool, prints: bool) -> Answers:
     from piecegraph.llm.run.prompts import has_chat_template
+    from piecegraph.llm.run.request import SamplingParams
 
     is_chat = not raw and has_chat_template(llm.tokenizer)
     answers = Answers(prompts, prints=prints)
     # An empty prompt is refused alone, whatever a template or a tokenizer would make of it.
     asked = [(llm.chat_prompt(prompt) if is_chat else prompt) if prompt else [] for prompt in prompts]
-    for chunk in llm.generate(asked, **sampling.arguments(), stream=True):
+    for chunk in llm.generate(asked, SamplingParams(**sampling.arguments()), stream=True, on_error="return"):
         answers.add(chunk)
     return answers

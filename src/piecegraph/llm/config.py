@@ -14,6 +14,16 @@ from piecegraph.base.coerce import as_integer, as_list, as_real
 from piecegraph.base.config import CudagraphMode, GraphDeviceName
 from piecegraph.errors import ConfigError
 from piecegraph.llm.model.loader import LoadFormat
+from piecegraph.llm.run.arguments import unknown_argument
+
+_OTHER_NAMES = {
+    "torch_dtype": "dtype",
+    "gpu_memory_utilization": "memory_fraction",
+    "max_num_batched_tokens": "max_batch_tokens",
+    "enable_prefix_caching": "prefix_cache",
+    "enforce_eager": 'cudagraph_mode="none"',
+}
+"""What other libraries call ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +141,21 @@ def make_llm_config(
     )
 
 
+def refuse_names(given: Mapping[str, Any]) -> None:
+    """Raise if there are arguments that :class:`piecegraph.LLM` does not have."""
+    if not given:
+        return
+    options = {field.name: f"options={{{field.name!r}: ...}}" for field in fields(LLMOptions)}
+    known = {field.name for field in fields(LLMConfig)}
+    raise unknown_argument(min(given), known, _OTHER_NAMES | options)
+
+
 def check_path(path: Any) -> str:
     """The path of a model as text. Whether something is there is seen when it is read."""
+    if isinstance(path, torch.nn.Module):
+        why = "it must be a folder with a model, or a name that transformers can find"
+        hint = "give the folder that its save_pretrained writes; piecegraph.compile takes modules"
+        raise ConfigError("PG101", f"path is a {type(path).__name__}", why=why, hint=hint)
     found = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(found, str) or not found:
         raise _bad("path", path, 'a folder with a model, a name that transformers can find, or "demo"')

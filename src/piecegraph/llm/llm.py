@@ -7,9 +7,9 @@ import gc
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Never, Unpack, overload
 
 import torch
 
@@ -20,12 +20,21 @@ from piecegraph.engine.eager_interception import unintercepted
 from piecegraph.engine.recorded import RecordedTapes
 from piecegraph.errors import ConfigError, ModelError, RequestError
 from piecegraph.graph import interception
-from piecegraph.llm.config import check_path, make_llm_config
+from piecegraph.llm.config import check_path, make_llm_config, refuse_names
 from piecegraph.llm.model.loader import LoadFormat
 from piecegraph.llm.report import explain_llm, stats_of_llm
+from piecegraph.llm.run.arguments import SAMPLING_NAMES, OnError, SamplingArguments, check_flags, sampling_rows
 from piecegraph.llm.run.fair_lock import FairLock
 from piecegraph.llm.run.generation import Generation, text_behind
-from piecegraph.llm.run.prompts import chat_tokens, check_lengths, name_prompt, one_for_each, refused, tokens_of
+from piecegraph.llm.run.prompts import (
+    chat_tokens,
+    conversations_of,
+    name_prompt,
+    one_for_each,
+    raise_first,
+    refused,
+    tokens_of,
+)
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.results import Chunk, Completion, StepResult
 from piecegraph.llm.run.scheduler import Scheduler
@@ -35,6 +44,7 @@ from piecegraph.llm.startup import Started, start
 from piecegraph.provenance.live import LiveKernels
 
 Prompt = str | Sequence[int]
+Conversation = str | Sequence[Mapping[str, Any]]
 OnNew = Callable[[Generation, str, list[int]], None]
 
 
@@ -97,7 +107,9 @@ class LLM:
         deterministic: bool = False,
         seed: int = 0,
         options: Mapping[str, Any] | None = None,
+        **unknown: Never,
     ) -> None:
+        refuse_names(unknown)
         self.config = make_llm_config(
             dtype=dtype,
             device=device,
@@ -158,31 +170,58 @@ class LLM:
             )
         return self.started.loaded.tokenizer
 
+    @overload
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        max_new_tokens: int | Sequence[int] = 16,
-        temperature: float | Sequence[float] = 0.0,
-        top_p: float | Sequence[float] = 1.0,
-        top_k: int | Sequence[int] = 0,
-        seed: int | Sequence[int | None] | None = None,
-        stop: str | Iterable[str] | None = None,
-        ignore_eos: bool = False,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-        return_hidden_states: bool = False,
+        stream: Literal[False] = False,
+        on_error: OnError = "raise",
+        **sampling: Unpack[SamplingArguments],
+    ) -> list[Completion]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream: Literal[True],
+        on_error: OnError = "raise",
+        **sampling: Unpack[SamplingArguments],
+    ) -> Iterator[Chunk]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream: bool,
+        on_error: OnError = "raise",
+        **sampling: Unpack[SamplingArguments],
+    ) -> list[Completion] | Iterator[Chunk]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
         stream: bool = False,
-    ) -> Any:
+        on_error: OnError = "raise",
+        **sampling: Unpack[SamplingArguments],
+    ) -> list[Completion] | Iterator[Chunk]:
         """Go on from prompts.
 
         Args:
             prompts: texts, lists of token ids, or both mixed; one of them or a list.
-            max_new_tokens: of each answer. This and the next four may be a list or an array, with one value for each
-                prompt.
-            temperature: 0 always takes the most likely token.
-            top_p: sample from the most likely tokens that together reach this probability.
-            top_k: sample from so many of the most likely tokens; 0 for all.
+            sampling_params: what follows in one value, or in a list with one value for each prompt. Otherwise by name:
+            max_new_tokens: of each answer (16); ``max_tokens`` is the same. This and the next four may be a list or an
+                array, with one value for each prompt.
+            temperature: 0 always takes the most likely token (0).
+            top_p: sample from the most likely tokens that together reach this probability (1).
+            top_k: sample from so many of the most likely tokens; 0 or -1 for all (0).
             seed: fixes what is sampled, up to rounding; with ``deterministic=True``, wholly.
             stop: texts at which an answer ends.
             ignore_eos: go on behind the token that ends a text.
@@ -190,40 +229,92 @@ class LLM:
             prompt_logprobs: the same for the tokens of the prompt.
             return_hidden_states: give the last layer's hidden states of all tokens.
             stream: return an iterator of :class:`Chunk` instead.
+            on_error: ``"raise"`` raises the error of a prompt that cannot be served, and ends the others; with
+                ``"return"``, its answer has ``finish_reason="error"`` and the ``error``, and the others are answered.
 
         Returns:
-            A list of :class:`Completion` in the order of the prompts. A request that cannot be served has
-            ``finish_reason="error"`` and its ``error``; the others are answered.
+            A list of :class:`Completion` in the order of the prompts, also for one prompt.
         """
+        check_flags(stream, on_error)
         each = one_for_each(prompts)
-        given = {
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "seed": seed,
-        }
-        lists = {name: found for name, value in given.items() if (found := as_list(value)) is not None}
-        shared: dict[str, Any] = {
-            "stop": tuple(stop) if isinstance(stop, Iterator) else stop,  # it is read for every prompt
-            "ignore_eos": ignore_eos,
-            "logprobs": logprobs,
-            "prompt_logprobs": prompt_logprobs,
-            "return_hidden_states": return_hidden_states,
-        }
-        # What is wrong for all prompts is a wrong call; what is wrong in a list is the error of one request.
-        shared |= {name: value for name, value in given.items() if name not in lists}
-        SamplingParams(**shared)
-        check_lengths(lists, len(each))
-        rows = [shared | {name: values[index] for name, values in lists.items()} for index in range(len(each))]
+        rows = sampling_rows(len(each), sampling_params, sampling)
         _ = self.started  # raises after close(), and not only when a stream is read
-        return self._stream(each, rows) if stream else self._answer(each, rows)
+        raises = on_error == "raise"
+        return self._stream(each, rows, raises) if stream else self._answer(each, rows, raises)
 
-    def chat_prompt(self, conversation: str | Sequence[Mapping[str, str]]) -> list[int]:
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        stream: Literal[False] = False,
+        on_error: OnError = "raise",
+        **arguments: Any,
+    ) -> list[Completion]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        stream: Literal[True],
+        on_error: OnError = "raise",
+        **arguments: Any,
+    ) -> Iterator[Chunk]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        stream: bool,
+        on_error: OnError = "raise",
+        **arguments: Any,
+    ) -> list[Completion] | Iterator[Chunk]: ...
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        stream: bool = False,
+        on_error: OnError = "raise",
+        **arguments: Any,
+    ) -> list[Completion] | Iterator[Chunk]:
+        """Answer conversations, by the chat template of the model's tokenizer.
+
+        Args:
+            messages: with a ``role`` and a ``content`` each, or what the user says; or a list of several conversations.
+            sampling_params: as for :meth:`generate`.
+            tools: functions that the model may ask for, or descriptions of them, as transformers takes them.
+            stream: as for :meth:`generate`.
+            on_error: as for :meth:`generate`. A conversation that the template refuses is raised.
+            **arguments: those of :meth:`generate` by name, and what the template reads (``enable_thinking=False``).
+
+        Example:
+            llm.chat([{"role": "user", "content": "What is the capital of France?"}], max_new_tokens=32)[0].text
+        """
+        sampling: Any = {name: value for name, value in arguments.items() if name in SAMPLING_NAMES}
+        values = {name: value for name, value in arguments.items() if name not in SAMPLING_NAMES}
+        prompts = [self.chat_prompt(each, tools=tools, **values) for each in conversations_of(messages)]
+        return self.generate(prompts, sampling_params, stream=stream, on_error=on_error, **sampling)
+
+    def chat_prompt(
+        self, conversation: Conversation, *, tools: Sequence[Any] | None = None, **template_values: Any
+    ) -> list[int]:
         """A prompt as the model was taught to answer them, by the chat template of its tokenizer.
 
         Args:
             conversation: what the user says; or messages with a ``role`` and a ``content`` each.
+            tools: functions that the model may ask for, as for :meth:`chat`.
+            **template_values: what else the template reads.
 
         Example:
             llm.generate(llm.chat_prompt("What is the capital of France?"))
@@ -232,7 +323,7 @@ class LLM:
         if said is None or not all(isinstance(message, Mapping) for message in said):
             why = "it must be a text, or a list of messages with a role and a content each"
             raise ConfigError("PG101", f"conversation is {conversation!r}", why=why)
-        return chat_tokens(self.tokenizer, said)
+        return chat_tokens(self.tokenizer, said, tools, template_values)
 
     def explain(self) -> str:
         """How the model is run, as text: stages, pieces, cuts, sizes, every decision and every fallback."""
@@ -292,16 +383,21 @@ class LLM:
 
     # -- requests
 
-    def _answer(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]]) -> list[Completion]:
+    def _answer(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], raises: bool) -> list[Completion]:
         with self._queued(prompts, rows, None) as queued:
+            if raises:
+                raise_first(each for each in queued if isinstance(each, Completion))
             waiting = [each for each in queued if isinstance(each, Generation)]
             while self._step(waiting, ()):
                 pass
-            return [
+            answers = [
                 each if isinstance(each, Completion) else _completion(each, index) for index, each in enumerate(queued)
             ]
+        if raises:
+            raise_first(answers)
+        return answers
 
-    def _stream(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]]) -> Iterator[Chunk]:
+    def _stream(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], raises: bool) -> Iterator[Chunk]:
         """Nothing is queued before the first chunk is asked for: a stream that nobody reads holds nothing."""
         chunks: deque[Chunk] = deque()
         with self._queued(prompts, rows, chunks) as queued:
@@ -310,7 +406,10 @@ class LLM:
             while is_running:
                 is_running = self._step(waiting, chunks)
                 while chunks:
-                    yield chunks.popleft()
+                    chunk = chunks.popleft()
+                    if raises and chunk.finished is not None:
+                        raise_first([chunk.finished])
+                    yield chunk
 
     def _step(self, waiting: list[Generation], chunks: Sized) -> bool:
         """Run a step, for all threads' requests, unless those of others bring what this one waits for: a chunk, or the

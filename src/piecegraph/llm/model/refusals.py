@@ -37,10 +37,13 @@ _BOTH_WAYS = "block_sequence_ids"
 
 
 def refuse_family(config: Any) -> None:
-    """Raise if models of this family are known to answer wrongly."""
-    reason = _WRONG_FAMILIES.get(config.model_type)
+    """Raise if models of this family are known to answer wrongly, or are no decoders."""
+    reason, hint = _WRONG_FAMILIES.get(config.model_type), ""
+    if config.is_encoder_decoder:
+        reason = "it is an encoder-decoder, and only decoders are served"
+        hint = "piecegraph.compile takes its modules one by one"
     if reason is not None:
-        raise ModelError("PG662", f"models of family {config.model_type!r} are refused", why=reason)
+        raise ModelError("PG662", f"models of family {config.model_type!r} are refused", why=reason, hint=hint)
 
 
 def refuse_model(model: torch.nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -11,6 +11,9 @@ import jinja2
 from piecegraph.base.coerce import as_list
 from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RequestError
 from piecegraph.llm.run.results import Completion, RequestMetrics
+
+_OF_EVERY_TEMPLATE = frozenset({"add_generation_prompt", "chat_template", "continue_final_message"})
+"""What transformers itself reads, whatever the template does."""
 
 _REQUEST_ID = re.compile(r"^request '\d+'| of request '\d+'")
 """How errors name a request. The engine numbers those of ``generate``; nobody else knows the number."""
@@ -22,11 +25,31 @@ def one_for_each(prompts: Any) -> list[Any]:
         return [prompts]
     given = as_list(prompts)
     if given is None:
-        raise ConfigError(
-            "PG101", f"prompts is {prompts!r}", why="it must be a text, a list of token ids, or a list of these"
-        )
+        why = "it must be a text, a list of token ids, or a list of these"
+        raise ConfigError("PG101", f"prompts is {prompts!r}", why=why)
+    if any(_is_message(item) or (isinstance(item, list) and any(map(_is_message, item))) for item in given):
+        why = "messages with a role and a content are a conversation, not a prompt"
+        raise ConfigError("PG101", "prompts holds messages", why=why, hint="llm.chat answers conversations")
     found = [item.tolist() if hasattr(item, "tolist") else item for item in given]
     return [found] if found and all(isinstance(item, int) for item in found) else found
+
+
+def conversations_of(messages: Any) -> list[Any]:
+    """Several conversations, also where one was given. Whether they are any is seen one by one."""
+    listed = as_list(messages)
+    has_several = listed and all(isinstance(each, str) or as_list(each) is not None for each in listed)
+    return listed if listed and has_several else [messages]
+
+
+def _is_message(given: Any) -> bool:
+    return isinstance(given, Mapping) and "role" in given
+
+
+def raise_first(answers: Iterable[Completion]) -> None:
+    """Raise the error of the first answer that has one."""
+    for answer in answers:
+        if answer.error is not None:
+            raise answer.error
 
 
 def check_lengths(lists: Mapping[str, list[Any]], num_prompts: int) -> None:
@@ -93,19 +116,47 @@ def has_chat_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def chat_tokens(tokenizer: Any, conversation: Sequence[Mapping[str, str]]) -> list[int]:
+def chat_tokens(
+    tokenizer: Any, conversation: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, values: Mapping[str, Any]
+) -> list[int]:
     """The tokens of a conversation, up to where the model's answer begins.
+
+    Args:
+        tokenizer: whose template is used.
+        conversation: messages with a ``role`` and a ``content`` each.
+        tools: functions that the model may ask for, as transformers takes them.
+        values: what else the template is given.
 
     Raises:
         ModelError: PG667, there is no template, or it refuses the conversation.
+        ConfigError: PG101, the template does not read one of the values.
     """
-    if not has_chat_template(tokenizer):
+    if not has_chat_template(tokenizer) and "chat_template" not in values:
         raise _cannot_apply("the tokenizer has none")
+    begins_answer = {"add_generation_prompt": not values.get("continue_final_message", False)}
     try:
-        tokens = tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, return_dict=False)
+        template = tokenizer.get_chat_template(values.get("chat_template"), tools)
+        _check_read(template, values if tools is None else {"tools": tools, **values})
+        tokens = tokenizer.apply_chat_template(
+            list(conversation), tools=tools, return_dict=False, **begins_answer | dict(values)
+        )
+    except ConfigError:
+        raise
     except (jinja2.TemplateError, ValueError, KeyError, TypeError) as error:
         raise _cannot_apply(f"{type(error).__name__}: {error}") from error
     return [int(token) for token in tokens]
+
+
+def _check_read(template: str, values: Mapping[str, Any]) -> None:
+    """Raise if a template would leave something out without a word: tools that it knows nothing of, or a typo."""
+    for name in sorted(set(values) - _OF_EVERY_TEMPLATE):
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ConfigError(
+                "PG101",
+                f"unknown argument {name!r}",
+                why="it is no setting of sampling, and the chat template does not read it",
+                hint="llm.tokenizer.chat_template shows what it reads",
+            )
 
 
 def _cannot_apply(why: str) -> ModelError:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from piecegraph.base.coerce import as_integer, as_real
-from piecegraph.errors import ConfigError, RequestError
+from piecegraph.base.user_code import user_stack_level
+from piecegraph.errors import ConfigError, PiecegraphWarning, RequestError, describe
 from piecegraph.llm.cache.blocks import Digest
 from piecegraph.llm.cache.paged import SequenceBlocks
 
@@ -26,6 +28,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 RequestState = Literal["waiting", "running", "finished", "failed"]
 
 _LARGEST_SEED = 2**64 - 1
+_NEW_TOKENS = 16
+"""How many there are if nobody says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +44,13 @@ class SamplingParams:
     piecegraph.errors.ConfigError: PG108 top_p is 1.5: it must be a number above 0 and at most 1
     """
 
-    max_new_tokens: int = 16
+    max_new_tokens: int = _NEW_TOKENS
     temperature: float = 0.0
     """0: always the most likely token."""
     top_p: float = 1.0
     """Only the most likely tokens that together reach this probability. 1: all."""
     top_k: int = 0
-    """Only so many of the most likely tokens. 0: all."""
+    """Only so many of the most likely tokens. 0, or -1: all."""
     seed: int | None = None
     """Fixes the random numbers that tokens are drawn by. None: the engine chooses one."""
     stop: tuple[str, ...] = ()
@@ -57,11 +61,13 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
     return_hidden_states: bool = False
+    max_tokens: InitVar[int | None] = None
+    """Another name for ``max_new_tokens``, which is the one to read."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, max_tokens: int | None) -> None:
         plain: dict[str, Any] = {
-            "max_new_tokens": _integer("max_new_tokens", self.max_new_tokens, 1),
-            "top_k": _integer("top_k", self.top_k, 0),
+            "max_new_tokens": _num_new(self.max_new_tokens, max_tokens),
+            "top_k": max(_integer("top_k", self.top_k, -1), 0),
             "temperature": _temperature(self.temperature),
             "top_p": _top_p(self.top_p),
             "stop": _stop_texts(self.stop),
@@ -74,6 +80,12 @@ class SamplingParams:
                 raise _bad(name, getattr(self, name), "True or False")
         for name, value in plain.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        """What was asked for and changes nothing: without a temperature there is nothing to choose from."""
+        asked = {"top_p": self.top_p < 1, "top_k": self.top_k > 0}
+        return tuple(name for name, is_asked in asked.items() if is_asked and self.temperature == 0)
 
     @property
     def wants_every_row(self) -> bool:
@@ -141,6 +153,7 @@ class Request:
     ) -> None:
         self.id = request_id
         self.params = params
+        _warn_without_effect(params)
         self.tokens = _token_array(request_id, prompt)
         """The prompt and what was generated. A preempted request keeps them all, and computes them again."""
         self.num_prompt = len(self.tokens)
@@ -188,8 +201,9 @@ class Request:
 
 def _token_array(request_id: str, prompt: Sequence[int]) -> array[int]:
     try:
-        if isinstance(prompt, (bytes, bytearray)):  # an array would take them for its memory
-            raise TypeError("it is bytes")
+        # An array would take bytes for its memory, and a dictionary for its keys.
+        if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
+            raise TypeError(f"it is a {type(prompt).__name__}")
         tokens = array("q", prompt)
     except (TypeError, OverflowError) as error:
         raise RequestError(
@@ -219,6 +233,21 @@ def _mrope_array(request: Request, given: NDArray[np.integer] | torch.Tensor) ->
         hint = "give integers that are not negative, one column for each token of the prompt"
         raise RequestError("PG653", what, why=why, hint=hint)
     return positions
+
+
+def _warn_without_effect(params: SamplingParams) -> None:
+    for name in params.without_effect:
+        what = f"{name} is {getattr(params, name)} and has no effect"
+        why = "at a temperature of 0 the most likely token is always taken"
+        warnings.warn(describe("PG109", what, why=why), PiecegraphWarning, stacklevel=user_stack_level())
+
+
+def _num_new(given: Any, by_other_name: Any) -> int:
+    if by_other_name is None:
+        return _integer("max_new_tokens", given, 1)
+    if given not in (_NEW_TOKENS, by_other_name):
+        raise ConfigError("PG108", f"max_new_tokens is {given!r} and max_tokens {by_other_name!r}", why="they are one")
+    return _integer("max_tokens", by_other_name, 1)
 
 
 def _stop_texts(given: Any) -> tuple[str, ...]:

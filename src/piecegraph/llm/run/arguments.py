@@ -1,0 +1,107 @@
+"""The arguments of one call of ``generate``: given once for all prompts or once for each, and one row for each out.
+
+A name that nobody knows is an error that says which was meant, also if it is the name of another library.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Literal, TypedDict
+
+from piecegraph.base.coerce import as_list
+from piecegraph.errors import ConfigError
+from piecegraph.llm.run.prompts import check_lengths
+from piecegraph.llm.run.request import SamplingParams
+
+OnError = Literal["raise", "return"]
+"""What becomes of a prompt that cannot be served: its error is raised, or is part of its answer."""
+
+
+class SamplingArguments(TypedDict, total=False):
+    """As :class:`SamplingParams`; where a sequence may be given, it has one value for each prompt."""
+
+    max_new_tokens: int | Sequence[int]
+    max_tokens: int | Sequence[int]
+    temperature: float | Sequence[float]
+    top_p: float | Sequence[float]
+    top_k: int | Sequence[int]
+    seed: int | Sequence[int | None] | None
+    stop: str | Iterable[str] | None
+    ignore_eos: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    return_hidden_states: bool
+
+
+SAMPLING_NAMES = frozenset(SamplingArguments.__annotations__)
+
+_ONE_FOR_EACH = ("max_new_tokens", "max_tokens", "temperature", "top_p", "top_k", "seed")
+
+_OTHER_NAMES = {"do_sample": "temperature", "stop_strings": "stop"}
+"""What transformers calls ours, where it is not alike."""
+
+
+def sampling_rows(num_prompts: int, params: Any, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The fields of :class:`SamplingParams` for each prompt.
+
+    What is wrong for all prompts is raised here; what is wrong in a list is left to be the error of one request.
+
+    Args:
+        num_prompts: how many rows there are.
+        params: one for all prompts, a list with one for each, or None.
+        given: arguments by name, in the place of ``params``.
+    """
+    if params is not None:
+        return _rows_of_params(num_prompts, params, given)
+    unknown = sorted(set(given) - SAMPLING_NAMES)
+    if unknown:
+        raise unknown_argument(unknown[0], SAMPLING_NAMES, _OTHER_NAMES)
+    lists = {name: found for name in _ONE_FOR_EACH if (found := as_list(given.get(name))) is not None}
+    shared = {name: value for name, value in given.items() if name not in lists}
+    if isinstance(shared.get("stop"), Iterator):
+        shared["stop"] = tuple(shared["stop"])  # it is read for every prompt
+    SamplingParams(**shared)
+    check_lengths(lists, num_prompts)
+    return [shared | {name: values[index] for name, values in lists.items()} for index in range(num_prompts)]
+
+
+def check_flags(stream: Any, on_error: Any) -> None:
+    """Raise if how answers are given back is not told clearly."""
+    if not isinstance(stream, bool):
+        raise ConfigError("PG101", f"stream is {stream!r}", why="it must be True or False")
+    if on_error not in ("raise", "return"):
+        raise ConfigError("PG101", f"on_error is {on_error!r}", why="it must be 'raise' or 'return'")
+
+
+def unknown_argument(name: str, known: Collection[str], others: Mapping[str, str]) -> ConfigError:
+    """What to say of a name that is no argument.
+
+    >>> print(unknown_argument("temprature", ["temperature", "top_p"], {}))
+    PG101 unknown argument 'temprature'. hint: did you mean temperature?
+
+    Args:
+        name: what was given.
+        known: what may be given.
+        others: names of other libraries, and what is ours.
+    """
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"known arguments: {', '.join(sorted(known))}"
+    if name in others:
+        hint = f"here it is {others[name]}"
+    elif close:
+        hint = f"did you mean {close[0]}?"
+    return ConfigError("PG101", f"unknown argument {name!r}", hint=hint)
+
+
+def _rows_of_params(num_prompts: int, params: Any, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    listed = [params] * num_prompts if isinstance(params, SamplingParams) else as_list(params)
+    if listed is None or not all(isinstance(each, SamplingParams) for each in listed):
+        why = "it must be SamplingParams, or a list of them with one for each prompt"
+        raise ConfigError("PG108", f"sampling_params is {params!r}", why=why)
+    if given:
+        why = "sampling_params were given, too, and hold all of it"
+        raise ConfigError("PG108", f"{min(given)} was given by name", why=why, hint="give one or the other")
+    check_lengths({"sampling_params": listed}, num_prompts)
+    return [{field.name: getattr(each, field.name) for field in fields(SamplingParams)} for each in listed]

@@ -1,0 +1,45 @@
+"""The arguments of ``generate``, of our names and of others: a row for each prompt, or an error that names ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from piecegraph.errors import ConfigError
+from piecegraph.llm import SamplingParams
+from piecegraph.llm.run.arguments import SAMPLING_NAMES, sampling_rows
+
+PARAMS = SamplingParams(max_tokens=7, temperature=0.5, stop="x")
+
+
+def rows(num_prompts: int, params: Any = None, **given: Any) -> list[SamplingParams]:
+    return [SamplingParams(**row) for row in sampling_rows(num_prompts, params, given)]
+
+
+def test_arguments_are_those_of_the_parameters() -> None:
+    assert set(SamplingParams.__annotations__) == SAMPLING_NAMES
+
+
+def test_one_value_for_all_or_one_for_each() -> None:
+    assert rows(2, max_tokens=7, temperature=0.5, stop="x") == rows(2, PARAMS) == rows(2, [PARAMS, PARAMS])
+    found = rows(2, max_tokens=[3, 4], top_k=-1, stop=iter(["x"]))
+    assert [(each.max_new_tokens, each.top_k, each.stop) for each in found] == [(3, 0, ("x",)), (4, 0, ("x",))]
+
+
+@pytest.mark.parametrize(
+    ("params", "given", "why"),
+    [
+        (PARAMS, {"top_k": 3}, "PG108 top_k was given by name: sampling_params were given, too"),
+        ([PARAMS], {}, "PG108 sampling_params has 1 values: there are 2 prompts"),
+        ({"temperature": 1}, {}, "PG108 sampling_params is .*: it must be SamplingParams, or a list"),
+        (0.7, {}, "PG108 sampling_params is 0.7"),
+        (None, {"max_tokens": 3, "max_new_tokens": 4}, "PG108 max_new_tokens is 4 and max_tokens 3: they are one"),
+        (None, {"temprature": 1}, "PG101 unknown argument 'temprature'. hint: did you mean temperature?"),
+        (None, {"do_sample": True}, "PG101 unknown argument 'do_sample'. hint: here it is temperature"),
+        (None, {"n": 2}, "PG101 unknown argument 'n'. hint: known arguments: ignore_eos, "),
+    ],
+)
+def test_arguments_that_cannot_be_meant(params: Any, given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        sampling_rows(2, params, given)
