@@ -186,7 +186,14 @@ def _check_sample(op: OpInfo, sample: _Sample, device: str, frontend: str) -> Op
     if isinstance(plain[0], Exception):
         return OpVerdict(**about, verdict="no samples", reason=f"plain PyTorch raises {_in_short(plain[0])}")
     about["is_structure_only"] = _is_uninitialised(op) or not _repeats(sample, plain[0], device)
-    fast = _compile(sample.function, device, frontend)
+    with contextlib.closing(_compile(sample.function, device, frontend)) as fast:
+        return _compare_calls(fast, sample, plain, device, about)
+
+
+def _compare_calls(
+    fast: Any, sample: _Sample, plain: Sequence[_Made | Exception], device: str, about: dict[str, Any]
+) -> OpVerdict:
+    """Make the calls of a sample, and compare them with those that were made plainly."""
     made: list[tuple[_Made, _Made]] = []
     for number, expected in enumerate(plain):
         if isinstance(expected, Exception):
@@ -204,7 +211,6 @@ def _check_sample(op: OpInfo, sample: _Sample, device: str, frontend: str) -> Op
                 when = f"call {earlier}" + (f", after call {number}" if earlier < number else "")
                 return OpVerdict(**about, verdict="wrong", reason=f"{when}: {difference}", num_calls=len(made))
     losses = sorted(set(fast.stats()["events"]) - NOTES)
-    fast.close()
     verdict: VerdictName = "fell back" if losses else "equal"
     return OpVerdict(**about, verdict=verdict, code=" ".join(losses), num_calls=len(made))
 
