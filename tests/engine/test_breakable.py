@@ -127,6 +127,18 @@ def test_a_host_read_that_is_not_marked_is_an_error_with_its_line() -> None:
         compile_breakable(reads, capture_sizes="auto")(torch.ones(2))
 
 
+def test_random_numbers_may_not_be_seeded_inside() -> None:
+    """CUDA refuses it during a capture: a replay would go on where the last one ended."""
+
+    def seeds(x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            return x + torch.rand_like(x)
+
+    with torch.no_grad(), pytest.raises(RecordError, match=r"PG403.*test_breakable.py:\d+.*random numbers were seeded"):
+        compile_breakable(seeds, capture_sizes="auto")(torch.ones(2))
+
+
 def test_results_that_cannot_be_rebuilt() -> None:
     with torch.no_grad(), pytest.raises(TraceError, match="PG204.*object"):
         compile_breakable(lambda x: (x, object()), capture_sizes="auto")(torch.ones(2))

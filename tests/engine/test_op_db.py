@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+ROOT = Path(__file__).parents[2]
 NUM_SAMPLES = {"trace": 1, "breakable": 2}
 """As many as there is time for."""
 NUM_PARTS = 8
@@ -19,3 +25,18 @@ def test_no_op_is_wrong_or_crashes(frontend: str, part: int) -> None:
     failed = [f"{v.op} {v.verdict}, {v.sample}: {v.reason}" for v in verdicts if v.verdict in FAILURES]
     assert not failed, "\n".join(failed)
     assert sum(verdict.verdict == "equal" for verdict in verdicts) > 0.85 * len(ops)
+
+
+def test_the_script_tells_a_verdict_for_each_op(tmp_path: Path) -> None:
+    arguments = ["--frontend", "breakable", "--only", "T,item,empty", "--samples", "1"]
+    command = [sys.executable, "scripts/op_db.py", *arguments, "-o", str(tmp_path / "ops.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    verdicts = {verdict["op"]: verdict for verdict in json.loads((tmp_path / "ops.json").read_text())["ops"]}
+    assert {op: verdict["verdict"] for op, verdict in verdicts.items()} == {
+        "T": "equal",
+        "item": "refused",
+        "empty": "equal",
+    }
+    assert verdicts["item"]["code"] == "PG403"
+    assert done.stdout.splitlines()[-1].endswith("run to run: empty")

@@ -80,6 +80,8 @@ class SimulatedGraphs:
         """The same, also while one of them runs."""
         self._keeps_nodes = False
         self._recycled: list[_Block] = []
+        self._random_state = torch.empty(0)
+        """Of the random numbers, behind the last call that was recorded."""
 
     @contextlib.contextmanager
     def session(self, *, tidies: bool = True) -> Iterator[None]:
@@ -94,6 +96,7 @@ class SimulatedGraphs:
         assert not self.is_capturing, "begin() inside a capture"
         self._calls = self._captured = []
         self._keeps_nodes = keep_nodes
+        self._random_state = torch.get_rng_state()
         older = self._older if not self._blocks else []  # recycled once, by the first capture of a size
         self._recycled = [block for block in (*older, *self._blocks) if not block.is_held()]
 
@@ -133,12 +136,19 @@ class SimulatedGraphs:
         calls, self._calls = self._calls, None  # what happens inside is part of this call, and not recorded again
         assert calls is not None, "not capturing"
         try:
+            self._check_random_state()
             leaves, _, structure = flatten(function(*args, **kwargs))
             results = self._move_fresh(leaves, {torch_compat.storage_id(t) for t in _tensors((args, kwargs))})
             calls.append(_Call(function, _borrow(args, self), _borrow(kwargs, self), results))
+            self._random_state = torch.get_rng_state()
         finally:
             self._calls = calls
         return structure.build(iter(leaves))
+
+    def _check_random_state(self) -> None:
+        """Only recorded calls may draw random numbers: a replay would not repeat what Python does to the generator."""
+        if not torch.equal(self._random_state, torch.get_rng_state()):
+            raise RuntimeError("operation not permitted when stream is capturing: random numbers were seeded")
 
     def _move_fresh(self, leaves: list[Any], held: set[int]) -> list[tuple[int, _Block]]:
         """Replace the tensors among the leaves that are not views of held memory by tensors in the pool."""
