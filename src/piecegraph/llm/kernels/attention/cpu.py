@@ -17,15 +17,7 @@ import torch.nn.functional as F
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
 from piecegraph.llm.kernels.attention.latent import attend_absorbed, compute_type
 from piecegraph.llm.kernels.attention.reference import softmax, visible_keys, write_to_cache
-from piecegraph.llm.specs import (
-    Accepted,
-    AttentionBatch,
-    AttentionLayer,
-    LatentLayer,
-    Rejected,
-    StepKind,
-    Support,
-)
+from piecegraph.llm.specs import Accepted, AttentionBatch, AttentionLayer, LatentLayer, Rejected, StepKind, Support
 
 _FEW_KEYS = 256
 """Up to which the sequences of a step of decoding are gathered and served in one call: it costs as much by itself."""
@@ -65,7 +57,7 @@ def attend_latent(
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """The queries of some sequences with equally many, and the keys that one of them at least can see."""
+    """The queries of one sequence, or one query of each of several, and the keys that one of them at least can see."""
 
     start: int
     end: int
@@ -87,7 +79,7 @@ class _Span:
         rows = q if self.end - self.start == len(q) else q.narrow(0, self.start, self.end - self.start)
         if self.end - self.start == self.num_seqs:
             return rows.unsqueeze(2)
-        return rows.unflatten(0, (self.num_seqs, -1)).transpose(1, 2)
+        return rows.unsqueeze(0).transpose(1, 2)
 
     def keys(self, cache: torch.Tensor) -> torch.Tensor:
         """[sequences, kv heads, keys, width] of a cache [blocks, block size, kv heads, width]."""
@@ -117,7 +109,8 @@ class _Host:
 
 def _read_spans(batch: AttentionBatch, layer: AttentionLayer) -> list[_Span]:
     starts, lengths = batch.query_starts.tolist(), batch.seq_lens.tolist()
-    real = [(row, starts[row], starts[row + 1], length) for row, length in enumerate(lengths) if length]
+    every = zip(range(len(lengths)), starts[:-1], starts[1:], lengths, strict=True)
+    real = [each for each in every if each[1] < each[2]]  # padded sequences are the last
     if batch.max_query_len == 1 and len(real) > 1:
         firsts = [_first_visible(length - 1, layer) for *_, length in real]
         most = max(length - first for (*_, length), first in zip(real, firsts, strict=True))
@@ -132,7 +125,7 @@ def _together(batch: AttentionBatch, firsts: list[int], lengths: list[int], num_
     wanted = first + torch.arange(num_keys)
     positions = wanted.minimum(last)
     blocks = batch.block_table[: len(lengths)].gather(1, positions // batch.block_size)
-    slots = blocks * batch.block_size + positions % batch.block_size
+    slots = blocks.long() * batch.block_size + positions % batch.block_size
     is_seen = wanted <= last
     visible = None if bool(is_seen.all()) else is_seen[:, None, None]
     return _Span(0, len(lengths), len(lengths), num_keys, slots=slots.flatten(), visible=visible)
