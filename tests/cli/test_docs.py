@@ -56,6 +56,7 @@ INSTALL = ("pip install .", 'pip install ".[llm]"', 'pip install ".[demo]"')
 BENCHMARKS = {
     "python benchmarks/prefill.py": "--tiny --only inductor",
     "python benchmarks/llm.py": "--tiny",
+    "python benchmarks/cpu.py": "--tiny --backends eager --batches 1,2 --rounds 1",
     "python benchmarks/models.py": "--tiny",
     "python benchmarks/provenance.py": "--tiny --backends eager",
     "python benchmarks/replay.py": "--repeats 40",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -9,15 +10,15 @@ import torch
 
 from piecegraph.errors import ConfigError
 from piecegraph.llm.cache.memory import Memory
-from piecegraph.llm.kernels.attention import reference
+from piecegraph.llm.kernels.attention import cpu, reference
 from piecegraph.llm.kernels.attention.registry import (
     attention_kernels,
     choose_kernel,
     register_attention,
     unregister_attention,
 )
-from piecegraph.llm.specs import Accepted, AttentionLayer, LatentLayer, Rejected, Support
-from tests.cases.attention import latent_layer, layer
+from piecegraph.llm.specs import Accepted, AttentionBatch, AttentionLayer, LatentLayer, Rejected, Support
+from tests.cases.attention import Sequences, latent_layer, layer, problem
 
 CPU = torch.device("cpu")
 
@@ -38,16 +39,16 @@ def narrow() -> Iterator[str]:
 
 def test_every_kernel_passed_over_is_explained() -> None:
     kernel, reason = choose_kernel("auto", [layer(4, 2, 16)], torch.float32, CPU)
-    assert kernel is reference.KERNEL
-    for other in attention_kernels():
-        assert other is kernel or f"{other.name} (attention layer 0: " in reason
+    assert kernel is cpu.KERNEL
+    for other in itertools.takewhile(lambda each: each is not kernel, attention_kernels()):
+        assert f"{other.name} (attention layer 0: " in reason
 
 
 def test_one_layer_that_is_not_supported_is_enough(narrow: str) -> None:
     assert choose_kernel("auto", [layer(4, 2, 16)], torch.float32, CPU)[0].name == narrow
     layers = [layer(4, 2, 16), layer(4, 2, 32, index=1)]
     kernel, reason = choose_kernel("auto", layers, torch.float32, CPU)
-    assert kernel is reference.KERNEL
+    assert kernel is cpu.KERNEL
     assert "narrow (attention layer 1: too wide)" in reason
 
 
@@ -77,7 +78,7 @@ def test_a_kernel_that_is_not_automatic_is_used_by_name_only() -> None:
     arguments = {"supports": reference.KERNEL.supports, "attend": reference.attend}
     register_attention("mine", capture_safe=lambda kind: Accepted(), **arguments)  # type: ignore[arg-type]
     try:
-        assert choose_kernel("auto", [layer(4, 2, 16)], torch.float32, CPU)[0] is reference.KERNEL
+        assert choose_kernel("auto", [layer(4, 2, 16)], torch.float32, CPU)[0] is cpu.KERNEL
         assert choose_kernel("mine", [layer(4, 2, 16)], torch.float32, CPU)[0].name == "mine"
     finally:
         unregister_attention("mine")
@@ -98,5 +99,28 @@ def test_a_kernel_of_a_user_allocates_what_it_keeps_before_a_layer_runs() -> Non
     assert prepared == [(layers, CPU)]
 
 
-def test_reference_may_not_be_captured() -> None:
-    assert isinstance(reference.KERNEL.capture_safe("decode"), Rejected)
+def test_what_reads_lengths_on_the_host_may_not_be_captured() -> None:
+    for kernel in (reference.KERNEL, cpu.KERNEL):
+        assert isinstance(kernel.capture_safe("decode"), Rejected)
+
+
+def test_a_batch_is_read_once_for_all_layers_of_a_step() -> None:
+    read: list[AttentionBatch] = []
+    seen: list[object] = []
+    kernel = register_attention(
+        "mine",
+        supports=reference.KERNEL.supports,
+        capture_safe=reference.KERNEL.capture_safe,
+        attend=lambda *arguments: seen.append(arguments[-1].host),
+        read_batch=lambda batch: (read.append(batch), len(read))[1],
+    )
+    unregister_attention("mine")
+    layers = (layer(4, 2, 16), layer(4, 2, 16, index=1))
+    memory = Memory(layers, kernel, (), None, dtype=torch.float32, device=CPU, block_size=16)
+    memory.allocate([2])
+    batch = problem(layers[0], Sequences(name="one", spans=((1, 3),)), torch.float32).batch
+    for _ in range(2):
+        memory.use_batch([batch], lambda: pytest.fail("there are no states"))
+        for site in range(2):
+            memory.run("attention", site, ())
+    assert (read, seen) == ([batch, batch], [1, 1, 2, 2])

@@ -127,6 +127,20 @@ def test_dummy_weights_need_only_a_configuration(models: Shelf, tmp_path: Path) 
     assert llm.stats()["dtype"] == "float64"
 
 
+def test_steps_have_their_own_number_of_threads(models: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = models.load("llama", options={"num_threads": 1})
+    assert "threads: 1 (asked for)" in llm.explain()
+    step, seen, before = llm.started.engine.forward.step, set(), torch.get_num_threads()
+    run = step.run
+    monkeypatch.setattr(step, "run", lambda key: (seen.add(torch.get_num_threads()), run(key))[1])
+    torch.set_num_threads(2)
+    try:
+        llm.generate(prompts()[0], max_new_tokens=4, ignore_eos=True)
+        assert (seen, torch.get_num_threads()) == ({1}, 2)
+    finally:
+        torch.set_num_threads(before)
+
+
 # ------------------------------------------------------------------ what goes in
 
 

@@ -125,9 +125,12 @@ def _fuse(
     with graph.inserting_before(first):
         joint = graph.call_function(first.target, (source, *operands))  # type: ignore[arg-type]
         parts = graph.call_method("split", (joint, widths, -1))
-        fakes = [torch_compat.meta_value(node) for node in (source, *operands)]
-        joint.meta = {**first.meta, "example_value": torch_compat.run_fake(F.linear, *fakes)}
-        fake_parts = torch_compat.run_fake(lambda fake: fake.split(widths, -1), joint.meta["example_value"])
+        # Not by F.linear on fakes, which takes torch as long as all the rest that is done here.
+        shaped = torch_compat.run_fake(
+            lambda fake: fake.new_empty(*fake.shape[:-1], sum(widths)), torch_compat.meta_value(first)
+        )
+        joint.meta = {**first.meta, "example_value": shaped}
+        fake_parts = torch_compat.run_fake(lambda fake: fake.split(widths, -1), shaped)
         parts.meta = {**first.meta, "example_value": fake_parts}
         take_places(joint, group.nodes)
         take_places(parts, group.nodes)

@@ -74,6 +74,8 @@ result slots.
 
 def take(arguments: Any, values: Any) -> Any:
     """Nested arguments with every slot replaced by its value."""
+    if type(arguments) is tuple:  # of a piece, nearly all are slots, and it has many
+        return tuple([values[part.index] if type(part) is Slot else take(part, values) for part in arguments])
     return map_arguments(arguments, lambda atom: values[atom.index] if type(atom) is Slot else atom)
 
 

@@ -44,6 +44,8 @@ class LLMOptions:
     """Keep the compressed form of multi-head latent attention."""
     look_ahead: bool | Literal["auto"] = "auto"
     """Launch a decode step before the tokens of the one before it are read; ``"auto"``: on a GPU."""
+    num_threads: int | Literal["auto"] = "auto"
+    """Of a CPU, for each step; ``"auto"``: the number that is quickest, up to what torch is set to."""
     provenance: bool = False
     """Write down which line of the model put which kernels into the graphs, for ``trace()`` and ``kernels``."""
     graph_device: GraphDeviceName = "auto"
@@ -58,9 +60,10 @@ class LLMOptions:
             raise _bad("options['inductor']", self.inductor, "a dictionary")
         object.__setattr__(self, "inductor", dict(self.inductor or {}))
         object.__setattr__(self, "block_size", _positive("options['block_size']", self.block_size))
-        if not _is_auto(self.cache_tokens):
-            tokens = _positive("options['cache_tokens']", self.cache_tokens, 'a positive integer or "auto"')
-            object.__setattr__(self, "cache_tokens", tokens)
+        for name in ("cache_tokens", "num_threads"):
+            if not _is_auto(getattr(self, name)):
+                count = _positive(f"options[{name!r}]", getattr(self, name), 'a positive integer or "auto"')
+                object.__setattr__(self, name, count)
         for name in ("fuse_linears", "self_check", "latent_cache", "provenance"):
             _check_choice(f"options[{name!r}]", getattr(self, name), (True, False))
         for name in ("look_ahead", "progress"):

@@ -12,7 +12,7 @@ tokens, so that nothing downstream (routing above all) ever sees what happened t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -103,6 +103,8 @@ class AttentionBatch:
     max_query_len: int
     """1: every real sequence has exactly one query (a decode batch, num_tokens == num_seqs)."""
     max_seq_len: int
+    host: Any = None
+    """What the kernel's ``read_batch`` made of it, for this step; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,6 +76,7 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
     groups = parts.give_memory()
     with torch.inference_mode():
         rows = parts.forward.choose_rows(min((group.num_blocks for group in groups), default=1))
+        threads = _threads(parts)
     clock.lap("measure and allocate")
     if parts.device is not None:
         at_start = [StepKey(bucket, "greedy") for bucket in parts.forward.sizes.at_start()]
@@ -89,7 +90,7 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         looks_ahead=look_ahead.choice == "on",
     )
     decisions = [*loaded.decisions, *rotations, *model.decisions, rows, length]
-    decisions += [*parts.kernels, *early, prefix_cache, look_ahead]
+    decisions += [*parts.kernels, *early, *threads, prefix_cache, look_ahead]
     if options.self_check:
         with progress.bar("self check", 1), _uncounted(engine):
             decisions.append(self_check(loaded.model, engine))
@@ -231,6 +232,13 @@ def _check_sizes(loaded: LoadedModel, model: TracedModel, limits: SchedulerLimit
         reason = model.decoder.violated(size)
         if reason is not None:
             raise ModelError("PG662", f"{type(loaded.model).__name__} cannot run steps of {size} tokens", why=reason)
+
+
+def _threads(parts: Parts) -> list[Decision]:
+    """How many threads run a step, where the host computes."""
+    if parts.config.device.type != "cpu" or parts.device is not None:
+        return []
+    return [parts.forward.choose_threads(parts.config.options.num_threads)]
 
 
 def _prefix_cache(config: LLMConfig, model: TracedModel) -> Decision:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,7 +73,8 @@ class Memory:
 
     def use_batch(self, attention: Sequence[AttentionBatch], states: Callable[[], StateBatch]) -> None:
         """The ops that run from now on belong to this batch; ``states`` is asked if there are layers with a state."""
-        self._batches = attention
+        read = self._kernel.read_batch
+        self._batches = attention if read is None else [replace(batch, host=read(batch)) for batch in attention]
         if self._states is not None:
             self._states.use_batch(states())
 

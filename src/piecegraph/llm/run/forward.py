@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
 
 import torch
 
@@ -18,7 +19,8 @@ from piecegraph.llm.run.batch import BatchBuffers
 from piecegraph.llm.run.model_step import ModelStep, StepKey
 from piecegraph.llm.run.results import StepResult
 from piecegraph.llm.run.sizing import StepSizes
-from piecegraph.llm.run.step import StepPlan
+from piecegraph.llm.run.step import Bucket, StepPlan
+from piecegraph.llm.run.threads import at_most_threads, choose_threads
 from piecegraph.llm.specs import StepKind
 from piecegraph.tape.device import GraphDevice
 from piecegraph.tape.library import TapeLibrary
@@ -106,7 +108,7 @@ class Forward:
         """
         tape = self.library.tapes.get(key)
         if tape is None:
-            with self.step.current(key):
+            with self.step.current(key), at_most_threads(self.step.num_threads):
                 return StepResult(*self.step.run(key))
         assert self._device is not None
         self._device.use_caller_stream()
@@ -180,6 +182,12 @@ class Forward:
             if not _are_alike(of_ids, of_embeds):
                 step.decoder_of_embeds = None
                 raise self._embeds.refuse()
+
+    def choose_threads(self, wish: int | Literal["auto"]) -> Decision:
+        """Decide how many threads of a CPU steps run with, by steps of one sequence."""
+        decision = choose_threads(wish, lambda: self.warm_up([StepKey(Bucket(1, 1, "decode"), "greedy")]))
+        self.step.num_threads = int(decision.choice)
+        return decision
 
     def choose_rows(self, num_blocks: int) -> Decision:
         """Decide which rows the last piece is run on. A row must be the same with the others and alone.

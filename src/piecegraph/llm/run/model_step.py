@@ -84,6 +84,8 @@ class ModelStep:
         """Made when a request first brings embeddings of its own."""
         self.needs_all_rows = False
         """Whether the last piece is run on all rows, whichever are wanted."""
+        self.num_threads: int | None = None
+        """Of a CPU, at most, where steps run without graphs; None for as many as torch is set to."""
         self.last: StepKey | None = None
         """Whose batch the buffers hold."""
         self._memory = memory

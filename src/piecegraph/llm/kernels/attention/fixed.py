@@ -59,7 +59,8 @@ def _attend_tile(
     end = (tile + 1) * _TILE
     first, last = queries.start - tile * _TILE, queries.stop - tile * _TILE
     keys, values = (reference._gather(cache, batch.block_table[seq : seq + 1], end, batch) for cache in caches)
-    visible = reference._visible(torch.arange(tile * _TILE, end, device=q.device)[None], keys.shape[1], layer)
+    positions = torch.arange(max(end, keys.shape[1]), device=q.device)
+    visible = reference.visible_keys(positions[None, tile * _TILE : end], positions[: keys.shape[1]], layer)
     visible[:, :first] = visible[:, last:] = False
     rows = q.new_zeros(1, _TILE, *q.shape[1:])
     rows[0, first:last] = q

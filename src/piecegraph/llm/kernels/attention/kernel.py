@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -90,6 +90,15 @@ class Prepare(Protocol):
     def __call__(self, layers: Sequence[AttentionLayer | LatentLayer], device: torch.device) -> None: ...
 
 
+class ReadBatch(Protocol):
+    """Reads on the host what all layers of a group need of a batch; the kernel finds it in ``batch.host``.
+
+    Called once for a step, before its layers run, where steps are not captured whole.
+    """
+
+    def __call__(self, batch: AttentionBatch) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKernel:
     """One implementation of attention over the paged cache."""
@@ -102,6 +111,8 @@ class AttentionKernel:
     """None if it has no latent form."""
     prepare: Prepare | None = None
     """None if it keeps nothing between calls."""
+    read_batch: ReadBatch | None = None
+    """None if it reads a batch on the device, or in every layer anew."""
 
     def verdict(self, layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support:
         """As ``supports``, and says no to a latent layer if there is no function for it."""

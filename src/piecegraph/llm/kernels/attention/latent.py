@@ -10,9 +10,52 @@ shared key ``[latent, rope]`` whose first part is also the value: the cache as i
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
-from piecegraph.llm.specs import AttentionLayer, LatentLayer
+from piecegraph.llm.specs import AttentionBatch, AttentionLayer, LatentLayer
+
+
+class AttendCached(Protocol):
+    """Attends over a cache that holds the keys and values of the batch already."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        layer: AttentionLayer,
+        batch: AttentionBatch,
+    ) -> None: ...
+
+
+def attend_absorbed(
+    attend_cached: AttendCached,
+    q: torch.Tensor,
+    up_projection: torch.Tensor,
+    out: torch.Tensor,
+    cache: torch.Tensor,
+    layer: LatentLayer,
+    batch: AttentionBatch,
+) -> None:
+    """The absorbed form in plain torch, over a cache that holds the latents of the batch already."""
+    weights = up_projection.to(compute_type(q))
+    wide_q = q.to(weights.dtype)
+    absorbed = torch.cat([absorb_query(wide_q, weights, layer), wide_q[..., layer.nope_width :]], -1)
+    summed = absorbed.new_empty(*absorbed.shape[:2], layer.latent_width)
+    keys, values = cache.unsqueeze(2), cache[..., : layer.latent_width].unsqueeze(2)
+    attend_cached(absorbed, summed, None, keys, values, shared_key_layer(layer), batch)
+    projected = torch.empty_like(out, dtype=weights.dtype)
+    project_values(summed, weights, projected, layer)
+    out.copy_(projected)
+
+
+def compute_type(tensor: torch.Tensor) -> torch.dtype:
+    """What plain torch computes in: half types are too coarse for sums over many keys."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def shared_key_layer(layer: LatentLayer) -> AttentionLayer:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
-from piecegraph.llm.kernels.attention.latent import absorb_query, project_values, shared_key_layer
+from piecegraph.llm.kernels.attention.latent import attend_absorbed, compute_type
 from piecegraph.llm.specs import Accepted, AttentionBatch, AttentionLayer, LatentLayer, Rejected, StepKind, Support
 
 
@@ -44,20 +44,12 @@ def attend_latent(
 ) -> None:
     """See :class:`~piecegraph.llm.kernels.attention.kernel.AttendLatent`."""
     write_to_cache(torch.cat([latent, rope], -1), cache, batch)
-    weights = up_projection.to(_compute_type(q))
-    wide_q = q.to(weights.dtype)
-    absorbed = torch.cat([absorb_query(wide_q, weights, layer), wide_q[..., layer.nope_width :]], -1)
-    summed = absorbed.new_empty(*absorbed.shape[:2], layer.latent_width)
-    keys, values = cache.unsqueeze(2), cache[..., : layer.latent_width].unsqueeze(2)
-    _attend_cached(absorbed, summed, None, keys, values, shared_key_layer(layer), batch)
-    projected = torch.empty_like(out, dtype=weights.dtype)
-    project_values(summed, weights, projected, layer)
-    out.copy_(projected)
+    attend_absorbed(_attend_cached, q, up_projection, out, cache, layer, batch)
 
 
 def write_to_cache(rows: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch) -> None:
     """Put each token's row where it belongs."""
-    cache[batch.slots // batch.block_size, batch.slots % batch.block_size] = rows.to(cache.dtype)
+    cache.flatten(0, 1).index_copy_(0, batch.slots, rows if rows.dtype == cache.dtype else rows.to(cache.dtype))
 
 
 def _attend_cached(
@@ -72,7 +64,7 @@ def _attend_cached(
     lengths = batch.seq_lens.tolist()
     if batch.max_query_len == 1:
         keys, values = (_gather(cache, batch.block_table, max(lengths), batch) for cache in (key_cache, value_cache))
-        visible = _visible(batch.seq_lens[:, None] - 1, keys.shape[1], layer)
+        visible = visible_keys(batch.seq_lens[:, None] - 1, torch.arange(keys.shape[1], device=q.device), layer)
         result = _attend_dense(q[:, None], keys, values, visible, sinks, layer)[:, 0]
         out.copy_(result.masked_fill_((batch.seq_lens == 0)[:, None, None], 0))
         return
@@ -85,7 +77,7 @@ def _attend_cached(
             _gather(cache, batch.block_table[i : i + 1], length, batch) for cache in (key_cache, value_cache)
         )
         positions = torch.arange(length - (end - start), length, device=q.device)
-        visible = _visible(positions[None], keys.shape[1], layer)
+        visible = visible_keys(positions[None], torch.arange(keys.shape[1], device=q.device), layer)
         out[start:end] = _attend_dense(q[None, start:end], keys, values, visible, sinks, layer)[0].to(out.dtype)
     out[starts[-1] :].zero_()
 
@@ -97,9 +89,9 @@ def _gather(cache: torch.Tensor, table: torch.Tensor, length: int, batch: Attent
     return cache[blocks].flatten(1, 2)
 
 
-def _visible(positions: torch.Tensor, num_keys: int, layer: AttentionLayer) -> torch.Tensor:
-    """[sequences, queries, keys] from the queries' positions [sequences, queries]."""
-    query, key = positions[..., None], torch.arange(num_keys, device=positions.device)
+def visible_keys(query: torch.Tensor, key: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+    """[..., queries, keys] from the positions of queries [..., queries] and of keys [keys]."""
+    query = query[..., None]
     visible = key <= query
     if layer.window:
         visible = visible & (key > query - layer.window)
@@ -119,7 +111,7 @@ def _attend_dense(
     """q [sequences, queries, heads, width], k and v [sequences, keys, kv heads, width] to the shape of q."""
     num_seqs, num_queries = q.shape[:2]
     group = layer.num_heads // layer.num_kv_heads
-    dtype = _compute_type(q)
+    dtype = compute_type(q)
     unseen = ~visible.any(1)[:, :, None, None]
     k, v = (cached.to(dtype).masked_fill(unseen, 0).transpose(1, 2) for cached in (k, v))
     # The heads that share a key become rows of one product: [sequences, kv heads, group * queries, width].
@@ -128,27 +120,24 @@ def _attend_dense(
     if sinks is None and not layer.softcap:
         result = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=layer.scale)
     else:
-        result = _softmax(rows @ k.transpose(2, 3) * layer.scale, mask, sinks, layer) @ v
+        result = softmax(rows @ k.transpose(2, 3) * layer.scale, mask, sinks, layer) @ v
     by_query: torch.Tensor = result.unflatten(2, (group, num_queries)).permute(0, 3, 1, 2, 4)
     return by_query.reshape(num_seqs, num_queries, layer.num_heads, -1)
 
 
-def _softmax(
-    scores: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor | None, layer: AttentionLayer
+def softmax(
+    scores: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor | None, layer: AttentionLayer
 ) -> torch.Tensor:
     """Scores [sequences, kv heads, group * queries, keys] to weights; a sink takes its share and gives nothing."""
     if layer.softcap:
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
-    scores = scores.masked_fill(~mask, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is None:
         return scores.softmax(-1)
     by_kv_head = sinks.to(scores.dtype).view(1, layer.num_kv_heads, -1, 1)
     column = by_kv_head.repeat_interleave(scores.shape[2] // by_kv_head.shape[2], 2).expand(scores.shape[0], -1, -1, -1)
     return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-
-
-def _compute_type(tensor: torch.Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support:

@@ -11,19 +11,20 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from piecegraph.errors import ConfigError
-from piecegraph.llm.kernels.attention import fixed, reference, triton_paged, varlen
+from piecegraph.llm.kernels.attention import cpu, fixed, reference, triton_paged, varlen
 from piecegraph.llm.kernels.attention.kernel import (
     Attend,
     AttendLatent,
     AttentionKernel,
     CaptureSafe,
     Prepare,
+    ReadBatch,
     Supports,
 )
 from piecegraph.llm.specs import Accepted, AttentionLayer, LatentLayer, Rejected, Support
 
 _kernels: dict[str, AttentionKernel] = {
-    kernel.name: kernel for kernel in (triton_paged.KERNEL, varlen.KERNEL, reference.KERNEL)
+    kernel.name: kernel for kernel in (triton_paged.KERNEL, varlen.KERNEL, cpu.KERNEL, reference.KERNEL)
 }
 _by_name_only: set[str] = set()
 _fixed = {kernel.name: kernel for kernel in (triton_paged.FIXED_KERNEL, fixed.KERNEL)}
@@ -34,7 +35,7 @@ def attention_kernels() -> tuple[AttentionKernel, ...]:
     """All kernels, in the order in which ``auto`` tries them.
 
     >>> [kernel.name for kernel in attention_kernels()]
-    ['triton', 'varlen', 'reference']
+    ['triton', 'varlen', 'cpu', 'reference']
     """
     return tuple(_kernels.values())
 
@@ -47,6 +48,7 @@ def register_attention(
     attend: Attend,
     attend_latent: AttendLatent | None = None,
     prepare: Prepare | None = None,
+    read_batch: ReadBatch | None = None,
     automatic: bool = False,
 ) -> AttentionKernel:
     """Add a kernel of your own, to be asked for by its name.
@@ -59,6 +61,7 @@ def register_attention(
         attend_latent: its latent form, if it has one.
         prepare: allocates its workspaces, if it has some. What ``attend`` allocates while it is captured belongs to
             that graph alone.
+        read_batch: reads on the host what all layers of a step need, if that is of use.
         automatic: ``auto`` tries it too, before all kernels registered so far.
     """
     if name == "auto" or name in _kernels:
@@ -75,6 +78,7 @@ def register_attention(
         attend=attend,
         attend_latent=attend_latent,
         prepare=prepare,
+        read_batch=read_batch,
     )
     others = dict(_kernels)
     _kernels.clear()
