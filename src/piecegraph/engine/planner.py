@@ -187,6 +187,9 @@ class Planner:
             layout_reader=watched.layout_reader,
             devices=watched.devices,
         )
+        if traced.left_out:
+            reason = "they change no tensor, and a replay runs no Python"
+            decisions = (*decisions, Decision("left out of replays", ", ".join(traced.left_out), reason))
         return seen, decisions
 
     def _watch(self, example: Example, pipeline: Pipeline) -> tuple[BreakableBody, tuple[Decision, ...]]:

@@ -63,6 +63,8 @@ class Traced:
     """What was read outside the call."""
     streams: Mapping[int, Any]
     """The streams and events the graph refers to by number."""
+    left_out: tuple[str, ...] = ()
+    """What the function does that changes no tensor and happens in no replay, with the lines."""
 
     @property
     def output_nodes(self) -> tuple[torch.fx.Node, ...]:
@@ -98,6 +100,7 @@ def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, 
         devices=(),
         outside=_outside_values(capture, inputs, weights),
         streams=capture.external_objects,
+        left_out=capture.left_out,
     )
 
 
