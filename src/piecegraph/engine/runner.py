@@ -14,13 +14,13 @@ from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Decision, Plan, SizeKey
 from piecegraph.base.progress import Progress
-from piecegraph.base.structure import flatten
+from piecegraph.base.structure import Structure, each_once, flatten
 from piecegraph.engine.breakable import BreakableBody
-from piecegraph.engine.route import FunctionRoute, PiecesRoute, Refusal, Route, TapeRoute
+from piecegraph.engine.route import FunctionRoute, PiecesRoute, Refusal, Route, TapeRoute, UpdatingRoute
 from piecegraph.engine.sharing import Sharing
 from piecegraph.errors import ConfigError
 from piecegraph.graph import interception
-from piecegraph.graph.signature import Call, Signature
+from piecegraph.graph.signature import Binder, Call, Signature
 from piecegraph.provenance.ledger import ledgers
 from piecegraph.tape.body import Body, FromOutput, Sizes, can_cut
 from piecegraph.tape.buckets import best_fit, ladder, next_rung
@@ -98,6 +98,8 @@ class PlanRunner:
         if found is None:
             self.body.learn(call.tensors, call.sizes)
             found = self._choose_route(call)
+            if self.body.updates and not isinstance(found, Refusal):
+                found = UpdatingRoute(found, self.body.updates, Binder(self._function))
             if not isinstance(found, Refusal):
                 found = self._why_small_differs(found, call) or found
         self.routes[call.sizes] = found
@@ -162,9 +164,9 @@ class PlanRunner:
             return None
         written = (*self.calls.state, *(call.tensors[i] for i in self.body.written_calls))
         with preserved(written), interception.off():
-            found, _, shape = flatten(route.serve(call.tensors))
+            found, _, shape = _with_containers(route.serve, call)
         with preserved(written):
-            expected, _, expected_shape = flatten(self._function(*call.args, **call.kwargs))
+            expected, _, expected_shape = _with_containers(lambda c: self._function(*c.args, **c.kwargs), call)
         reason = first_difference(found, expected) if shape == expected_shape else "another structure"
         if reason is None:
             return None
@@ -265,3 +267,11 @@ class PlanRunner:
             if 2 <= size < full and self.body.violated(sizes) is None:
                 return sizes
         return (*key.values[:dim], own, *key.values[dim + 1 :]) if own < full else None
+
+
+def _with_containers(run: Callable[[Call], Any], call: Call) -> tuple[list[Any], list[str], Structure]:
+    """What a call gives and what its containers hold afterwards; the caller's own containers are left alone."""
+    leaves, _, structure = flatten((call.args, call.kwargs))
+    args, kwargs = structure.build(iter(leaves))
+    result = run(call._replace(args=args, kwargs=kwargs))
+    return flatten((result, args, kwargs), is_container=each_once())
