@@ -11,19 +11,14 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
-import multiprocessing
 import os
-import resource
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
+from processes import Verdict, judge_all
 
 from piecegraph.base.progress import Progress
 
@@ -51,7 +46,8 @@ def main(only: str, jobs: int, timeout: float, json_path: Path | None, page: Pat
     if names:
         _import_what_is_slow()
         with Progress("auto").bar("families", len(names)) as bar:
-            for verdict in _judge(names, jobs, timeout):
+            limits = {"jobs": jobs, "timeout": timeout, "memory_bytes": _MEMORY_BYTES}
+            for verdict in judge_all(names, _judge_family, _crashed, **limits):
                 results[verdict["family"]] = verdict
                 _keep(json_path, results)
                 bar.advance(f"{verdict['family']}: {verdict['verdict']}")
@@ -106,61 +102,16 @@ def _import_what_is_slow() -> None:
     torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)(torch.ones(2))
 
 
-@dataclass
-class _Job:
-    family: str
-    process: Any
-    result: Path
-    started: float
-
-
-def _judge(names: Sequence[str], jobs: int, timeout: float) -> Iterator[dict[str, Any]]:
-    """The verdict on each family, as they come."""
-    waiting, running = list(names), []
-    with tempfile.TemporaryDirectory() as folder:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                running.append(_start(waiting.pop(0), Path(folder)))
-            time.sleep(0.05)
-            for job in list(running):
-                late = time.monotonic() - job.started > timeout
-                if late:
-                    job.process.kill()
-                if late or not job.process.is_alive():
-                    job.process.join()
-                    running.remove(job)
-                    yield _collect(job, f"no end after {timeout:.0f} s" if late else "")
-
-
-def _start(family: str, folder: Path) -> _Job:
-    result = folder / f"{family}.json"
-    process = multiprocessing.get_context("fork").Process(target=_run, args=(family, result))
-    process.start()
-    return _Job(family, process, result, time.monotonic())
-
-
-def _run(family: str, result: Path) -> None:
-    """In the process of a family."""
+def _judge_family(family: str) -> Verdict:
     from family_check import check_family
 
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    logging.disable(logging.CRITICAL)
-    said = os.open(result.with_suffix(".log"), os.O_WRONLY | os.O_CREAT)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
-    result.write_text(json.dumps(asdict(check_family(family))))
+    return asdict(check_family(family))
 
 
-def _collect(job: _Job, why: str) -> dict[str, Any]:
-    seconds = round(time.monotonic() - job.started, 1)
-    if not why and job.result.exists():
-        found: dict[str, Any] = json.loads(job.result.read_text())
-        return found | {"seconds": seconds}
+def _crashed(family: str, reason: str) -> Verdict:
     from family_check import FamilyVerdict
 
-    said = job.result.with_suffix(".log").read_text(errors="replace").strip().splitlines() or [""]
-    reason = why or f"the process ended with exit code {job.process.exitcode}: {said[-1]}"
-    return asdict(FamilyVerdict(family=job.family, verdict="crashed", reason=reason, seconds=seconds))
+    return asdict(FamilyVerdict(family=family, verdict="crashed", reason=reason))
 
 
 if __name__ == "__main__":

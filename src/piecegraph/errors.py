@@ -54,6 +54,7 @@ CODES: dict[str, str] = {
     "PG403": "a size could not be recorded",
     "PG404": "padding is refused: it would change real rows",
     "PG405": "a result lies on another device when it is captured",
+    "PG406": "a size was dropped: the model does not take it with repeated rows",
     "PG501": "gradients are needed",
     "PG502": "the call does not match the plan",
     "PG503": "the size is above the largest recorded one",
@@ -120,7 +121,7 @@ CODES: dict[str, str] = {
 PLACE = ("phase", "piece", "size", "op", "line")
 """The fields that say where in the making of a plan an error happened."""
 
-NOTES = frozenset({"PG404", "PG510", "PG515", "PG516", "PG724"})
+NOTES = frozenset({"PG404", "PG406", "PG510", "PG515", "PG516", "PG724"})
 """Events that are shown and counted, but are no fallback: the call is served from its plan all the same."""
 
 

@@ -1,8 +1,8 @@
 """Nested arguments and results, taken apart into leaves and put together again.
 
 Tuples, named tuples, lists, dictionaries, dataclasses, transformers' ``ModelOutput`` and whatever is registered with
-torch's pytree are containers; everything else is a leaf. The invariant: ``build(flatten(x)) == x``, of the same
-types.
+torch's pytree are containers; objects of plain Python classes are if the caller says so; everything else is a leaf. The
+invariant: ``build(flatten(x)) == x``, of the same types.
 """
 
 from __future__ import annotations
@@ -42,8 +42,16 @@ class Structure:
 LEAF = Structure(None)
 
 
-def flatten(value: Any, path: str = "") -> tuple[list[Any], list[str], Structure]:
+def flatten(
+    value: Any, path: str = "", is_container: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], list[str], Structure]:
     """Take a value apart: its leaves, a readable path for each, and the structure that puts them together.
+
+    Args:
+        value: what is taken apart.
+        path: what its paths begin with.
+        is_container: asked of each object of a plain Python class (:func:`attributes`) that is no other container:
+            whether to take it apart by its attributes. Without it, none is.
 
     >>> leaves, paths, structure = flatten({"x": (1, 2), "y": [3]}, "batch")
     >>> leaves, paths
@@ -51,7 +59,7 @@ def flatten(value: Any, path: str = "") -> tuple[list[Any], list[str], Structure
     >>> structure.build(iter(leaves))
     {'x': (1, 2), 'y': [3]}
     """
-    parts = _split(value)
+    parts = _split(value) or _split_object(value, is_container)
     if parts is None:
         return [value], [path], LEAF
     context, children, suffixes = parts
@@ -59,11 +67,24 @@ def flatten(value: Any, path: str = "") -> tuple[list[Any], list[str], Structure
     paths: list[str] = []
     structures: list[Structure] = []
     for child, suffix in zip(children, suffixes, strict=True):
-        child_leaves, child_paths, child_structure = flatten(child, path + suffix if path else suffix.removeprefix("."))
+        child_path = path + suffix if path else suffix.removeprefix(".")
+        child_leaves, child_paths, child_structure = flatten(child, child_path, is_container)
         leaves += child_leaves
         paths += child_paths
         structures.append(child_structure)
     return leaves, paths, Structure(type(value), context, tuple(structures))
+
+
+def each_once() -> Callable[[Any], bool]:
+    """For :func:`flatten`: every object of a plain class is taken apart where it is met first."""
+    met: dict[int, Any] = {}
+
+    def is_new(value: Any) -> bool:
+        num_met = len(met)
+        met[id(value)] = value
+        return len(met) > num_met
+
+    return is_new
 
 
 def map_arguments(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -106,6 +127,37 @@ def _split(value: Any) -> _Parts | None:
     return context, list(children), [f"[{i}]" for i in range(len(children))]
 
 
+def _split_object(value: Any, is_container: Callable[[Any], bool] | None) -> _Parts | None:
+    state = None if is_container is None else attributes(value)
+    if state is None or is_container is None or not is_container(value):
+        return None
+    return tuple(state), list(state.values()), [f".{name}" for name in state]
+
+
+def attributes(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object that consists of nothing else; None for any other.
+
+    Such is what Python itself copies by making an empty object and filling in its ``__dict__``: a class without slots,
+    without memory in C and without a way of its own to be copied or pickled.
+    """
+    cls = type(value)
+    if any(getattr(cls, name, None) is not getattr(object, name, None) for name in _COPYING):
+        return None
+    try:
+        reduced: Any = object.__reduce_ex__(value, 2)
+    except TypeError:  # memory in C that Python knows no copy of
+        return None
+    _, _, state, *items = reduced
+    is_plain = (state is None or type(state) is dict) and not any(items)
+    return dict(state or {}) if is_plain and hasattr(value, "__dict__") else None
+
+
+_COPYING = (
+    "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__",
+    "__copy__", "__deepcopy__",
+)  # fmt: skip
+
+
 def _empty_copy(value: dict[Any, Any]) -> Any:
     if dataclasses.is_dataclass(value):
         return None
@@ -121,7 +173,7 @@ def _builder(cls: type) -> Callable[[type, Any, list[Any]], Any]:
         return _build_sequence
     if dataclasses.is_dataclass(cls):
         return _build_dataclass
-    return _build_registered
+    return _build_object if torch_compat.pytree_node(cls) is None else _build_registered
 
 
 def _build_plain_dict(cls: type, keys: Any, values: list[Any]) -> Any:
@@ -147,6 +199,12 @@ def _build_dataclass(cls: type, names: Any, values: list[Any]) -> Any:
     made: Any = object.__new__(cls)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)
+    return made
+
+
+def _build_object(cls: type, names: Any, values: list[Any]) -> Any:
+    made: Any = object.__new__(cls)
+    vars(made).update(zip(names, values, strict=True))
     return made
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import copy
 import difflib
 import functools
 import hashlib
@@ -57,6 +58,8 @@ class DynamoCapture:
     """Expressions for the numbers and strings that were read from globals, closures and the module."""
     scopes: dict[str, Any]
     """What the expressions are evaluated in."""
+    left_out: tuple[str, ...]
+    """What the function does that is in no graph and changes no tensor, with the lines."""
 
 
 def dynamo_capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DynamoCapture:
@@ -72,10 +75,13 @@ def dynamo_capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         capture_dynamic_output_shape_ops=True,
         automatic_dynamic_shapes=False,
         side_effect_replay_policy="warn",
+        allow_rnn=True,
+        ignore_logging_functions={_cudnn_flags, warnings.warn, print},
     )
     with (
         torch.no_grad(),
         settings,
+        _going_on() as gone_on,
         get_metrics_context(),
         dynamo_timed("piecegraph.trace"),
         warnings.catch_warnings(record=True) as told,
@@ -95,18 +101,30 @@ def dynamo_capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         backend_id = "no_graph" if backend_input is None else backend_input.backend_id
         names = {**vars(builtins), **plain_function.__globals__}  # torch 2.11 does not look for builtins itself
         generated = environment.forward_callable(backend_id, graph_function, extra_globals=names)
-        return lambda *a, **k: generated(*receiver, *a, **k)
+
+        def run(*a: Any, **k: Any) -> Any:
+            before = [dict(vars(value)) for value in gone_on.copies]
+            try:
+                return generated(*receiver, *a, **k)
+            finally:  # a copy of the trace's is changed by every run, and every run is to find it as it was
+                for value, state in zip(gone_on.copies, before, strict=True):
+                    vars(value).clear()
+                    vars(value).update(state)
+
+        return run
 
     names, scopes = _outside_values(captured.graph_capture_output, plain_function, receiver)
     if backend_input is None:
-        return DynamoCapture(None, (), None, objects, run_bytecode, touched, (), names, scopes)
+        return DynamoCapture(None, (), None, objects, run_bytecode, touched, (), names, scopes, tuple(gone_on.left_out))
     graph_module, inputs, fake_mode = (
         backend_input.graph_module,
         tuple(backend_input.example_inputs),
         backend_input.fake_mode,
     )
     sources = tuple(_source_name(node) for node in graph_module.graph.find_nodes(op="placeholder"))
-    return DynamoCapture(graph_module, inputs, fake_mode, objects, run_bytecode, touched, sources, names, scopes)
+    return DynamoCapture(
+        graph_module, inputs, fake_mode, objects, run_bytecode, touched, sources, names, scopes, tuple(gone_on.left_out)
+    )
 
 
 def _source_name(node: torch.fx.Node) -> str:
@@ -156,6 +174,130 @@ class _Scope(dict[str, Any]):
         return self._look_up(name)
 
 
+_patching_dynamo = threading.RLock()
+"""Held while Dynamo's classes are patched, so that two threads do not undo each other's patch."""
+
+_LOGGING = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")
+
+
+@dataclass(frozen=True, slots=True)
+class _GoneOn:
+    """What a trace did where Dynamo would have given up."""
+
+    left_out: dict[str, None]
+    """The calls that are in no graph, with their lines."""
+    copies: list[Any]
+    """Objects that were copied while tracing."""
+
+
+@contextlib.contextmanager
+def _going_on() -> Iterator[_GoneOn]:
+    """Dynamo goes on, inside, where it would give up at something that changes no tensor.
+
+    Loggers, warnings, ``print`` and ``torch.backends.cudnn.flags`` are left out; ``requires_grad_()`` on what was
+    computed without gradients, too; ``new_full`` with a tensor, which would be read on the host, fills with it instead.
+    ``copy.deepcopy``, which torch 2.13 traces by itself, copies Python objects once, while tracing.
+    """
+    from torch._dynamo import utils as dynamo_utils
+    from torch._dynamo.source import GlobalSource
+    from torch._dynamo.variables import builtin, misc, tensor
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.constant import ConstantVariable
+
+    gone_on = _GoneOn({}, [])
+    logger_call, ignored_call = misc.LoggingLoggerVariable.call_method, misc.IgnoredFunctionVariable.call_function
+    requires_grad, copied = tensor.TensorVariable.method_requires_grad_, builtin.BuiltinVariable.call_deepcopy
+
+    def leave_out(what: str, tx: Any) -> None:
+        frame = tx.frame_summary() if tx.f_code.co_filename != __file__ else tx.parent.frame_summary()
+        gone_on.left_out[f"{what} at {frame.filename.rpartition('/')[2]}:{frame.lineno}"] = None
+
+    def call_logger(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name not in _LOGGING and not name.endswith(("_once", "_advice")):
+            return logger_call(self, tx, name, *args, **kwargs)
+        leave_out(f"logger.{name}", tx)
+        return ConstantVariable.create(None)
+
+    def call_ignored(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        leave_out(self.value.__name__.lstrip("_"), tx)
+        return ignored_call(self, tx, *args, **kwargs)
+
+    def require_grad(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.source is not None:  # an argument or a weight: the caller would see it
+            return requires_grad(self, tx, *args, **kwargs)
+        leave_out("requires_grad_", tx)
+        return self
+
+    def deepcopy(self: Any, tx: Any, x: Any, *args: Any) -> Any:
+        if x.python_type() in _COPIED_PART_BY_PART:
+            return tx.inline_user_function_return(VariableTracker.build(tx, _copied_deeply), [x], {})
+        if x.source is None or tx.output.side_effects.has_pending_mutation(x):
+            return copied(self, tx, x, *args)
+        known: dict[int, Any] = {}
+        value = copy.deepcopy(x.value, known)
+        if any(isinstance(part, torch.Tensor) for part in known.values()) or not hasattr(value, "__dict__"):
+            return copied(self, tx, x, *args)
+        gone_on.copies.append(value)
+        name = tx.output.install_global_by_id(_COPY, value)
+        return VariableTracker.build(tx, value, GlobalSource(name))
+
+    def new_full(self: Any, tx: Any, size: Any = None, fill_value: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(fill_value, tensor.TensorVariable) or args:
+            return None  # Dynamo does it
+        return self.call_method(tx, "new_empty", [size], kwargs).call_method(tx, "fill_", [fill_value], {})
+
+    with _patching_dynamo, contextlib.ExitStack() as undo:
+        undo.callback(delattr, tensor.TensorVariable, "method_new_full")
+        tensor.TensorVariable.method_new_full = new_full  # type: ignore[attr-defined]
+        for owner, name, patch in (
+            (misc.LoggingLoggerVariable, "call_method", call_logger),
+            (misc.IgnoredFunctionVariable, "call_function", call_ignored),
+            (tensor.TensorVariable, "method_requires_grad_", require_grad),
+            (builtin.BuiltinVariable, "call_deepcopy", deepcopy),
+            (torch.backends.cudnn, "flags", _without_cudnn_flags),
+            (dynamo_utils, "_get_dynamo_config_for_logging", lambda: None),  # cannot write functions (torch 2.11)
+        ):
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, patch)
+        yield gone_on
+
+
+def _cudnn_flags() -> None:
+    """Stands for a call of ``torch.backends.cudnn.flags`` that is left out."""
+
+
+def _without_cudnn_flags(
+    enabled: bool = False,
+    benchmark: bool = False,
+    benchmark_limit: int = 10,
+    deterministic: bool = False,
+    allow_tf32: bool = True,
+    fp32_precision: str = "none",
+) -> contextlib.AbstractContextManager[None]:
+    """Which of cuDNN's kernels run is not part of a trace; how exact they are would be."""
+    if not allow_tf32 or fp32_precision != "none":
+        raise RuntimeError("torch.backends.cudnn.flags sets a precision")
+    _cudnn_flags()
+    return contextlib.nullcontext()
+
+
+_COPY = "__piecegraph_copy"
+"""How names of copies begin that were made while tracing: changes of them are nobody's."""
+
+_COPIED_PART_BY_PART = (dict, list, tuple, str, int, float, bool, type(None), type, torch.dtype, torch.device)
+
+
+def _copied_deeply(value: Any) -> Any:
+    """``copy.deepcopy`` as Dynamo of torch 2.11 can trace it, but for objects."""
+    if isinstance(value, dict):
+        return {key: copy.deepcopy(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [copy.deepcopy(part) for part in value]
+    if isinstance(value, tuple):
+        return tuple([copy.deepcopy(part) for part in value])
+    return value
+
+
 _SIDE_EFFECTS = re.compile(r"found certain side effects .* you can double check: (\[.*\])", re.DOTALL)
 
 
@@ -166,10 +308,14 @@ def _touched_objects(told: Sequence[warnings.WarningMessage], scopes: Mapping[st
     touched: dict[str, Any] = {}
     for warning in told:
         found = _SIDE_EFFECTS.search(str(warning.message))
+        if found is None and str(warning.message).startswith("Dynamo detected"):  # a remark on tracing
+            continue
         if found is None:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
             continue
         for name in ast.literal_eval(found.group(1)):
+            if name.startswith(f"G['{_COPY}"):
+                continue
             try:
                 touched[name] = eval(name, dict(scopes))
             except (

@@ -27,7 +27,7 @@ from piecegraph.graph.cut_rules import resolve_op
 from piecegraph.graph.example import Example
 from piecegraph.graph.interception import REASON, Interception, RehearsedOp, is_off
 from piecegraph.graph.signature import is_constant
-from piecegraph.graph.sources import Fixed, FromCall, FromSize, Weight
+from piecegraph.graph.sources import Fixed, FromCall, FromSize, Update, Weight
 from piecegraph.graph.tracer import EAGER_OP_REASON
 from piecegraph.graph.views import InputView
 from piecegraph.tape.body import FromOutput, Observed, ResultLeaf, SeenView, Sizes, watch_weight
@@ -203,6 +203,7 @@ class BreakableBody:
         self.devices = watched.devices
         self.written_calls = watched.written_calls
         self.written_state = watched.written_state
+        self.updates: tuple[Update, ...] = ()
         leaves, paths, self.structure = flatten(watched.returned)
         state = {torch_compat.storage_id(tensor) for tensor in weights.values()}
         self.leaves: tuple[ResultLeaf, ...] = tuple(

@@ -123,7 +123,7 @@ class Engine:
                     return route
                 if route.loss is not None:
                     self.events.emit(route.loss)
-                result = route.serve(call.tensors)
+                result = route.serve(call)
                 self.num_replays += route.replays
                 return result
             except WeightMovedError as moved:

@@ -185,8 +185,11 @@ class Planner:
             written_calls=tuple(sorted({*traced.written_calls, *watched.written_calls})),
             hidden_state=watched.written_state,
             layout_reader=watched.layout_reader,
-            devices=watched.devices,
+            devices=() if traced.updates else watched.devices,
         )
+        if traced.left_out:
+            reason = "they change no tensor, and a replay runs no Python"
+            decisions = (*decisions, Decision("left out of replays", ", ".join(traced.left_out), reason))
         return seen, decisions
 
     def _watch(self, example: Example, pipeline: Pipeline) -> tuple[BreakableBody, tuple[Decision, ...]]:

@@ -15,8 +15,8 @@ import torch
 from piecegraph.base import torch_compat
 from piecegraph.base.events import Event
 from piecegraph.base.plan import SizeKey
-from piecegraph.graph.signature import TensorLeaf
-from piecegraph.graph.sources import Fixed, FromCall, FromSize
+from piecegraph.graph.signature import Binder, Call, TensorLeaf
+from piecegraph.graph.sources import Fixed, FromCall, FromSize, Update
 from piecegraph.tape.body import Body, FromOutput, Observed, ResultLeaf, SeenView
 from piecegraph.tape.buffers import StaticInputs, conform, padded_parts, real_part
 from piecegraph.tape.device import GraphDevice
@@ -41,7 +41,7 @@ class Route(Protocol):
     loss: Event | None
     """What is lost by it."""
 
-    def serve(self, tensors: Sequence[torch.Tensor]) -> Any: ...
+    def serve(self, call: Call) -> Any: ...
 
 
 class TapeRoute:
@@ -80,7 +80,8 @@ class TapeRoute:
         self._structure = body.structure
         self._is_leaf = body.structure.is_leaf
 
-    def serve(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def serve(self, call: Call) -> Any:
+        tensors = call.tensors
         if self._device is not None:
             self._device.use_caller_stream()
             if self._addresses is not None:
@@ -124,7 +125,8 @@ class PiecesRoute:
         self._inputs = tuple(leaves)
         self._leaves = [_leaf_maker(leaf, body, sizes, sizes, clone=False) for leaf in body.leaves]
 
-    def serve(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def serve(self, call: Call) -> Any:
+        tensors = call.tensors
         if self._device is not None:
             self._device.use_caller_stream()
         conforming = [conform(tensor, leaf) for tensor, leaf in zip(tensors, self._inputs, strict=True)]
@@ -155,10 +157,30 @@ class FunctionRoute:
         self._call = call
         self._device = device
 
-    def serve(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def serve(self, call: Call) -> Any:
         if self._device is not None:
             self._device.use_caller_stream()
-        return self._call(tensors)
+        return self._call(call.tensors)
+
+
+class UpdatingRoute:
+    """Changes containers among the arguments as the function would, with what another route computes."""
+
+    def __init__(self, route: Route, updates: Sequence[Update], binder: Binder) -> None:
+        self.replays, self.loss = route.replays, route.loss
+        self._route = route
+        self._updates = updates
+        self._binder = binder
+
+    def serve(self, call: Call) -> Any:
+        result, *added = self._route.serve(call)
+        _, values = self._binder.bind(call.args, call.kwargs)
+        for update, entries in zip(self._updates, added, strict=True):
+            container = update.find(values)
+            update.apply(container, entries)
+            if update.is_result:
+                result = container
+        return result
 
 
 def _leaf_maker(

@@ -14,13 +14,13 @@ from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Decision, Plan, SizeKey
 from piecegraph.base.progress import Progress
-from piecegraph.base.structure import flatten
+from piecegraph.base.structure import Structure, each_once, flatten
 from piecegraph.engine.breakable import BreakableBody
-from piecegraph.engine.route import FunctionRoute, PiecesRoute, Refusal, Route, TapeRoute
+from piecegraph.engine.route import FunctionRoute, PiecesRoute, Refusal, Route, TapeRoute, UpdatingRoute
 from piecegraph.engine.sharing import Sharing
-from piecegraph.errors import ConfigError
+from piecegraph.errors import ConfigError, RecordError
 from piecegraph.graph import interception
-from piecegraph.graph.signature import Call, Signature
+from piecegraph.graph.signature import Binder, Call, Signature
 from piecegraph.provenance.ledger import ledgers
 from piecegraph.tape.body import Body, FromOutput, Sizes, can_cut
 from piecegraph.tape.buckets import best_fit, ladder, next_rung
@@ -52,7 +52,7 @@ class PlanRunner:
         self.plan = plan
         self.signature = signature
         self.body = body
-        self.calls = SizedCalls(signature, body, example, config.options)
+        self.calls = SizedCalls(signature, body, example, config.options, events)
         self.library: TapeLibrary[SizeKey] = TapeLibrary(
             self.calls,
             device,
@@ -98,6 +98,8 @@ class PlanRunner:
         if found is None:
             self.body.learn(call.tensors, call.sizes)
             found = self._choose_route(call)
+            if self.body.updates and not isinstance(found, Refusal):
+                found = UpdatingRoute(found, self.body.updates, Binder(self._function))
             if not isinstance(found, Refusal):
                 found = self._why_small_differs(found, call) or found
         self.routes[call.sizes] = found
@@ -148,7 +150,7 @@ class PlanRunner:
         wanted, options, num_tapes = SizeKey(sizes), self._config.options, len(self.library.tapes)
         name = f"size {wanted} runs the compiled pieces without graphs"
         if wanted in self.library.dropped:
-            return Event("PG402", "call", f"{name}: recording it ran out of memory")
+            return Event("PG402", "call", f"{name}: {self.library.dropped[wanted]}")
         if not any(key.covers(wanted) for key in self._candidates(sizes)):
             return Event("PG503", "call", f"{name}: the largest recorded size is smaller", "add a larger capture size")
         if num_tapes >= options.max_sizes and self._config.is_lazy:
@@ -162,9 +164,9 @@ class PlanRunner:
             return None
         written = (*self.calls.state, *(call.tensors[i] for i in self.body.written_calls))
         with preserved(written), interception.off():
-            found, _, shape = flatten(route.serve(call.tensors))
+            found, _, shape = _with_containers(route.serve, call)
         with preserved(written):
-            expected, _, expected_shape = flatten(self._function(*call.args, **call.kwargs))
+            expected, _, expected_shape = _with_containers(lambda c: self._function(*c.args, **c.kwargs), call)
         reason = first_difference(found, expected) if shape == expected_shape else "another structure"
         if reason is None:
             return None
@@ -201,12 +203,13 @@ class PlanRunner:
         rung = SizeKey(tuple(min(next_rung(n), limit) if may else n for n, may in zip(sizes, can_pad, strict=True)))
         # The plan may not be valid at the rung, or recording it ran out of memory: the exact size may still do.
         wanted = rung if self._is_recordable(rung) else SizeKey(sizes)
-        return [key for key in {*tapes, wanted} if self._is_recordable(key)]
+        return [key for key in {*tapes, wanted} if self._is_recordable(key, is_own=key.values == sizes)]
 
-    def _is_recordable(self, key: SizeKey) -> bool:
+    def _is_recordable(self, key: SizeKey, *, is_own: bool = False) -> bool:
+        """Whether a size can be recorded: if it was dropped with repeated rows, with those of a call of that size."""
         if key not in self._valid:
             self._valid[key] = self.body.violated(key.values) is None
-        return self._valid[key] and key not in self.library.dropped
+        return self._valid[key] and (key not in self.library.dropped or (is_own and key in self.calls.untried))
 
     def _bucket_for(self, call: Call) -> SizeKey | None:
         """The recorded size to use; it is recorded, and padding to it tried, first if need be."""
@@ -228,10 +231,16 @@ class PlanRunner:
                 self._decide_padding(dim, key, call)
 
     def _record_for(self, key: SizeKey, call: Call) -> None:
-        if self._config.is_lazy:
-            self.library.record([key], call)
-        else:
-            self.record_listed(call)
+        try:
+            if self._config.is_lazy or key in self.library.dropped:
+                self.library.record([key], call)
+            else:
+                self.record_listed(call)
+        except RecordError:
+            # A call that the function itself does not take raises what it raises without us.
+            with preserved((*self.calls.state, *(call.tensors[i] for i in self.body.written_calls))):
+                _with_containers(lambda c: self._function(*c.args, **c.kwargs), call)
+            raise
 
     def _decide_padding(self, dim: int, key: SizeKey, call: Call) -> None:
         """Find out whether one size dimension may be padded."""
@@ -265,3 +274,11 @@ class PlanRunner:
             if 2 <= size < full and self.body.violated(sizes) is None:
                 return sizes
         return (*key.values[:dim], own, *key.values[dim + 1 :]) if own < full else None
+
+
+def _with_containers(run: Callable[[Call], Any], call: Call) -> tuple[list[Any], list[str], Structure]:
+    """What a call gives and what its containers hold afterwards; the caller's own containers are left alone."""
+    leaves, _, structure = flatten((call.args, call.kwargs))
+    args, kwargs = structure.build(iter(leaves))
+    result = run(call._replace(args=args, kwargs=kwargs))
+    return flatten((result, args, kwargs), is_container=each_once())

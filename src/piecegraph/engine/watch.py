@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from piecegraph.base import torch_compat
-from piecegraph.base.structure import flatten
+from piecegraph.base.structure import each_once, flatten
 from piecegraph.base.user_code import user_line
 from piecegraph.engine.eager_interception import ShownCalls
 from piecegraph.graph.example import Example
@@ -45,7 +45,8 @@ class Watched:
     @property
     def devices(self) -> tuple[torch.device | None, ...]:
         """Where each leaf of the result lies; None for what is no tensor."""
-        return tuple(leaf.device if isinstance(leaf, torch.Tensor) else None for leaf in flatten(self.returned)[0])
+        leaves, _, _ = flatten(self.returned, is_container=each_once())
+        return tuple(leaf.device if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
 
     def same_place(self, leaf: Any) -> int | None:
         """Which argument a result is, if it is one."""

@@ -70,6 +70,8 @@ def _listen() -> None:
 
 
 def _on_registration(module: torch.nn.Module, name: str, value: Any) -> None:
+    if torch.compiler.is_compiling():  # a forward that registers a buffer is traced, and this is no part of it
+        return
     watches = _watches.get(module)
     if watches and getattr(module, name, None) is not value:
         for watch in list(watches):

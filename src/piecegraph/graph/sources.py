@@ -50,3 +50,30 @@ class Fixed:
 
 
 GraphInput = FromCall | Weight | FromSize
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A dictionary or list among the arguments that the function adds to. What it adds is part of the result."""
+
+    keys: tuple[Any, ...]
+    """The way to it, from the list of all arguments."""
+    removed: tuple[Any, ...]
+    """Keys of a dictionary that are taken out."""
+    is_result: bool
+    """Whether it is what the function returns."""
+
+    def find(self, values: Any) -> Any:
+        """The container, among the arguments of a call."""
+        for key in self.keys:
+            values = values[key]
+        return values
+
+    def apply(self, container: Any, added: dict[Any, Any]) -> None:
+        """Change a container as the function would."""
+        for key in self.removed:
+            del container[key]
+        if isinstance(container, list):
+            container.extend(added.values())
+        else:
+            container.update(added)

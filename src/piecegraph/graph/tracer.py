@@ -19,14 +19,14 @@ import torch.fx
 
 from piecegraph.base import torch_compat
 from piecegraph.base.plan import SourceLine
-from piecegraph.base.structure import Structure, flatten
+from piecegraph.base.structure import Structure, attributes, flatten
 from piecegraph.base.user_code import is_user_file
-from piecegraph.errors import TraceError
+from piecegraph.errors import PiecegraphError, TraceError
 from piecegraph.graph.example import Example
 from piecegraph.graph.outside import OutsideValues
 from piecegraph.graph.signature import Signature, dense_strides, is_constant, with_fixed
 from piecegraph.graph.sizes import SizeRules
-from piecegraph.graph.sources import Fixed, FromCall, FromGraph, FromSize, GraphInput, Weight
+from piecegraph.graph.sources import Fixed, FromCall, FromGraph, FromSize, GraphInput, Update, Weight
 from piecegraph.graph.views import InputView, StridedView, find_view
 
 EAGER_OP_REASON = "a function marked with piecegraph.eager_op cannot be traced"
@@ -49,6 +49,8 @@ class Traced:
     results: tuple[ResultLeaf, ...]
     structure: Structure
     """Puts the result leaves together as the function returned them."""
+    updates: tuple[Update, ...]
+    """Containers among the arguments that it changes; what they get is in the structure, behind the result."""
     sizes: SizeRules
     written_calls: tuple[int, ...]
     """Arguments the function writes to, as indices into ``signature.tensors``."""
@@ -63,6 +65,8 @@ class Traced:
     """What was read outside the call."""
     streams: Mapping[int, Any]
     """The streams and events the graph refers to by number."""
+    left_out: tuple[str, ...] = ()
+    """What the function does that changes no tensor and happens in no replay, with the lines."""
 
     @property
     def output_nodes(self) -> tuple[torch.fx.Node, ...]:
@@ -80,7 +84,12 @@ def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, 
     by_leaf = {source.index: node for node, source in inputs.items() if isinstance(source, FromCall)}
     signature = with_fixed(example.signature, _fixed_dims(example, by_leaf))
     code = _GeneratedCode(capture, graph, example)
-    results, structure = _identify_results(code, inputs, tensors)
+    try:
+        results, structure, updates = _identify_results(code, inputs, tensors)
+    except PiecegraphError:
+        raise
+    except Exception as error:  # the code around the graph is the user's as much as the graph
+        raise _trace_error(function, error) from error
     written = _written_placeholders(graph)
     return Traced(
         signature=signature,
@@ -90,6 +99,7 @@ def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, 
         inputs=inputs,
         results=results,
         structure=structure,
+        updates=updates,
         sizes=SizeRules.learn(signature, by_leaf, capture.fake_mode),
         written_calls=tuple(s.index for n, s in inputs.items() if n in written and isinstance(s, FromCall)),
         written_weights=tuple(s for n, s in inputs.items() if n in written and isinstance(s, Weight)),
@@ -98,6 +108,7 @@ def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, 
         devices=(),
         outside=_outside_values(capture, inputs, weights),
         streams=capture.external_objects,
+        left_out=capture.left_out,
     )
 
 
@@ -238,29 +249,111 @@ class _GeneratedCode:
         self._example = example
         self._run = capture.run_bytecode(lambda *_: tuple(dummies))
 
-    def dry_run(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The result, with a dummy for everything that comes out of the graph."""
-        args, kwargs = self._example.with_tensors(tensors)
-        with torch_compat.outside_inference(), _unchanged(self._touched):
-            return self._run(*args, **kwargs)
+    def dry_run(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, tuple[Update, ...]]:
+        """The result, with a dummy for everything that comes out of the graph, and the changes of containers.
 
-    def view_of(self, index: int, tensors: Sequence[torch.Tensor], position: int) -> InputView:
+        If there are any, the result is a tuple, and what is added to each container is behind the result itself.
+        """
+        args, kwargs = self._example.with_tensors(tensors)
+        _, values = self._example.binder.bind(args, kwargs)
+        before = [(keys, container, _state(container)) for keys, container in _containers(values)][1:]
+        with torch_compat.outside_inference(), _unchanged(self._touched):
+            returned = self._run(*args, **kwargs)
+        changed = [(keys, value, old) for keys, value, old in before if _changes(old, _state(value))]
+        if not changed:
+            return returned, ()
+        names = self._example.signature.names
+        updates = tuple(_update(names, keys, value, old, returned) for keys, value, old in changed)
+        added = [_added(old, _state(value)) for _, value, old in changed]
+        return (None if any(update.is_result for update in updates) else returned, *added), updates
+
+    def view_of(self, index: int, tensors: Sequence[torch.Tensor], position: int, made: _MadeObjects) -> InputView:
         """A leaf of the result that the code itself makes of an argument: ``x.T`` is an attribute, and in no graph."""
         others = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
             args, kwargs = self._example.with_tensors([*others[:index], tensor, *others[index + 1 :]])
-            leaf: torch.Tensor = flatten(self._run(*args, **kwargs))[0][position]
+            returned = self._run(*args, **kwargs)
+            leaf: torch.Tensor = flatten(returned, is_container=lambda v: not made.is_older(v))[0][position]
             return leaf
 
         return InputView(FromCall(index), (), apply)
 
 
+def _containers(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Everything in the arguments that can be changed, and the keys that lead there."""
+    if isinstance(value, (dict, list)):
+        yield keys, value
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, part in parts:
+        yield from _containers(part, (*keys, key))
+
+
+def _added(old: dict[Any, Any], new: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: new[key] for key in _changes(old, new) if key in new}
+
+
+def _update(names: Sequence[str], keys: tuple[Any, ...], value: Any, old: dict[Any, Any], returned: Any) -> Update:
+    """How a container among the arguments is changed. Refuses what cannot be done again at every call."""
+    new = _state(value)
+    is_result = returned is value
+    is_inside = not is_result and any(part is value for part in _reachable(returned))
+    is_appended = list(new)[: len(old)] == list(old) and all(new[key] is old[key] for key in old)
+    if is_inside or (isinstance(value, list) and not is_appended):
+        name = names[keys[0]] + "".join(f"[{key!r}]" for key in keys[1:])
+        raise TraceError(
+            "PG202",
+            f"the function changes Python state: {name}",
+            why="a list is changed other than at its end, or the result holds what is changed",
+            hint="return what is new instead",
+        )
+    return Update(keys, tuple(key for key in old if key not in new), is_result)
+
+
+class _MadeObjects:
+    """Tells which objects in a result were made by the call: a cache is, with the tensors of that call, at every call.
+
+    What another run returns, too, was there before.
+    """
+
+    def __init__(self, returned: Any, run_again: Callable[[], Any]) -> None:
+        has_objects = any(attributes(leaf) is not None for leaf in flatten(returned)[0])
+        self._before = {id(value): value for value in _reachable(run_again())} if has_objects else {}
+        self._made: dict[int, Any] = {}
+
+    def __call__(self, value: Any) -> bool:
+        """Whether it is to be taken apart: once, so that no result holds two copies of an object, or ends in itself."""
+        is_new = not self.is_older(value) and id(value) not in self._made
+        self._made[id(value)] = value
+        return is_new
+
+    def is_older(self, value: Any) -> bool:
+        return id(value) in self._before
+
+
+def _reachable(value: Any) -> Iterator[Any]:
+    """Everything in a value that has attributes, items or elements, each once."""
+    waiting, seen = [value], set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or is_constant(value) or isinstance(value, torch.Tensor):
+            continue
+        seen.add(id(value))
+        yield value
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+        waiting += getattr(value, "__dict__", {}).values()
+
+
 def _identify_results(
     code: _GeneratedCode, inputs: Mapping[torch.fx.Node, GraphInput], tensors: Sequence[torch.Tensor]
-) -> tuple[tuple[ResultLeaf, ...], Structure]:
+) -> tuple[tuple[ResultLeaf, ...], Structure, tuple[Update, ...]]:
     """See where each part of the result comes from."""
-    leaves, paths, structure = flatten(code.dry_run(tensors))
+    returned, updates = code.dry_run(tensors)
+    made = _MadeObjects(returned, lambda: code.dry_run(tensors)[0])
+    leaves, paths, structure = flatten(returned, is_container=made)
     call_index = {id(tensor): i for i, tensor in enumerate(tensors)}
     by_storage = {torch_compat.storage_id(tensor): i for i, tensor in enumerate(tensors)}
     results: list[ResultLeaf] = []
@@ -270,17 +363,18 @@ def _identify_results(
         elif id(leaf) in call_index:
             results.append(FromCall(call_index[id(leaf)]))
         elif isinstance(leaf, torch.Tensor) and torch_compat.storage_id(leaf) in by_storage:
-            results.append(code.view_of(by_storage[torch_compat.storage_id(leaf)], tensors, position))
-        elif isinstance(leaf, torch.Tensor) or is_constant(leaf):
+            results.append(code.view_of(by_storage[torch_compat.storage_id(leaf)], tensors, position, made))
+        elif isinstance(leaf, torch.Tensor) or is_constant(leaf) or made.is_older(leaf):
             results.append(Fixed(leaf))
         else:
             raise TraceError(
                 "PG204",
                 f"the result holds a {type(leaf).__name__}" + (f" in {path}" if path else ""),
-                why="only tensors, numbers, strings, None and containers of them can be rebuilt without the function",
-                hint="return its tensors instead; for a transformers model pass use_cache=False",
+                why="only tensors, numbers, strings, None, containers of them, and objects that are nothing but their "
+                "attributes and are there once, can be rebuilt without the function",
+                hint="return its tensors instead",
             )
-    return tuple(results), structure
+    return tuple(results), structure, updates
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from piecegraph.base import torch_compat
 from piecegraph.base.structure import Structure, atoms
 from piecegraph.graph.program import Program, RunStep, Slot, run_plainly
 from piecegraph.graph.signature import dense_strides
-from piecegraph.graph.sources import Fixed, FromCall, FromGraph, FromSize, Weight
+from piecegraph.graph.sources import Fixed, FromCall, FromGraph, FromSize, Update, Weight
 from piecegraph.graph.tracer import ResultLeaf as TracedLeaf
 from piecegraph.graph.tracer import Traced
 from piecegraph.graph.views import InputView, StridedView
@@ -67,6 +67,10 @@ class Body(Protocol):
         """Where each leaf lies when the function itself runs; empty if that is not known."""
 
     @property
+    def updates(self) -> tuple[Update, ...]:
+        """Containers among the arguments that the function changes: what they get is behind the result."""
+
+    @property
     def written_calls(self) -> tuple[int, ...]:
         """Arguments the function writes to."""
 
@@ -112,6 +116,7 @@ class TracedBody:
         self.leaves: tuple[ResultLeaf, ...] = tuple(map(self._leaf, traced.results))
         self.structure = traced.structure
         self.devices = traced.devices
+        self.updates = traced.updates
         self.written_calls = traced.written_calls
         self.written_state = (*(weight.tensor for weight in traced.written_weights), *traced.hidden_state)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from piecegraph.base.config import Options
+from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import SizeKey
 from piecegraph.base.user_code import user_line
 from piecegraph.errors import RecordError
@@ -27,10 +28,16 @@ class SizedCalls:
         body: what they run.
         example: one of them.
         options: those of ``compile``.
+        events: where sizes are told that the function does not take.
     """
 
-    def __init__(self, signature: Signature, body: Body, example: Call, options: Options) -> None:
+    def __init__(self, signature: Signature, body: Body, example: Call, options: Options, events: EventLog) -> None:
         self._signature = signature
+        self._events = events
+        self._is_own_size = True
+        """Whether the buffers were last filled with a call as it is, without rows that are repeated or left out."""
+        self.untried: set[SizeKey] = set()
+        """Sizes that failed with repeated rows, and were not tried with those of a call."""
         self._prepare = options.prepare
         self.body = body
         self.devices = tuple(leaf.device for leaf in signature.tensors)
@@ -56,6 +63,7 @@ class SizedCalls:
 
     def fill_example(self, key: SizeKey, source: Call) -> None:
         """With the rows of a call, repeated as often as needed."""
+        self._is_own_size = key.values == source.sizes
         self.prepare(key.values)
         self.buffers.fill(key.values, source)
 
@@ -71,13 +79,20 @@ class SizedCalls:
     def ways(self, key: SizeKey) -> Sequence[Way]:
         return (lambda recorder: self.body.record(recorder, self.buffers.views(key.values), key.values),)
 
-    def failed(self, key: SizeKey, way: int | None, error: RuntimeError, place: dict[str, Any]) -> None:
-        line = str(user_line(error) or "")
+    def failed(self, key: SizeKey, way: int | None, error: Exception, place: dict[str, Any]) -> None:
+        """A size that the function does not take with repeated rows is dropped: real rows of that size may do."""
+        line, why = str(user_line(error) or ""), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if way is None and not self._is_own_size:
+            hint = "a call of this size is tried with its own rows"
+            self.untried.add(key)
+            self._events.emit(Event("PG406", self.title(key), f"with repeated rows it raised {why}", hint))
+            return
+        self.untried.discard(key)
         raise RecordError(
             "PG403",
             f"size {key} could not be recorded",
             where=line,
-            why=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            why=why,
             hint="mark what cannot be captured with @piecegraph.eager_op or name it in splitting_ops",
             **(place | ({"line": line} if line else {})),
         ) from error

@@ -17,7 +17,7 @@ import torch
 from piecegraph.base import torch_compat
 from piecegraph.base.events import Event, EventLog
 from piecegraph.base.progress import Progress
-from piecegraph.errors import KernelError, located
+from piecegraph.errors import KernelError, PiecegraphError, located
 from piecegraph.graph import interception
 from piecegraph.tape.buffers import preserved
 from piecegraph.tape.device import GraphDevice
@@ -59,9 +59,9 @@ class Recordable(Protocol[_AnyKey]):
     def ways(self, key: _AnyKey) -> Sequence[Way]:
         """How it may be recorded, the best first."""
 
-    def failed(self, key: _AnyKey, way: int | None, error: RuntimeError, place: dict[str, Any]) -> None:
+    def failed(self, key: _AnyKey, way: int | None, error: Exception, place: dict[str, Any]) -> None:
         """A way failed. Raises, or tells it and returns: then the next way is tried, and the key is dropped behind the
-        last. If it was the warm-up (None) there is no other way, and it raises.
+        last. If it was the warm-up (None) there is no other way.
         """
 
     def weights(self, key: _AnyKey) -> Sequence[WatchedWeight]:
@@ -118,8 +118,8 @@ class TapeLibrary(Generic[Key]):
         self._check_always = check_always
         self._uncapturable: dict[int, str] = {}
         self.tapes: dict[Key, Tape | DirectTape] = {}
-        self.dropped: set[Key] = set()
-        """What ran out of memory, or could not be captured: not tried again."""
+        self.dropped: dict[Key, str] = {}
+        """What ran out of memory, or could not be run or captured, and why: not tried again with the like data."""
         self.recorded: list[Recorded[Key]] = []
         self.tune_seconds = 0.0
         """What the very first run took: kernels are tuned and loaded then."""
@@ -136,8 +136,8 @@ class TapeLibrary(Generic[Key]):
         progress = Progress(False) if is_quiet else self._progress
         ordered = sorted(keys, key=self._recordable.volume, reverse=True)
         with self.session(tidies=tidies), progress.bar("record", len(ordered)) as bar:
-            if ordered and not self.tune_seconds:
-                self._tune(ordered[0], source)
+            if ordered and not self.tune_seconds and not self._tune(ordered[0], source):
+                self._drop(ordered.pop(0))
             for key in ordered:
                 self._record_or_drop(key, source)
                 free = self._device.free_bytes() if self._device is not None else None
@@ -187,24 +187,29 @@ class TapeLibrary(Generic[Key]):
             with preserved(recordable.written(key)):
                 yield Rerun(replay, compute, device.seconds_of)
 
-    def _tune(self, key: Key, source: Any) -> None:
-        """Run once at the largest size, so that recording it does not count what happens only once."""
+    def _tune(self, key: Key, source: Any) -> bool:
+        """Run once at the largest size, so that recording it does not count what happens only once. Whether it can."""
         start = time.perf_counter()
+        is_done = True
         with located(phase="capture", size=str(key)), contextlib.suppress(torch.OutOfMemoryError):
-            self._warm_up(key, source)  # that memory runs out is told when it is recorded
+            is_done = self._warm_up(key, source)  # that memory runs out is told when it is recorded
         self.tune_seconds = time.perf_counter() - start
+        return is_done
 
-    def _warm_up(self, key: Key, source: Any) -> None:
+    def _warm_up(self, key: Key, source: Any) -> bool:
+        """Whether the key can be run."""
         recordable = self._recordable
         try:
             with preserved(recordable.written(key)):
                 recordable.fill_example(key, source)
                 with recordable.current(key):
                     recordable.run(key)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, PiecegraphError):
             raise
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
             recordable.failed(key, None, error, {})
+            return False
+        return True
 
     def _record_or_drop(self, key: Key, source: Any) -> None:
         device, recordable = self._device, self._recordable
@@ -219,20 +224,26 @@ class TapeLibrary(Generic[Key]):
         except torch.OutOfMemoryError as error:
             reason, hint = str(error).partition(". ")[0], "free memory, or leave the size out"
             self._events.emit(Event("PG402", recordable.title(key), reason, hint))
-            tape = None
-        if tape is None:
-            self.dropped.add(key)
+            self.dropped[key] = "recording it ran out of memory"
             return
+        if tape is None:
+            self._drop(key)
+            return
+        self.dropped.pop(key, None)
         self.tapes[key] = tape
         num_graphs = sum(isinstance(step, GraphStep) for step in tape.steps)
         seconds, num_bytes = time.perf_counter() - start, self._reserved_bytes() - bytes_before
         self.recorded.append(Recorded(key, num_graphs, len(tape.steps) - num_graphs, seconds, num_bytes))
 
+    def _drop(self, key: Key) -> None:
+        self.dropped[key] = "it could not be recorded"
+
     def _record_tape(self, device: GraphDevice, key: Key, source: Any) -> Tape | None:
         """None if there is no way."""
         recordable = self._recordable
         try:
-            self._warm_up(key, source)  # creates workspaces for this size, on the capture stream
+            if not self._warm_up(key, source):  # creates workspaces for this size, on the capture stream
+                return None
             for number, way in enumerate(recordable.ways(key)):
                 tape = self._try_way(device, key, number, way, source)
                 if tape is not None:
@@ -252,9 +263,9 @@ class TapeLibrary(Generic[Key]):
                 recordable.fill_example(key, source)
                 with recordable.current(key):
                     outputs = way(recorder)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, PiecegraphError):
             raise
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
             device.abandon()
             recordable.failed(key, number, error, recorder.place)
             return None

@@ -145,7 +145,7 @@ class ModelStep:
         pieces = partial(self._record_pieces, key)
         return (partial(self._record_full, key), pieces) if self.modes[key.bucket.kind].choice == "full" else (pieces,)
 
-    def failed(self, key: StepKey, way: int | None, error: RuntimeError, place: dict[str, Any]) -> None:
+    def failed(self, key: StepKey, way: int | None, error: Exception, place: dict[str, Any]) -> None:
         """What cannot be one graph is recorded in pieces from now on; what cannot even that runs without graphs."""
         kind, reason = key.bucket.kind, f"{type(error).__name__}: {str(error).splitlines()[0]}"
         if way is None:
