@@ -316,6 +316,60 @@ def test_padding_that_writes_where_a_call_would_not_is_refused() -> None:
     assert events_of(fast) == {"PG404": 1, "PG504": 1}
 
 
+@pytest.mark.parametrize("graph_device", ["auto", "simulated"])
+@pytest.mark.parametrize("first", [[0, 0], [2, 1]])
+@pytest.mark.parametrize("function", [lambda x: x.sort(0).values, lambda x: x.amax(0), lambda x: x.amin(0)])
+def test_padding_of_integers_is_refused_whatever_the_first_call_holds(
+    function: Any, first: list[int], graph_device: str
+) -> None:
+    def forward(x: Tensor) -> Tensor:
+        return function(x)
+
+    fast = compile_eager(forward, capture_sizes=[2, 16], options={"graph_device": graph_device})
+    for numbers in (first, [0, 0, 0], [3, 1, 4, 2], [-2, -1, -3]):
+        x = torch.tensor(numbers)
+        assert torch.equal(fast(x), function(x))
+
+
+def test_padding_is_decided_by_a_call_that_shows_it() -> None:
+    def forward(x: Tensor) -> Tensor:
+        return x + 1
+
+    fast = compile_eager(forward, capture_sizes=[8])
+    for _ in range(2):
+        assert fast(torch.zeros(5, dtype=torch.int64)).tolist() == [1] * 5  # what padding holds, too
+    assert events_of(fast) == {"PG404": 2, "PG504": 2}
+    assert fast(torch.tensor([3, 1, 2])).tolist() == [4, 2, 3]
+    assert "padding of s0: allowed" in fast.explain()
+
+
+def test_random_numbers_after_a_padded_call_are_those_after_the_function() -> None:
+    def forward(x: Tensor) -> Tensor:
+        torch.rand(x.shape[0], 3)
+        return x + 1
+
+    fast = compile_eager(forward, frontend="breakable", capture_sizes=[8])
+    drawn = []
+    for function in (forward, fast):
+        torch.manual_seed(0)
+        function(torch.ones(5, 4))
+        drawn.append(torch.rand(2))
+    assert torch.equal(*drawn)
+    assert "it draws random numbers" in fast.explain()
+
+
+def test_looking_at_a_size_of_one_draws_no_random_numbers() -> None:
+    def forward(x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+    fast = compile_eager(forward)
+    drawn = []
+    for function in (forward, fast):
+        torch.manual_seed(0)
+        drawn.append(torch.cat([function(torch.ones(1, 4)), torch.rand(1, 4)]))
+    assert torch.equal(*drawn)
+
+
 def test_padded_rows_hold_what_was_asked_for() -> None:
     seen = []
 

@@ -927,13 +927,29 @@ def outside_inference() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_trace(devices: Iterable[torch.device]) -> Iterator[None]:
-    """As :func:`outside_inference`; and random numbers drawn inside are drawn again: those of the CPU, of these devices
-    and of the current one, where a function of no tensors makes some.
-    """
-    current = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    indices = sorted({*current, *(device.index for device in devices if device.type == "cuda")})
-    with outside_inference(), torch.random.fork_rng(indices):
+    """As :func:`outside_inference`, and :func:`drawn_again`."""
+    with outside_inference(), drawn_again(devices):
         yield
+
+
+@contextlib.contextmanager
+def drawn_again(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Random numbers drawn inside are drawn again afterwards: those of the CPU, of these devices and of the current one,
+    where a function of no tensors makes some.
+    """
+    with torch.random.fork_rng(_cuda_indices(devices)):
+        yield
+
+
+def random_states(devices: Iterable[torch.device]) -> list[bytes]:
+    """Where the random number generators of the CPU and of these devices are: equal if nothing was drawn between."""
+    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, _cuda_indices(devices))]
+    return [bytes(state.tolist()) for state in states]
+
+
+def _cuda_indices(devices: Iterable[torch.device]) -> list[int]:
+    current = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    return sorted({*current, *(device.index for device in devices if device.type == "cuda")})
 
 
 def job_store() -> Any:

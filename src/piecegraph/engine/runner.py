@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from piecegraph.base import torch_compat
 from piecegraph.base.compare import first_difference
 from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
@@ -28,7 +31,7 @@ from piecegraph.tape.buffers import preserved
 from piecegraph.tape.calls import SizedCalls
 from piecegraph.tape.device import GraphDevice
 from piecegraph.tape.library import TapeLibrary
-from piecegraph.tape.padding import padding_changes
+from piecegraph.tape.padding import Unclear, padding_changes
 from piecegraph.tape.tape import Addresses, Tape
 
 _MAX_ROUTES = 4096
@@ -163,9 +166,9 @@ class PlanRunner:
         if min(call.sizes, default=2) >= 2:
             return None
         written = (*self.calls.state, *(call.tensors[i] for i in self.body.written_calls))
-        with preserved(written), interception.off():
+        with preserved(written), interception.off(), torch_compat.drawn_again(self.calls.devices):
             found, _, shape = _with_containers(route.serve, call)
-        with preserved(written):
+        with preserved(written), torch_compat.drawn_again(self.calls.devices):
             expected, _, expected_shape = _with_containers(lambda c: self._function(*c.args, **c.kwargs), call)
         reason = first_difference(found, expected) if shape == expected_shape else "another structure"
         if reason is None:
@@ -191,15 +194,19 @@ class PlanRunner:
                 if may is None:
                     self._decide_padding(dim, largest, call)
 
-    def _candidates(self, sizes: Sizes) -> list[SizeKey]:
-        """The sizes a call may be padded to, recorded yet or not."""
+    def _candidates(self, sizes: Sizes, *, exact: bool = False) -> list[SizeKey]:
+        """The sizes a call may be padded to, recorded yet or not.
+
+        Args:
+            exact: dimensions of which it is not known whether they may be padded are not.
+        """
         listed, tapes = self._config.capture_sizes, self.library.tapes
         if listed != "auto":
             return [key for key in map(SizeKey, listed) if self._is_recordable(key)]
         limit = self._config.options.max_capture_size
         if any(size > limit for size in sizes):
             return list(tapes)
-        can_pad = [may is not False for may in self._can_pad]
+        can_pad = self._may_pad(exact=exact)
         rung = SizeKey(tuple(min(next_rung(n), limit) if may else n for n, may in zip(sizes, can_pad, strict=True)))
         # The plan may not be valid at the rung, or recording it ran out of memory: the exact size may still do.
         wanted = rung if self._is_recordable(rung) else SizeKey(sizes)
@@ -211,16 +218,19 @@ class PlanRunner:
             self._valid[key] = self.body.violated(key.values) is None
         return self._valid[key] and (key not in self.library.dropped or (is_own and key in self.calls.untried))
 
-    def _bucket_for(self, call: Call) -> SizeKey | None:
+    def _may_pad(self, *, exact: bool) -> list[bool]:
+        return [may is True if exact else may is not False for may in self._can_pad]
+
+    def _bucket_for(self, call: Call, *, exact: bool = False) -> SizeKey | None:
         """The recorded size to use; it is recorded, and padding to it tried, first if need be."""
         wanted = SizeKey(call.sizes)
         while True:
-            key = best_fit(wanted, self._candidates(call.sizes), [may is not False for may in self._can_pad])
+            key = best_fit(wanted, self._candidates(call.sizes, exact=exact), self._may_pad(exact=exact))
             if key is None:
                 return None
             if key not in self.library.tapes:
                 if self._config.is_lazy and len(self.library.tapes) >= self._config.options.max_sizes:
-                    return best_fit(wanted, self.library.tapes, [may is True for may in self._can_pad])
+                    return best_fit(wanted, self.library.tapes, self._may_pad(exact=True))
                 self._record_for(key, call)
                 continue  # a size that ran out of memory is no candidate any more: look again
             pairs = enumerate(zip(key.values, call.sizes, strict=True))
@@ -229,6 +239,8 @@ class PlanRunner:
                 return key
             for dim in undecided:
                 self._decide_padding(dim, key, call)
+            if any(self._can_pad[dim] is None for dim in undecided):  # this call's rows do not show it
+                return self._bucket_for(call, exact=True)
 
     def _record_for(self, key: SizeKey, call: Call) -> None:
         try:
@@ -243,12 +255,15 @@ class PlanRunner:
             raise
 
     def _decide_padding(self, dim: int, key: SizeKey, call: Call) -> None:
-        """Find out whether one size dimension may be padded."""
+        """Find out whether one size dimension may be padded, if the rows of this call show it."""
         sizes = self._probe_size(dim, key, call)
         if sizes is None:
             return
         name = self.signature.size_names[dim]
         reason = self._why_not_pad(key, sizes, call)
+        if isinstance(reason, Unclear):
+            self._events.emit(Event("PG404", f"size {name}", f"it cannot be tried with this call: {reason}"))
+            return
         self._can_pad[dim] = reason is None
         if reason is None:
             reason = "tried: what padded rows hold does not reach real rows"
@@ -257,7 +272,7 @@ class PlanRunner:
             self.decisions.append(Decision(f"padding of {name}", "refused", reason))
             self._events.emit(Event("PG404", f"size {name}", reason, 'padding="always" accepts it'))
 
-    def _why_not_pad(self, key: SizeKey, sizes: Sizes, call: Call) -> str | None:
+    def _why_not_pad(self, key: SizeKey, sizes: Sizes, call: Call) -> str | Unclear | None:
         """How padding calls of ``sizes`` to a recorded size would change them, or None. See Note [Padding]."""
         with self.library.session():
             self.calls.prepare(sizes)
