@@ -397,6 +397,22 @@ def test_a_size_of_one_that_behaves_differently_runs_eagerly() -> None:
     assert events_of(fast) == {"PG508": 1}
 
 
+def test_a_size_of_one_that_the_function_fixes_is_planned_as_it_is() -> None:
+    table = torch.zeros(8, 4)
+
+    def forward(x: Tensor) -> Tensor:
+        rows = x[1:]
+        table[: rows.shape[0]] = rows
+        return x + 1
+
+    fast = compile_eager(forward, dynamic_dims="auto")
+    for size in (1, 3, 1):
+        x = torch.randn(size, 4)
+        assert torch.equal(fast(x), x + 1)
+        assert torch.equal(table[: size - 1], x[1:])
+    assert fast.stats()["replayed"] >= 2
+
+
 def test_a_size_that_takes_another_branch_runs_eagerly_and_names_the_line() -> None:
     fast = compile_eager(Branches(), capture_sizes=[16, 8])
     with torch.no_grad():

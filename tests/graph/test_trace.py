@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import piecegraph
+from piecegraph.base import torch_compat
 from piecegraph.errors import ConfigError, TraceError
 from piecegraph.graph.example import read_example
 from piecegraph.graph.signature import Binder
@@ -208,6 +209,25 @@ def test_no_marks_are_left_and_nothing_is_executed() -> None:
 @pytest.mark.parametrize("size", [0, 1])
 def test_sizes_of_zero_and_one_are_traced_as_two(size: int) -> None:
     assert carriers(trace_it(lambda x: x + 1, torch.ones(size, 4), dynamic_dims={"x": 0})) == [[("x", 0)]]
+
+
+def sized(x: Tensor, y: Any) -> Tensor:
+    return torch.ones(x.shape[0], 4) + y
+
+
+def test_a_size_may_be_all_that_is_read_of_a_tensor() -> None:
+    traced = trace_it(sized, torch.ones(3, 4), 2)
+    assert carriers(traced) == [[("x", 0)]]
+    assert list(traced.sizes.symbols.values()) == [0]
+
+
+def test_a_size_that_is_all_that_is_read_of_a_tensor_may_be_fixed() -> None:
+    assert carriers(trace_it(sized, torch.ones(3, 4), torch.ones(3, 4))) == []
+
+
+def test_a_part_of_a_tensor_is_traced_like_a_whole_one() -> None:
+    traced = trace_it(lambda x: x + 1, torch.ones(6, 4)[1:], dynamic_dims={"x": 0})
+    assert torch_compat.free_symbols(torch_compat.meta_value(next(iter(traced.inputs)))) == tuple(traced.sizes.symbols)
 
 
 def test_what_is_written_is_known() -> None:

@@ -60,6 +60,10 @@ class DynamoCapture:
     """What the expressions are evaluated in."""
     left_out: tuple[str, ...]
     """What the function does that is in no graph and changes no tensor, with the lines."""
+    sizes: tuple[tuple[torch.Tensor, int, Any], ...] = ()
+    """Every symbolic size of an argument, with the tensor and the dimension: also of one that is no input of the graph,
+    because nothing but its size is read.
+    """
 
 
 def dynamo_capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DynamoCapture:
@@ -94,7 +98,8 @@ def dynamo_capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     receiver = (function.__self__,) if hasattr(function, "__self__") else ()
     bound = inspect.signature(plain_function, follow_wrapped=False).bind(*receiver, *args, **kwargs)
     bound.apply_defaults()
-    touched = _touched_objects(told, {"L": bound.arguments, "G": plain_function.__globals__})
+    call_scopes = {"L": bound.arguments, "G": plain_function.__globals__}
+    touched = _touched_objects(told, call_scopes)
 
     def run_bytecode(graph_function: Callable[..., Any]) -> Callable[..., Any]:
         environment = captured.graph_capture_output.get_runtime_env()
@@ -121,14 +126,31 @@ def dynamo_capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         tuple(backend_input.example_inputs),
         backend_input.fake_mode,
     )
-    sources = tuple(_source_name(node) for node in graph_module.graph.find_nodes(op="placeholder"))
+    sizes = _symbolic_sizes(fake_mode, call_scopes)
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    sources = tuple(_source_name(getattr(node, "_dynamo_source", None)) for node in placeholders)
+    left_out = tuple(gone_on.left_out)
     return DynamoCapture(
-        graph_module, inputs, fake_mode, objects, run_bytecode, touched, sources, names, scopes, tuple(gone_on.left_out)
+        graph_module, inputs, fake_mode, objects, run_bytecode, touched, sources, names, scopes, left_out, sizes
     )
 
 
-def _source_name(node: torch.fx.Node) -> str:
-    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
+def _symbolic_sizes(fake_mode: Any, scopes: Mapping[str, Any]) -> tuple[tuple[torch.Tensor, int, Any], ...]:
+    """torch 2.11 to 2.13: where each symbol comes from is known to the shape environment alone."""
+    from torch._dynamo.source import TensorProperty, TensorPropertySource
+
+    sizes: list[tuple[torch.Tensor, int, Any]] = []
+    for symbol, sources in fake_mode.shape_env.var_to_sources.items():
+        for source in sources:
+            if isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE:
+                owner = _evaluate(_source_name(source.base), scopes)
+                if isinstance(owner, torch.Tensor) and source.idx is not None:
+                    sizes.append((owner, source.idx, fake_mode.shape_env.create_symintnode(symbol, hint=None)))
+    return tuple(sizes)
+
+
+def _source_name(source: Any) -> str:
+    name = getattr(source, "name", "")
     return str(name() if callable(name) else name)  # a method up to torch 2.11
 
 
@@ -314,19 +336,17 @@ def _touched_objects(told: Sequence[warnings.WarningMessage], scopes: Mapping[st
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
             continue
         for name in ast.literal_eval(found.group(1)):
-            if name.startswith(f"G['{_COPY}"):
-                continue
-            try:
-                touched[name] = eval(name, dict(scopes))
-            except (
-                SyntaxError,
-                NameError,
-                KeyError,
-                AttributeError,
-                TypeError,
-            ):  # not a path from the arguments or globals
-                touched[name] = None
+            if not name.startswith(f"G['{_COPY}"):
+                touched[name] = _evaluate(name, scopes)
     return touched
+
+
+def _evaluate(name: str, scopes: Mapping[str, Any]) -> Any:
+    """What one of Dynamo's names of a source stands for; None if it is no path from the arguments or globals."""
+    try:
+        return eval(name, dict(scopes))
+    except (SyntaxError, NameError, KeyError, AttributeError, TypeError):
+        return None
 
 
 def explain_dynamo_error(error: BaseException) -> tuple[list[tuple[str, int]], str, str]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
-import torch.fx
 
 from piecegraph.base import torch_compat
 from piecegraph.errors import TraceError
@@ -30,13 +29,15 @@ class SizeRules:
     fake_mode: Any
 
     @staticmethod
-    def learn(signature: Signature, placeholders: Mapping[int, torch.fx.Node], fake_mode: Any) -> SizeRules:
-        """Read the symbols off the placeholders of the call's tensors."""
+    def learn(signature: Signature, traced_sizes: Mapping[tuple[int, int], Any], fake_mode: Any) -> SizeRules:
+        """Find the symbol of each size. ``traced_sizes`` says what it became in the graph, by tensor and dimension."""
         symbols: dict[sympy.Symbol, int] = {}
         found: list[tuple[str, sympy.Expr]] = []
         for index, leaf in enumerate(signature.tensors):
-            for dim, size in leaf.dynamic if index in placeholders else ():
-                value = torch_compat.meta_value(placeholders[index]).shape[dim]
+            for dim, size in leaf.dynamic:
+                if (index, dim) not in traced_sizes:
+                    continue
+                value = traced_sizes[index, dim]
                 found.append((f"{leaf.name}.shape[{dim}]", torch_compat.size_expr(value)))
                 symbol = torch_compat.original_symbol(value)
                 if symbol is not None:

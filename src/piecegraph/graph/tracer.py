@@ -11,7 +11,7 @@ import contextlib
 import linecache
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,13 +76,18 @@ class Traced:
 
 def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, torch.Tensor]) -> Traced:
     """Trace a function on an example call. Nothing is executed and nothing of the caller's is changed."""
-    tensors = _stand_ins(example)
+    tensors = _stand_ins(example, weights)
     args, kwargs = example.with_tensors(tensors)
     capture = _capture(_traceable(function), args, kwargs)
     graph, owner = _graph_of(capture)
     inputs = _identify_inputs(graph, capture.example_inputs, tensors, weights)
-    by_leaf = {source.index: node for node, source in inputs.items() if isinstance(source, FromCall)}
-    signature = with_fixed(example.signature, _fixed_dims(example, by_leaf))
+    traced_sizes = _sizes_of_call(capture, inputs, tensors)
+    fixed = _fixed_dims(example, traced_sizes)
+    signature = with_fixed(example.signature, tuple(fixed))
+    shapes = {leaf.name: leaf.shape for leaf in signature.tensors}
+    if any(shapes[name][dim] != size for (name, dim), size in fixed.items()):
+        # A size of 0 or 1 was traced as 2, and the model fixes it to that.
+        return trace(function, replace(example, signature=signature), weights)
     code = _GeneratedCode(capture, graph, example)
     try:
         results, structure, updates = _identify_results(code, inputs, tensors)
@@ -100,7 +105,7 @@ def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, 
         results=results,
         structure=structure,
         updates=updates,
-        sizes=SizeRules.learn(signature, by_leaf, capture.fake_mode),
+        sizes=SizeRules.learn(signature, traced_sizes, capture.fake_mode),
         written_calls=tuple(s.index for n, s in inputs.items() if n in written and isinstance(s, FromCall)),
         written_weights=tuple(s for n, s in inputs.items() if n in written and isinstance(s, Weight)),
         hidden_state=(),
@@ -148,20 +153,22 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
-def _stand_ins(example: Example) -> list[torch.Tensor]:
-    """Tensors to trace with: never the caller's own, so that no mark is left on them, and laid out as the buffers are.
+def _stand_ins(example: Example, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors to trace with: never the caller's own, so that no mark is left on them, and laid out as the buffers are,
+    which share no memory with each other or with a weight.
 
     Dynamo treats sizes 0 and 1 as constants, so a dynamic size that was 0 or 1 in the example is traced as 2.
     """
     stand_ins = []
-    taken: set[int] = set()  # the buffers of arguments do not share memory, even if the arguments of this call do
+    # The buffers of arguments do not share memory, even if the arguments of this call do.
+    taken = {torch_compat.storage_id(w) for w in weights.values() if torch_compat.has_memory(w)}
     with torch_compat.outside_inference():
         for leaf, tensor in zip(example.signature.tensors, example.tensors, strict=True):
             moving = {dim for dim, _ in leaf.dynamic}
             shape = [max(2, size) if dim in moving else size for dim, size in enumerate(leaf.shape)]
             strides = dense_strides(shape, leaf.dim_order)
-            is_shared = torch_compat.storage_id(tensor) in taken
-            if is_shared or tensor.is_inference() or tuple(shape) != leaf.shape or tensor.stride() != strides:
+            is_laid_out = tuple(shape) == leaf.shape and tensor.stride() == strides and tensor.storage_offset() == 0
+            if tensor.is_inference() or not is_laid_out or torch_compat.storage_id(tensor) in taken:
                 tensor = torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device).zero_()
             taken.add(torch_compat.storage_id(tensor))
             stand_ins.append(tensor.detach())
@@ -213,13 +220,32 @@ def _outside_values(
     return OutsideValues(tensors, capture.constants, capture.scopes)
 
 
-def _fixed_dims(example: Example, by_leaf: Mapping[int, torch.fx.Node]) -> list[tuple[str, int]]:
-    """The dynamic dimensions that the model fixes to one value after all. An error if they were asked for by name."""
+def _sizes_of_call(
+    capture: torch_compat.DynamoCapture, inputs: Mapping[torch.fx.Node, GraphInput], tensors: Sequence[torch.Tensor]
+) -> dict[tuple[int, int], Any]:
+    """What each size became in the graph, by tensor of the call and dimension. One that the function never looked at is
+    missing.
+    """
+    call_index = {id(tensor): i for i, tensor in enumerate(tensors)}
+    sizes = {(call_index[id(tensor)], dim): size for tensor, dim, size in capture.sizes if id(tensor) in call_index}
+    for node, source in inputs.items():
+        if isinstance(source, FromCall):
+            shape = torch_compat.meta_value(node).shape
+            sizes |= {(source.index, dim): size for dim, size in enumerate(shape)}
+    return sizes
+
+
+def _fixed_dims(example: Example, traced_sizes: Mapping[tuple[int, int], Any]) -> dict[tuple[str, int], int]:
+    """The dynamic dimensions that the model fixes to one value after all, with that value. An error if they were asked
+    for by name.
+    """
     is_explicit = any(request.is_explicit for request in example.requests)
-    fixed = []
+    fixed: dict[tuple[str, int], int] = {}
     for index, leaf in enumerate(example.signature.tensors):
-        for dim, _ in leaf.dynamic if index in by_leaf else ():
-            expr = torch_compat.size_expr(torch_compat.meta_value(by_leaf[index]).shape[dim])
+        for dim, _ in leaf.dynamic:
+            if (index, dim) not in traced_sizes:
+                continue
+            expr = torch_compat.size_expr(traced_sizes[index, dim])
             if not expr.is_number:
                 continue
             if is_explicit:
@@ -229,7 +255,7 @@ def _fixed_dims(example: Example, by_leaf: Mapping[int, torch.fx.Node]) -> list[
                     why=f"the model only works for {expr}",
                     hint="leave it out of dynamic_dims, or remove what fixes it (a reshape to a number, a weight)",
                 )
-            fixed.append((leaf.name, dim))
+            fixed[leaf.name, dim] = int(expr)
     return fixed
 
 
