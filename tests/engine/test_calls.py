@@ -370,6 +370,28 @@ def test_looking_at_a_size_of_one_draws_no_random_numbers() -> None:
     assert torch.equal(*drawn)
 
 
+def test_nothing_is_recorded_from_an_empty_example() -> None:
+    fast = compile_eager(MLP(), capture_sizes=[4])
+    with torch.no_grad():
+        with pytest.raises(CallError, match="PG507 MLP cannot be captured: there are no rows to plan with"):
+            fast.capture(torch.empty(0, 12))
+        fast(torch.ones(2, 12))
+        with pytest.raises(CallError, match="PG507 the example has size 0: there are no rows to record with"):
+            fast.capture(torch.empty(0, 12))
+
+
+@pytest.mark.parametrize("frontend", ["trace", "breakable"])
+def test_nothing_is_planned_from_an_empty_call(frontend: str) -> None:
+    model, reference = nn.BatchNorm1d(4), nn.BatchNorm1d(4)  # writes nothing without rows
+    fast = compile_eager(model, frontend=frontend)
+    with torch.no_grad():
+        for size in (0, 3, 4):
+            x = torch.randn(size, 4)
+            torch.testing.assert_close(fast(x), reference(x))
+    torch.testing.assert_close(model.running_mean, reference.running_mean)
+    assert events_of(fast)["PG507"] == 1
+
+
 def test_padded_rows_hold_what_was_asked_for() -> None:
     seen = []
 

@@ -184,7 +184,8 @@ class Engine:
             except PiecegraphError:  # it can be planned for one size and not for all
                 self._kinds[self._kinds.index(kind)] = kind._replace(is_rigid=True)
                 continue
-            self._replace_narrow(kind)
+            if found is not _IS_EMPTY:
+                self._replace_narrow(kind)
             return found
         return None
 
@@ -210,7 +211,10 @@ class Engine:
         kwargs: dict[str, Any],
         earlier: Mapping[str, EarlierShape] = MappingProxyType({}),
     ) -> tuple[PlanRunner, Call] | Refusal:
-        blueprint, call = self.planner.read(self._binder, args, kwargs, earlier)
+        example = self.planner.example(self._binder, args, kwargs, earlier)
+        if example.is_empty:
+            return _IS_EMPTY
+        blueprint, call = self.planner.read(example)
         plans = Variants(blueprint.num_places, partial(self.planner.make, blueprint))
         found = (plans.current(call), call) if isinstance(call, Call) else _refuse("PG514", call, _LAYOUT_HINT)
         self._kinds.append(_Kind(blueprint.signature, blueprint.outside, plans))
@@ -315,4 +319,5 @@ _NEEDS_GRAD = _refuse(
     "gradients are on and a parameter or input requires them",
     "call under torch.no_grad() or torch.inference_mode()",
 )
+_IS_EMPTY = _refuse("PG507", "there are no rows to plan with")
 _IS_AUTOCAST = _refuse("PG506", "a plan does not know autocast", "put autocast inside forward")

@@ -95,36 +95,40 @@ class Planner:
         self.num_compiles = 0
         self._joined: list[Weight] = []
 
-    def read(
+    def example(
         self,
         binder: Binder,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         earlier: Mapping[str, EarlierShape] = MappingProxyType({}),
-    ) -> tuple[Blueprint, Call | str]:
-        """Understand calls like this one; also returns the call, or why not even this one can be served.
+    ) -> Example:
+        """Take a call apart.
 
         Args:
             earlier: the shapes of a call that differs from this one in nothing else.
         """
-        subject, config = self._subject, self._config
-        example = read_example(
-            subject.function,
+        return read_example(
+            self._subject.function,
             binder,
             args,
             kwargs,
-            dynamic_dims=config.dynamic_dims,
-            static_inputs=config.options.static_inputs,
-            training=subject.training,
+            dynamic_dims=self._config.dynamic_dims,
+            static_inputs=self._config.options.static_inputs,
+            training=self._subject.training,
             earlier=earlier,
         )
+
+    def read(self, example: Example) -> tuple[Blueprint, Call | str]:
+        """Understand calls like this one; also returns the call, or why not even this one can be served."""
+        subject, config = self._subject, self._config
         is_full = config.cudagraph_mode == "full"
         pipeline = Pipeline(config.backend, config.passes, self._rules, config.options, self._events, is_full)
         source, decisions = (self._trace if config.frontend == "trace" else self._watch)(example, pipeline)
         signature = source.signature if isinstance(source, Traced) else example.signature
         if source.layout_reader:
             signature = with_layout(signature, source.layout_reader)
-        call = signature.match(*binder.bind(args, kwargs), subject.training, args, kwargs)
+        args, kwargs = example.args, example.kwargs
+        call = signature.match(*example.binder.bind(args, kwargs), subject.training, args, kwargs)
         device = _device_of(signature, subject)
         outside = source.outside if isinstance(source, Traced) and source.outside.names else None
         return Blueprint(signature, source, outside, device, (example.decision, *decisions), pipeline), call

@@ -21,7 +21,7 @@ from piecegraph.base.structure import Structure, each_once, flatten
 from piecegraph.engine.breakable import BreakableBody
 from piecegraph.engine.route import FunctionRoute, PiecesRoute, Refusal, Route, TapeRoute, UpdatingRoute
 from piecegraph.engine.sharing import Sharing
-from piecegraph.errors import ConfigError, RecordError
+from piecegraph.errors import CallError, ConfigError, PiecegraphError, RecordError
 from piecegraph.graph import interception
 from piecegraph.graph.signature import Binder, Call, Signature
 from piecegraph.provenance.ledger import ledgers
@@ -179,6 +179,9 @@ class PlanRunner:
 
     def record_listed(self, call: Call) -> None:
         """Record every size that was listed, or the ladder up to the call's size, and decide on padding."""
+        if 0 in call.sizes:
+            why = "there are no rows to record with"
+            raise CallError("PG507", f"the example has size {SizeKey(call.sizes)}", why=why)
         listed = self._config.capture_sizes
         if listed != "auto":
             keys = [SizeKey(values) for values in listed]

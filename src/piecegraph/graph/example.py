@@ -34,6 +34,11 @@ class Example:
     def tensors(self) -> list[torch.Tensor]:
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether a size is zero: such a call shows nothing of what others do."""
+        return any(leaf.shape[dim] == 0 for leaf in self.signature.tensors for dim, _ in leaf.dynamic)
+
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the same call with other tensors."""
         others = iter(tensors)
