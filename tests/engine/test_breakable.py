@@ -144,6 +144,18 @@ def test_results_that_cannot_be_rebuilt() -> None:
         compile_breakable(lambda x: (x, object()), capture_sizes="auto")(torch.ones(2))
 
 
+def test_a_weight_whose_shape_is_changed_in_place_is_refused_and_put_back() -> None:
+    model = nn.Linear(4, 3)
+
+    def forward(x: Tensor) -> Tensor:
+        model.weight.t_()
+        return x + 1
+
+    with torch.no_grad(), pytest.raises(TraceError, match=r"PG207 aten::t_ changes.*test_breakable.py:\d+"):
+        compile_breakable(forward)(torch.ones(5, 4))
+    assert model.weight.shape == (3, 4)
+
+
 def test_python_control_flow_on_sizes_works_without_padding() -> None:
     """The code runs as it is at every exact size, so branches on sizes are right; padding is tried and refused."""
 

@@ -16,6 +16,7 @@ from piecegraph.base import torch_compat
 from piecegraph.base.structure import each_once, flatten
 from piecegraph.base.user_code import user_line
 from piecegraph.engine.eager_interception import ShownCalls
+from piecegraph.errors import TraceError
 from piecegraph.graph.example import Example
 from piecegraph.graph.interception import off
 
@@ -73,9 +74,11 @@ def watch(call: Callable[[Sequence[torch.Tensor]], Any], example: Sequence[torch
         inputs = tuple(tensor.clone() for tensor in example)
         places = [_place(tensor) for tensor in inputs]
         seen = _Watch(inputs)
-        with ShownCalls(seen.run), off():
-            returned = call(inputs)
-        seen.restore()
+        try:
+            with ShownCalls(seen.run), off():
+                returned = call(inputs)
+        finally:
+            seen.restore()
     index = {torch_compat.storage_id(tensor): i for i, tensor in enumerate(inputs)}
     return Watched(
         returned=returned,
@@ -103,6 +106,7 @@ class _Watch:
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         self._inputs = {torch_compat.storage_id(tensor) for tensor in inputs}
+        self._arguments = {id(tensor) for tensor in inputs}
         self._made: set[int] = set()
         """Storages that the run itself has made."""
         self.saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -115,14 +119,21 @@ class _Watch:
             if function in _LAYOUT_READS and not self.layout_reader:
                 self.layout_reader = str(user_line() or function.__name__)
             return function(*args, **kwargs)
-        for written in torch_compat.written_args(function, args, kwargs):
-            for tensor in _tensors(written):
-                if torch_compat.storage_id(tensor) not in self._made:
-                    self._save(tensor)
+        written = [
+            (tensor, _place(tensor))
+            for argument in torch_compat.written_args(function, args, kwargs)
+            for tensor in _tensors(argument)
+            if torch_compat.storage_id(tensor) not in self._made
+        ]
+        for tensor, _ in written:
+            self._save(tensor)
         tensors = _tensors((args, kwargs))
         outside = {torch_compat.storage_id(tensor): tensor for tensor in tensors}
         read = [(t, t.clone()) for s, t in outside.items() if s not in self._made and s not in self.saved]
         returned = function(*args, **kwargs)
+        for tensor, place in written:
+            if id(tensor) not in self._arguments:
+                _refuse_reshaping(function, tensor, place)
         for tensor, before in read:
             if not _same_bits(tensor, before):
                 after = tensor.clone()
@@ -182,6 +193,23 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where a tensor lies, and how it is read."""
     layout = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return torch_compat.storage_id(tensor), *layout
+
+
+def _refuse_reshaping(function: Any, tensor: torch.Tensor, place: tuple[Any, ...]) -> None:
+    """A weight that got another shape in place, by ``t_()``, gets its own back, and it is an error: every run made for
+    recording would change it once more, and no replay would.
+    """
+    storage, offset, size, stride, *_ = place
+    if torch_compat.storage_id(tensor) == storage and _place(tensor) != place:
+        tensor.as_strided_(size, stride, offset)
+        raise TraceError(
+            "PG207",
+            f"{torch_compat.qualified_name(function)} changes the shape of a weight in place",
+            where=str(user_line() or ""),
+            why="a replay reads weights as they were recorded",
+            hint="use the op that returns a view: t() for t_()",
+            line=str(user_line() or ""),
+        )
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
