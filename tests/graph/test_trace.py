@@ -172,6 +172,14 @@ def test_arguments_whose_changes_cannot_be_seen_are_refused() -> None:
         trace_it(lambda x: x, torch.ones(3).to_sparse())
 
 
+def test_a_size_that_only_the_caller_reads_is_refused() -> None:
+    def shape(x: Tensor) -> Any:
+        return x.shape
+
+    with pytest.raises(TraceError, match=r"PG204 the result holds a size in \[0\]"):
+        trace_it(shape, torch.ones(3, 4))
+
+
 class Counts(Opaque):
     """Has a way of its own to be copied, so that its attributes are not all there is to it."""
 

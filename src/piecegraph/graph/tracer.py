@@ -293,6 +293,15 @@ class _GeneratedCode:
         added = [_added(old, _state(value)) for _, value, old in changed]
         return (None if any(update.is_result for update in updates) else returned, *added), updates
 
+    def at_other_sizes(self, tensors: Sequence[torch.Tensor], made: _MadeObjects) -> list[Any]:
+        """The leaves of the result in a call that is larger in every size."""
+        larger = []
+        for tensor, leaf in zip(tensors, self._example.signature.tensors, strict=True):
+            moving = {dim for dim, _ in leaf.dynamic}
+            shape = [size + 1 if dim in moving else size for dim, size in enumerate(tensor.shape)]
+            larger.append(torch.empty(shape, dtype=tensor.dtype, device="meta") if moving else tensor)
+        return flatten(self.dry_run(larger)[0], is_container=lambda value: not made.is_older(value))[0]
+
     def view_of(self, index: int, tensors: Sequence[torch.Tensor], position: int, made: _MadeObjects) -> InputView:
         """A leaf of the result that the code itself makes of an argument: ``x.T`` is an attribute, and in no graph."""
         others = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
@@ -390,6 +399,13 @@ def _identify_results(
             results.append(FromCall(call_index[id(leaf)]))
         elif isinstance(leaf, torch.Tensor) and torch_compat.storage_id(leaf) in by_storage:
             results.append(code.view_of(by_storage[torch_compat.storage_id(leaf)], tensors, position, made))
+        elif isinstance(leaf, int) and leaf != code.at_other_sizes(tensors, made)[position]:
+            raise TraceError(
+                "PG204",
+                "the result holds a size" + (f" in {path}" if path else ""),
+                why="nothing else is computed from it, so it is read outside the graph",
+                hint="dynamic_dims={} plans for every size by itself",
+            )
         elif isinstance(leaf, torch.Tensor) or is_constant(leaf) or made.is_older(leaf):
             results.append(Fixed(leaf))
         else:
