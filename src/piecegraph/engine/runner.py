@@ -100,11 +100,7 @@ class PlanRunner:
         found: Route | Refusal | None = self._why_invalid(call.sizes)
         if found is None:
             self.body.learn(call.tensors, call.sizes)
-            found = self._choose_route(call)
-            if self.body.updates and not isinstance(found, Refusal):
-                found = UpdatingRoute(found, self.body.updates, Binder(self._function))
-            if not isinstance(found, Refusal):
-                found = self._why_small_differs(found, call) or found
+            found = self._updating_route(call) if min(call.sizes, default=2) >= 2 else self._choose_small_route(call)
         self.routes[call.sizes] = found
         return found
 
@@ -113,6 +109,12 @@ class PlanRunner:
             return Refusal(Event("PG507", "call", f"size {SizeKey(sizes)} has no elements"))
         violated = self.body.violated(sizes)
         return None if violated is None else Refusal(Event("PG505", "call", f"size {SizeKey(sizes)}: {violated}"))
+
+    def _updating_route(self, call: Call) -> Route | Refusal:
+        found = self._choose_route(call)
+        if self.body.updates and not isinstance(found, Refusal):
+            return UpdatingRoute(found, self.body.updates, Binder(self._function))
+        return found
 
     def _choose_route(self, call: Call) -> Route | Refusal:
         mode = self.plan.mode
@@ -161,19 +163,26 @@ class PlanRunner:
             return Event("PG509", "call", reason, "raise options['max_sizes']")
         return Event("PG504", "call", f"{name}: only exact sizes may be used", "list the size in capture_sizes")
 
-    def _why_small_differs(self, route: Route, call: Call) -> Refusal | None:
+    def _choose_small_route(self, call: Call) -> Route | Refusal:
         """Compare a size of one with the function itself, once: Dynamo takes 1 for a constant, so it was not traced."""
-        if min(call.sizes, default=2) >= 2:
-            return None
+        try:
+            route = self._updating_route(call)
+            reason = None if isinstance(route, Refusal) else self._why_small_differs(route, call)
+        except (PiecegraphError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001 - of what was traced at a larger size; the function itself may do
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if reason is None:
+            return route
+        return Refusal(Event("PG508", "call", f"size {SizeKey(call.sizes)} gives {reason}"))
+
+    def _why_small_differs(self, route: Route, call: Call) -> str | None:
         written = (*self.calls.state, *(call.tensors[i] for i in self.body.written_calls))
         with preserved(written), interception.off(), torch_compat.drawn_again(self.calls.devices):
             found, _, shape = _with_containers(route.serve, call)
         with preserved(written), torch_compat.drawn_again(self.calls.devices):
             expected, _, expected_shape = _with_containers(lambda c: self._function(*c.args, **c.kwargs), call)
-        reason = first_difference(found, expected) if shape == expected_shape else "another structure"
-        if reason is None:
-            return None
-        return Refusal(Event("PG508", "call", f"size {SizeKey(call.sizes)} gives {reason}"))
+        return first_difference(found, expected) if shape == expected_shape else "another structure"
 
     # -- choosing a size
 
