@@ -1,0 +1,1 @@
+"""Random programs, run plain and through :func:`piecegraph.compile`, which must do the same."""
