@@ -358,6 +358,20 @@ def test_random_numbers_after_a_padded_call_are_those_after_the_function() -> No
     assert "it draws random numbers" in fast.explain()
 
 
+def test_random_numbers_that_nobody_reads_are_drawn_all_the_same() -> None:
+    def forward(x: Tensor) -> Tensor:
+        nn.functional.dropout(x, 0.5, training=True)
+        return x + 1
+
+    fast = compile_eager(forward)
+    drawn = []
+    for function in (forward, fast):
+        torch.manual_seed(0)
+        function(torch.ones(8, 4))
+        drawn.append(torch.rand(2))
+    assert torch.equal(*drawn)
+
+
 def test_looking_at_a_size_of_one_draws_no_random_numbers() -> None:
     def forward(x: Tensor) -> Tensor:
         return x + torch.rand_like(x)

@@ -548,6 +548,14 @@ def is_cudagraph_unsafe(target: Any) -> bool:
     return isinstance(overload, OpOverload) and torch.Tag.cudagraph_unsafe in overload.tags
 
 
+def draws_random_numbers(target: Any) -> bool:
+    """Whether an op moves a random number generator on."""
+    packet, overload = op_of(target)
+    if overload is None and isinstance(packet, OpOverloadPacket):
+        overload = getattr(packet, packet.overloads()[0], None)
+    return isinstance(overload, OpOverload) and torch.Tag.nondeterministic_seeded in overload.tags
+
+
 def is_op(target: Any) -> bool:
     """Whether something is an op as the dispatcher calls it."""
     return isinstance(target, OpOverload)
@@ -954,8 +962,8 @@ def without_trace(devices: Iterable[torch.device]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def drawn_again(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Random numbers drawn inside are drawn again afterwards: those of the CPU, of these devices and of the current one,
-    where a function of no tensors makes some.
+    """Random numbers drawn inside are drawn again afterwards: those of the CPU, of these devices and of the current
+    one, where a function of no tensors makes some.
     """
     with torch.random.fork_rng(_cuda_indices(devices)):
         yield

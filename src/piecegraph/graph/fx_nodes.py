@@ -156,4 +156,6 @@ def writes_in_place(node: torch.fx.Node) -> bool:
 def has_effect(node: torch.fx.Node) -> bool:
     """Whether running a node matters even if nobody reads its result. Ops that are not torch's own may do anything."""
     name = torch_compat.qualified_name(node.target)
-    return writes_in_place(node) or ("::" in name and not name.startswith(("aten::", "prims::")))
+    if writes_in_place(node) or torch_compat.draws_random_numbers(node.target):
+        return True
+    return "::" in name and not name.startswith(("aten::", "prims::"))
