@@ -283,7 +283,7 @@ def _leaf_difference(found: Any, expected: Any, device: str, is_structure_only: 
         return f"{layouts[0]} instead of {layouts[1]}"
     if expected.itemsize == 1 and expected.is_floating_point():
         found, expected = found.view(torch.uint8), expected.view(torch.uint8)  # float8 knows no comparison
-    if is_structure_only or (_is_dense(expected) and torch.equal(found, expected)):
+    if is_structure_only or (_is_dense(expected) and _are_equal(found, expected)):
         return None
     tolerance = _TOLERANCE.get(expected.dtype, _DEVICE_TOLERANCE[device])
     try:
@@ -319,3 +319,8 @@ def _in_short(error: Exception) -> str:
 def _strides_that_count(tensor: torch.Tensor) -> tuple[int, ...]:
     """Those of dimensions with more than one element."""
     return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+
+
+def _are_equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    half = torch.complex32  # not every op is there for it
+    return torch.equal(*(t.to(torch.complex64) if t.dtype is half else t for t in (found, expected)))

@@ -113,6 +113,11 @@ def tensors_of(value: Any) -> dict[str, Tensor]:
     return {path: leaf for leaf, path in zip(leaves, paths, strict=True) if isinstance(leaf, Tensor)}
 
 
+def strides_that_count(tensor: Tensor) -> tuple[int, ...]:
+    """Those of dimensions with more than one element."""
+    return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+
+
 # --- a run, and what was seen
 
 
@@ -145,7 +150,7 @@ class Run:
             if isinstance(leaf, Tensor):
                 self.seen[f"{call}: memory of result {path}"] = _shared(leaf, owners)
                 if self.is_dense:
-                    self.seen[f"{call}: layout of result {path}"] = leaf.stride()
+                    self.seen[f"{call}: layout of result {path}"] = strides_that_count(leaf)
         for name, owner in owners.items():
             self.seen[f"{call}: {name}"] = _copied(owner)
         self._results.append(result)

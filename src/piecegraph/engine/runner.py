@@ -177,7 +177,7 @@ class PlanRunner:
         return Refusal(Event("PG508", "call", f"size {SizeKey(call.sizes)} gives {reason}"))
 
     def _why_small_differs(self, route: Route, call: Call) -> str | None:
-        written = (*self.calls.state, *(call.tensors[i] for i in self.body.written_calls))
+        written = (*self.calls.state, *call.tensors)  # what is written may be another at a size of one
         with preserved(written), interception.off(), torch_compat.drawn_again(self.calls.devices):
             found, _, shape = _with_containers(route.serve, call)
         with preserved(written), torch_compat.drawn_again(self.calls.devices):

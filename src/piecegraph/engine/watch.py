@@ -70,7 +70,7 @@ class Watched:
 
 def watch(call: Callable[[Sequence[torch.Tensor]], Any], example: Sequence[torch.Tensor]) -> Watched:
     """Run a function on copies of tensors. What it writes is put back, what it draws is drawn again."""
-    with torch_compat.without_trace(tensor.device for tensor in example):
+    with torch_compat.drawn_again(tensor.device for tensor in example):  # in the caller's mode: weights may be of it
         inputs = tuple(tensor.clone() for tensor in example)
         places = [_place(tensor) for tensor in inputs]
         seen = _Watch(inputs)

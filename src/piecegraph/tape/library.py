@@ -216,11 +216,7 @@ class TapeLibrary(Generic[Key]):
         start, bytes_before = time.perf_counter(), self._reserved_bytes()
         try:
             with located(phase="capture", size=str(key)):
-                tape = (
-                    DirectTape(recordable.direct(key, source))
-                    if device is None
-                    else self._record_tape(device, key, source)
-                )
+                tape = self._direct_tape(key, source) if device is None else self._record_tape(device, key, source)
         except torch.OutOfMemoryError as error:
             reason, hint = str(error).partition(". ")[0], "free memory, or leave the size out"
             self._events.emit(Event("PG402", recordable.title(key), reason, hint))
@@ -237,6 +233,16 @@ class TapeLibrary(Generic[Key]):
 
     def _drop(self, key: Key) -> None:
         self.dropped[key] = "it could not be recorded"
+
+    def _direct_tape(self, key: Key, source: Any) -> DirectTape | None:
+        """None if the key cannot be run."""
+        try:
+            return DirectTape(self._recordable.direct(key, source))
+        except (torch.OutOfMemoryError, PiecegraphError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+            self._recordable.failed(key, None, error, {})
+            return None
 
     def _record_tape(self, device: GraphDevice, key: Key, source: Any) -> Tape | None:
         """None if there is no way."""
