@@ -93,7 +93,7 @@ class CompileConfig:
     padding: Padding = "auto"
     dynamic_dims: Literal["auto"] | Mapping[str, Any] = "auto"
     backend: str | Callable[..., Any] = "inductor"
-    frontend: Frontend = "trace"
+    frontend: Frontend = "auto"
     options: Options = field(default_factory=Options)
     passes: tuple[Callable[..., Any], ...] = ()
     on_fallback: OnFallback = "warn"
