@@ -17,7 +17,7 @@ _HOMES = {
     "compile": "piecegraph.api",
     "install": "piecegraph.api",
     "eager": "piecegraph.api",
-    "eager_op": "piecegraph.engine.breakable",
+    "eager_op": "piecegraph.engine.breaker",
     "intercept": "piecegraph.engine.intercepting",
     "register_cut_op": "piecegraph.graph.cut_rules",
     "errors": "piecegraph.errors",
@@ -40,7 +40,7 @@ __all__ = [
 if TYPE_CHECKING:
     from piecegraph import errors
     from piecegraph.api import compile, eager, install
-    from piecegraph.engine.breakable import eager_op
+    from piecegraph.engine.breaker import eager_op
     from piecegraph.engine.intercepting import intercept
     from piecegraph.graph.cut_rules import register_cut_op
     from piecegraph.llm.llm import LLM

@@ -149,7 +149,7 @@ def compile(
     padding: Padding = "auto",
     dynamic_dims: Literal["auto"] | Mapping[str, Any] = "auto",
     backend: str | Callable[..., Any] = "inductor",
-    frontend: Frontend = "trace",
+    frontend: Frontend = "auto",
     options: Mapping[str, Any] | None = None,
     passes: Sequence[Callable[..., Any]] = (),
     on_fallback: OnFallback = "warn",
@@ -171,8 +171,8 @@ def compile(
             with ``mark_dynamic``, else dimension 0 of every argument annotated as a tensor.
         backend: what compiles the pieces: ``"inductor"``, ``"eager"`` (nothing), or a callable as ``torch.compile``
             takes.
-        frontend: ``"trace"``, or ``"breakable"``: no compiler, the code runs as it is and only marked ops break the
-            capture.
+        frontend: ``"trace"``; ``"breakable"``: no compiler, the code runs as it is, and what no graph can hold breaks
+            the capture; ``"auto"``: a trace if there can be one.
         options: rarely needed settings, see :class:`piecegraph.base.config.Options`.
         passes: FX passes, run on every piece before it is compiled.
         on_fallback: what to do when a call cannot be served from its plan: ``"warn"`` once, ``"raise"`` or

@@ -65,6 +65,8 @@ CODES: dict[str, str] = {
     "PG508": "a size of one behaves differently from larger sizes",
     "PG509": "too many different inputs or sizes to record them all",
     "PG510": "the bucket is more than twice the size of the input",
+    "PG511": "what the host reads leads along a path that is not recorded",
+    "PG512": "what the host reads leads along another path at every call",
     "PG514": "the function asks how a tensor lies in memory, and it lies otherwise than planned",
     "PG515": "weights were replaced or moved",
     "PG516": "a dimension that nothing names turned out to change",

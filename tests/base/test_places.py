@@ -35,7 +35,7 @@ def test_a_trace_that_fails() -> None:
     def branches(x: Tensor) -> Tensor:
         return x + 1 if x.sum() > 0 else x
 
-    assert place_of(capture(branches, TraceError)) == {"phase": "trace", "line": "test_places.py"}
+    assert place_of(capture(branches, TraceError, frontend="trace")) == {"phase": "trace", "line": "test_places.py"}
 
 
 def test_a_full_graph_that_must_be_cut() -> None:

@@ -43,7 +43,8 @@ def check_op(case: OpCase, device: torch.device, **compile_arguments: Any) -> No
     """
     is_inductor = compile_arguments.get("backend") == "inductor"
     expected_losses = {"PG302"} if case.beyond_inductor and is_inductor else set()
-    fast = piecegraph.compile(case.function, on_fallback="ignore", **compile_arguments)
+    frontend = "auto" if case.refused is None else "trace"
+    fast = piecegraph.compile(case.function, frontend=frontend, on_fallback="ignore", **compile_arguments)
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         if case.refused is not None:

@@ -16,7 +16,7 @@ from piecegraph.errors import ConfigError
 
 CudagraphMode = Literal["auto", "piecewise", "full", "none"]
 Padding = Literal["auto", "always", "never"]
-Frontend = Literal["trace", "breakable"]
+Frontend = Literal["auto", "trace", "breakable"]
 GraphDeviceName = Literal["auto", "simulated"]
 AddressChecks = Literal["first", "always"]
 
@@ -37,6 +37,8 @@ class Options:
     """How many sizes may be recorded lazily; further ones run without graphs, counted."""
     max_signatures: int = 8
     """How many plans a function without a size dimension may have; further inputs run eagerly, counted."""
+    max_paths: int = 4
+    """How many ways through a function are recorded at a size, where what Python reads of data decides which it is."""
     prepare: Callable[[dict[str, int]], None] | None = None
     """Called before every run made for recording, with the real size of each dynamic dimension, so that cut ops that
     read host state (attention metadata) find a batch that fits.
@@ -65,7 +67,7 @@ class Options:
     """Show progress bars on standard error. ``"auto"``: when it is a terminal."""
 
     def __post_init__(self) -> None:
-        for name in ("max_capture_size", "max_sizes", "max_signatures"):
+        for name in ("max_capture_size", "max_sizes", "max_signatures", "max_paths"):
             value = getattr(self, name)
             if not _is_positive_int(value):
                 raise ConfigError("PG101", f"options[{name!r}] is {value!r}", why="it must be a positive integer")
@@ -91,7 +93,7 @@ class CompileConfig:
     padding: Padding = "auto"
     dynamic_dims: Literal["auto"] | Mapping[str, Any] = "auto"
     backend: str | Callable[..., Any] = "inductor"
-    frontend: Frontend = "trace"
+    frontend: Frontend = "auto"
     options: Options = field(default_factory=Options)
     passes: tuple[Callable[..., Any], ...] = ()
     on_fallback: OnFallback = "warn"

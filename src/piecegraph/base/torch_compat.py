@@ -21,7 +21,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -561,6 +561,23 @@ def is_op(target: Any) -> bool:
     return isinstance(target, OpOverload)
 
 
+def tags_of(target: Any) -> Collection[torch.Tag] | None:
+    """The tags of an overload; None for anything else."""
+    return target.tags if isinstance(target, OpOverload) else None
+
+
+def is_view(overload: OpOverload) -> bool:
+    """Whether an op's schema says that it returns memory of its arguments and writes to none."""
+    schema = overload._schema
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+    return not writes and any(returned.alias_info is not None for returned in schema.returns)
+
+
+def takes_device(overload: OpOverload) -> bool:
+    """Whether an op can be told where its result is to be."""
+    return any(argument.name == "device" for argument in overload._schema.arguments)
+
+
 def written_args(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an op's schema says it writes to. Empty for anything that is not an op with a schema."""
     packet, overload = op_of(target)
@@ -637,6 +654,11 @@ def _set_dispatch_modes(modes: Sequence[Any]) -> None:
         torch._C._pop_torch_dispatch_stack(None)
     for mode in modes:
         torch._C._push_on_torch_dispatch_stack(mode)
+
+
+def unseen() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no mode sees which functions of torch are called."""
+    return torch._C.DisableTorchFunction()  # type: ignore[no-untyped-call,no-any-return,unused-ignore]
 
 
 def is_faked(arguments: Any) -> bool:

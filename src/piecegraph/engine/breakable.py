@@ -1,173 +1,52 @@
-"""The front end without a compiler: the function runs as it is, and only marked ops break the capture.
+"""The front end without a compiler: the function runs as it is, and what no graph can hold breaks the capture.
 
 Nothing is known about the function beforehand. What the trace front end reads off a graph is learned here by watching
-runs: the structure of the result, which memory is written, and how the shapes of the results follow from the sizes.
+runs: the structure of the result, which memory is written, what Python is told about data, and how the shapes of the
+results follow from the sizes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from piecegraph.base import torch_compat
 from piecegraph.base.call_stack import paths_from, stacks_from_here
+from piecegraph.base.compare import first_difference
 from piecegraph.base.plan import Cut
-from piecegraph.base.structure import LEAF, flatten
-from piecegraph.base.user_code import user_line
-from piecegraph.engine.eager_interception import CallLog, ShownCalls, intercepting, wanting
+from piecegraph.base.structure import flatten
+from piecegraph.engine.breaker import MARKED, Breaker, BreakRules, NoGraphs, Reads, callbacks
+from piecegraph.engine.eager_interception import CallLog, ShownCalls
+from piecegraph.engine.python_state import PythonState, outer_objects
 from piecegraph.engine.watch import ViewOp, Watched, watch
-from piecegraph.errors import CallError, RecordError, TraceError
-from piecegraph.graph.cut_rules import resolve_op
+from piecegraph.errors import RecordError, TraceError
 from piecegraph.graph.example import Example
-from piecegraph.graph.interception import REASON, Interception, RehearsedOp, is_off
+from piecegraph.graph.interception import Interception
 from piecegraph.graph.signature import is_constant
 from piecegraph.graph.sources import Fixed, FromCall, FromSize, Update, Weight
-from piecegraph.graph.tracer import EAGER_OP_REASON
 from piecegraph.graph.views import InputView
 from piecegraph.tape.body import FromOutput, Observed, ResultLeaf, SeenView, Sizes, watch_weight
 from piecegraph.tape.record import Recorder
 from piecegraph.tape.tape import WatchedWeight
 
-_recording: ContextVar[Breaker | None] = ContextVar("piecegraph_breaker", default=None)
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run that was looked at."""
+
+    watched: Watched
+    breaker: Breaker
+    python: PythonState
 
 
-def eager_op(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function that must not be inside a CUDA graph: with ``frontend="breakable"`` it runs eagerly between two
-    graphs.
-
-    Its arguments may be anything; its result a tensor, or tuples, lists, dicts and dataclasses of tensors. At replay
-    the function itself is called again, with the tensors of the recording and with the other arguments it had then.
-    Outside a recording it is just called.
-
-    Example:
-        >>> @eager_op
-        ... def attention(q, k, v):
-        ...     return q * k * v
-        >>> attention(2, 3, 4)
-        24
-    """
-    untraceable = torch.compiler.disable(function, reason=EAGER_OP_REASON)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return untraceable(*args, **kwargs)
-        breaker = _recording.get()
-        return function(*args, **kwargs) if breaker is None else breaker.run_marked(function, args, kwargs)
-
-    return call
-
-
-class Breaker:
-    """Hands the ops that break the capture to the recorder.
-
-    Args:
-        recorder: what captures.
-        interceptions: calls with callbacks, which run between graphs.
-        ops: (packet, overload) of ops that run between graphs, too.
-    """
-
-    def __init__(
-        self, recorder: Recorder, interceptions: Sequence[Interception], ops: Sequence[tuple[Any, Any]] = ()
-    ) -> None:
-        self._recorder = recorder
-        self._interceptions = interceptions
-        self._ops = ops
-        self.cuts: list[Cut] = []
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Python that runs inside is captured, but for the calls that break the capture."""
-        token = _recording.set(self)
-        watching = bool(self._ops or self._interceptions)
-        try:
-            self._recorder.begin()
-            with self._recorder.observing(), ShownCalls(self._run_or_break) if watching else contextlib.nullcontext():
-                yield
-            self._recorder.end("last graph")
-        finally:
-            _recording.reset(token)
-
-    def _run_or_break(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _recording.get() is not self:  # inside of an op that broke the capture
-            return function(*args, **kwargs)
-        packet, overload = torch_compat.op_of(function)
-        is_listed = any(packet is op and (overload is None or exact in (None, overload)) for op, exact in self._ops)
-        chain = wanting(self._interceptions, function)
-        if not is_listed and not chain:
-            return function(*args, **kwargs)
-        reasons = (["listed in splitting_ops"] if is_listed else []) + ([REASON] if chain else [])
-        run = RehearsedOp(function, chain, str(user_line() or "")) if chain else function
-        return self._run(run, args, kwargs, "; ".join(reasons))
-
-    def run_marked(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function that is marked as an eager op. What it calls may be intercepted."""
-        interceptions = self._interceptions
-
-        @functools.wraps(function)
-        def intercepted(*args: Any, **kwargs: Any) -> Any:
-            with ShownCalls(intercepting(interceptions)):
-                return function(*args, **kwargs)
-
-        return self._run(intercepted if interceptions else function, args, kwargs, "marked as an eager op")
-
-    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
-        """Run a function between two graphs. Breaks inside it belong to it."""
-        op = torch_compat.qualified_name(function) or getattr(function, "__qualname__", None) or str(function)
-        cut = Cut(len(self.cuts), op, reason, user_line())
-        self.cuts.append(cut)
-        flat = _FlatResult(function, cut)
-        token = _recording.set(None)
-        try:
-            leaves = self._recorder.run_break(cut, flat, args, kwargs)
-        finally:
-            _recording.reset(token)
-        return flat.structure.build(iter(leaves))
-
-
-@contextlib.contextmanager
-def callbacks(interceptions: Sequence[Interception]) -> Iterator[None]:
-    """Run callbacks around the calls inside, in a run that is not recorded."""
-    if not interceptions or is_off():
-        yield
-        return
-    with ShownCalls(intercepting(interceptions)):
-        yield
-
-
-class _FlatResult:
-    """Calls a function and returns the leaves of its result; what is not a tensor may not change from one call to the
-    next.
-    """
-
-    def __init__(self, function: Callable[..., Any], cut: Cut) -> None:
-        self._function = function
-        self._cut = cut
-        self.structure = LEAF
-        self._leaves: list[Any] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        leaves, _, structure = flatten(self._function(*args, **kwargs))
-        if self._leaves is None:
-            self.structure = structure
-            self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        elif structure != self.structure or any(
-            k is not None and k != v for k, v in zip(self._leaves, leaves, strict=True)
-        ):
-            raise CallError(
-                "PG521",
-                f"{self._cut} returned something else",
-                where=str(self._cut.source or ""),
-                why="numbers and structures it returns steered the code that was recorded, and cannot change at replay",
-                hint="return tensors, or capture again",
-            )
-        return leaves
+def _are_alike(first: Any, second: Any) -> bool:
+    """Whether two results hold the same tensors."""
+    tensors = [[leaf for leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor)] for result in (first, second)]
+    return len(tensors[0]) == len(tensors[1]) and first_difference(*tensors) is None
 
 
 class BreakableBody:
@@ -179,33 +58,48 @@ class BreakableBody:
         example: Example,
         weights: Mapping[str, torch.Tensor],
         current_weight: Callable[[str, torch.Tensor], torch.Tensor],
-        splitting_ops: Iterable[Any] | str,
+        rules: BreakRules,
         module: torch.nn.Module | None,
     ) -> None:
         self._function = function
         self._module = module
-        self._interceptions: tuple[Interception, ...] = ()
+        self.interceptions: tuple[Interception, ...] = ()
         self._log = CallLog()
         """The calls of the first run."""
         self._example = example
         self._weights = weights
         self._current_weight = current_weight
-        self._ops = [] if splitting_ops == "auto" else [torch_compat.op_of(resolve_op(op)) for op in splitting_ops]
+        self._rules = rules
         self._seen: dict[Sizes, list[Any]] = {}
         """What came out at each size: the shape of every tensor, and every other leaf itself."""
         self._views: dict[tuple[Sizes, int], tuple[ViewOp, ...]] = {}
         """How each result that is a view of an argument is made of it, by size and leaf."""
+        self._has_reads: dict[Sizes, bool] = {}
+        """Whether Python is told about data, at each size that was looked at."""
+        self.untraced = ""
+        """Why it was not traced, if that was tried."""
         self.cuts: tuple[Cut, ...] = ()
+        self.reads = Reads((), (), ())
+        """Those of the recording."""
         with ShownCalls(self._log.run):
-            watched = watch(self._call, example.tensors)
-        _refuse_moved([example.signature.tensors[i].name for i in watched.moved_calls])
+            self._look_at(example.tensors)
+
+    def _look_at(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See what the function does with tensors like these."""
+        seen = self._settled_run(tensors)
+        watched = seen.watched
+        arguments = {torch_compat.storage_id(tensor) for tensor in watched.inputs}
+        self._in_reach = [t for t in seen.python.tensors if torch_compat.storage_id(t) not in arguments]
+        """Graphs may read them by address: they are kept."""
+        self.expected = seen.breaker.reads.answers
+        """What Python was told in the run that was looked at."""
         self.layout_reader = watched.layout_reader
         self.devices = watched.devices
         self.written_calls = watched.written_calls
         self.written_state = watched.written_state
         self.updates: tuple[Update, ...] = ()
         leaves, paths, self.structure = flatten(watched.returned)
-        state = {torch_compat.storage_id(tensor) for tensor in weights.values()}
+        state = {torch_compat.storage_id(tensor) for tensor in self._weights.values()}
         self.leaves: tuple[ResultLeaf, ...] = tuple(
             _leaf(i, leaf, path, watched, state) for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True))
         )
@@ -217,33 +111,89 @@ class BreakableBody:
     def with_interceptions(self, interceptions: Sequence[Interception]) -> BreakableBody:
         """The same function, with callbacks around some of its calls."""
         other = copy.copy(self)
-        other._interceptions = tuple(interceptions)
+        other.interceptions = tuple(interceptions)
         other.cuts = ()
         return other
 
-    def _call(self, tensors: Sequence[torch.Tensor]) -> Any:
-        args, kwargs = self._example.with_tensors(tensors)
-        return self._function(*args, **kwargs)
+    def along(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> BreakableBody:
+        """The same function on the way it goes with these tensors. See Note [Paths]."""
+        other = copy.copy(self)
+        other._seen, other._views, other._has_reads = {}, {}, {}
+        other._look_at(tensors)
+        other.learn(tensors, sizes)
+        return other
+
+    def _settled_run(self, tensors: Sequence[torch.Tensor]) -> _Run:
+        """Run on copies. What the run changes in Python is refused, unless that happens once and changes no result:
+        then something was kept for later, as any first call would have done.
+        """
+        first = self._watched_run(tensors, is_careful=False)
+        _refuse_moved([self._example.signature.tensors[i].name for i in first.watched.moved_calls])
+        change = first.python.change()
+        if change is None:
+            return first
+        again = self._watched_run(tensors, is_careful=True)
+        is_marked = any(cut.reason == MARKED for cut in again.breaker.cuts)  # it may give something else each time
+        is_alike = is_marked or _are_alike(first.watched.returned, again.watched.returned)
+        if again.python.change() is None and is_alike:
+            return again
+        first.python.restore()
+        raise TraceError(
+            "PG202",
+            f"the function changes Python state: {change}",
+            why="a replay runs no Python, so the change would happen only once",
+            hint="keep the state in a tensor (register_buffer) and change it in place, or mark what changes it with "
+            "@piecegraph.eager_op",
+        )
+
+    def _watched_run(self, tensors: Sequence[torch.Tensor], *, is_careful: bool) -> _Run:
+        """Run once on copies, to see what comes out, what is written and what Python is told.
+
+        Args:
+            is_careful: tell apart what is changed in Python by calls that are marked: they run at every replay.
+        """
+        looked: list[tuple[Breaker, PythonState]] = []
+
+        def call(inputs: Sequence[torch.Tensor]) -> Any:
+            args, kwargs = self._example.with_tensors(inputs)
+            python = PythonState(self._reachable(args, kwargs))
+            breaker = Breaker(NoGraphs(), (), self._rules, python=python if is_careful else None)
+            looked.append((breaker, python))
+            with breaker.recording():
+                return self._function(*args, **kwargs)
+
+        return _Run(watch(call, tensors), *looked[0])
+
+    def _reachable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What Python code of the function can get at, by name."""
+        arguments = dict(zip(*self._example.binder.bind(args, kwargs), strict=True))
+        owner = {"self": self._module} if self._module is not None else {}
+        return {**outer_objects(self._function), **owner, **arguments}
 
     def learn(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
-        """Run once more if this size was never seen: shapes and views of results are looked up, not guessed."""
+        """Run once more if this size was never looked at: shapes and views of results are looked up, not guessed."""
         views = [leaf.index for leaf in self.leaves if isinstance(leaf, SeenView)]
-        if sizes in self._seen and all((sizes, index) in self._views for index in views):
+        if sizes in self._has_reads and all((sizes, index) in self._views for index in views):
             return
-        watched = watch(self._call, tensors)
-        leaves = flatten(watched.returned)[0]
+        run = self._settled_run(tensors)
+        leaves = flatten(run.watched.returned)[0]
+        self._has_reads[sizes] = bool(run.breaker.reads.answers)
         self._remember(leaves, sizes)
-        for index in views:
-            found = watched.view_of_input(leaves[index])
+        for index in views if not self._has_reads[sizes] or run.breaker.reads.answers == self.expected else ():
+            found = run.watched.view_of_input(leaves[index])
             self._views[sizes, index] = () if found is None else found[1]
+
+    def reads_data(self, sizes: Sizes) -> bool:
+        return self._has_reads.get(sizes, False)
 
     def _remember(self, leaves: Sequence[Any], sizes: Sizes) -> None:
         self._seen[sizes] = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def call(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Call the function on other tensors, callbacks and all."""
-        with paths_from(self._module), callbacks(self._interceptions):
-            return self._call(tensors)
+        with paths_from(self._module), callbacks(self.interceptions):
+            args, kwargs = self._example.with_tensors(tensors)
+            return self._function(*args, **kwargs)
 
     def run(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
         leaves, _, structure = flatten(self.call(tensors))
@@ -255,10 +205,11 @@ class BreakableBody:
         return leaves
 
     def record(self, recorder: Recorder, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
-        breaker = Breaker(recorder, self._interceptions, self._ops)
+        state = (*self.written_state, *(tensors[i] for i in self.written_calls))
+        breaker = Breaker(recorder, self.interceptions, self._rules, state)
         with breaker.recording(), stacks_from_here():
             leaves = self.run(tensors, sizes)
-        self.cuts = tuple(breaker.cuts)
+        self.cuts, self.reads = tuple(breaker.cuts), breaker.reads
         return recorder.outputs(leaves)
 
     def output_shape(self, index: int, sizes: Sizes) -> tuple[int, ...] | None:

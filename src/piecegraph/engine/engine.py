@@ -306,7 +306,7 @@ class Engine:
 
     def _libraries(self) -> list[TapeLibrary[Any]]:
         self._check_open()
-        return [plan.library for plan in self.plans]
+        return [library for plan in self.plans for library in plan.libraries]
 
 
 def _refuse(code: str, reason: str, hint: str = "") -> Refusal:

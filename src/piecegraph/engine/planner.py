@@ -15,11 +15,12 @@ from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Cut, Decision, Piece, Plan, SizeDim
 from piecegraph.base.structure import flatten
 from piecegraph.engine.breakable import BreakableBody
+from piecegraph.engine.breaker import BreakRules
 from piecegraph.engine.mode import choose_mode, make_graph_device
 from piecegraph.engine.pipeline import Pipeline
 from piecegraph.engine.runner import PlanRunner
 from piecegraph.engine.watch import Watched, watch_example
-from piecegraph.errors import located
+from piecegraph.errors import PiecegraphError, TraceError, describe, located
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.dims import EarlierShape
 from piecegraph.graph.example import Example, read_example
@@ -123,7 +124,7 @@ class Planner:
         subject, config = self._subject, self._config
         is_full = config.cudagraph_mode == "full"
         pipeline = Pipeline(config.backend, config.passes, self._rules, config.options, self._events, is_full)
-        source, decisions = (self._trace if config.frontend == "trace" else self._watch)(example, pipeline)
+        source, decisions = self._understand(example, pipeline)
         signature = source.signature if isinstance(source, Traced) else example.signature
         if source.layout_reader:
             signature = with_layout(signature, source.layout_reader)
@@ -151,7 +152,7 @@ class Planner:
         ]
         plan = Plan(
             name=subject.name,
-            frontend=self._config.frontend,
+            frontend="trace" if isinstance(blueprint.source, Traced) else "breakable",
             device=str(blueprint.device),
             mode=mode.choice,
             inputs=tuple(leaf.show(signature.size_names) for leaf in signature.tensors),
@@ -177,6 +178,37 @@ class Planner:
             separate([part.tensor for part in weight.parts])
         self._joined.clear()
 
+    def _understand(self, example: Example, pipeline: Pipeline) -> tuple[Traced | BreakableBody, tuple[Decision, ...]]:
+        """By the front end that was asked for; else by a trace if there can be one."""
+        wish = self._config.frontend
+        if wish == "breakable":
+            return self._watch(example, pipeline)
+        try:
+            return self._trace(example, pipeline)
+        except TraceError as error:
+            if wish == "trace" or error.code in _NO_MATTER_OF_TRACING:
+                raise
+            return self._watch_instead(example, pipeline, error)
+
+    def _watch_instead(
+        self, example: Example, pipeline: Pipeline, error: TraceError
+    ) -> tuple[BreakableBody, tuple[Decision, ...]]:
+        """Take a function as it is, because it cannot be traced."""
+        pipeline.clock.lap("trace")
+        try:
+            body, decisions = self._watch(example, pipeline)
+        except Exception as second:  # the user's code ran: whatever it raised is why
+            told, hint = repr(second), ""
+            if isinstance(second, PiecegraphError):
+                told, hint = describe(second.code, second.what, second.where, second.why), second.hint
+            why = f"{error.why.rstrip('.')}; nor can it run as it is: {told}"
+            raise TraceError(
+                error.code, error.what, where=error.where, why=why, hint=hint, phase="trace", line=error.line
+            ) from second
+        body.untraced = describe(error.code, error.what, error.where, error.why)
+        lost = "with a trace, its pieces would be compiled" + (" and FX passes run" if self._config.passes else "")
+        return body, (Decision("front end", "breakable", f"{body.untraced}; {lost}"), *decisions)
+
     def _trace(self, example: Example, pipeline: Pipeline) -> tuple[Traced, tuple[Decision, ...]]:
         subject = self._subject
         traced, decisions = pipeline.fuse(pipeline.trace(subject.function, example, subject.weights()))
@@ -197,14 +229,14 @@ class Planner:
         return seen, decisions
 
     def _watch(self, example: Example, pipeline: Pipeline) -> tuple[BreakableBody, tuple[Decision, ...]]:
-        subject, config = self._subject, self._config
+        subject = self._subject
         with located(phase="trace"):
             body = BreakableBody(
                 subject.function,
                 example,
                 subject.weights(),
                 subject.current_weight,
-                config.splitting_ops,
+                BreakRules(self._rules, _device_of(example.signature, subject)),
                 subject.module,
             )
         pipeline.clock.lap("watch")
@@ -239,6 +271,10 @@ class Planner:
         if mode not in ("none", "direct") and self.device is None:
             self.device = make_graph_device(mode, device)
         return None if mode in ("none", "direct") else self.device
+
+
+_NO_MATTER_OF_TRACING = ("PG202", "PG203", "PG205")
+"""Python state would not change in a replay of any kind, and arguments are what they are."""
 
 
 def _with_seen_aliases(traced: Traced, watched: Watched) -> tuple[TracedLeaf, ...]:

@@ -10,6 +10,7 @@ from piecegraph.base.text import count_of
 
 if TYPE_CHECKING:
     from piecegraph.engine.engine import Engine
+    from piecegraph.engine.paths import Paths
     from piecegraph.engine.runner import PlanRunner
     from piecegraph.tape.library import Recorded
 
@@ -57,15 +58,33 @@ def _plan_stats(runner: PlanRunner) -> dict[str, Any]:
         "cuts": len(_cuts(runner)),
         "seconds": dict(_stages(runner)),
         "sizes": {
-            str(size.key): {
+            name: {
                 "graphs": size.num_graphs,
                 "eager_steps": size.num_eager_steps,
                 "seconds": size.seconds,
                 "bytes": size.num_bytes,
             }
-            for size in runner.library.recorded
+            for name, size in _recorded(runner)
+        },
+        "paths": {
+            str(key): {
+                "recorded": len(paths.paths),
+                "replays": [path.num_replays for path in paths.paths],
+                "left": paths.num_left,
+                "given_up": paths.given_up is not None,
+            }
+            for key, paths in runner.paths.items()
         },
     }
+
+
+def _recorded(runner: PlanRunner) -> list[tuple[str, Recorded[SizeKey]]]:
+    """What was recorded, by size, and by path where there are several."""
+    rows = [(str(size.key), size) for size in runner.library.recorded]
+    for key, paths in runner.paths.items():
+        for number, path in enumerate(paths.paths):
+            rows += [(f"{key} path {number}" if number else str(key), size) for size in path.library.recorded]
+    return rows
 
 
 def _explain_plan(title: str, runner: PlanRunner) -> list[str]:
@@ -79,11 +98,10 @@ def _explain_plan(title: str, runner: PlanRunner) -> list[str]:
     ]
     lines += _table(("#", "what", "ops", "key or reason", "line"), _step_rows(runner))
     lines += ["", "  recorded sizes"]
-    lines += (
-        _table(("size", "graphs", "eager steps", "seconds", "MiB"), map(_size_row, runner.library.recorded))
-        if runner.library.recorded
-        else ["    none"]
-    )
+    recorded = [_size_row(name, size) for name, size in _recorded(runner)]
+    lines += _table(("size", "graphs", "eager steps", "seconds", "MiB"), recorded) if recorded else ["    none"]
+    if runner.paths:
+        lines += ["", "  what the host reads", *map(_explain_paths, runner.paths.values())]
     lines += ["", "  decisions", *(f"    {decision}" for decision in (*plan.decisions, *runner.decisions))]
     return lines
 
@@ -94,7 +112,8 @@ def _stages(runner: PlanRunner) -> list[tuple[str, float]]:
 
 def _cuts(runner: PlanRunner) -> Sequence[Cut]:
     """The cuts of a plan; those of a function that runs as it is are known once it was recorded."""
-    return runner.plan.cuts or getattr(runner.body, "cuts", ())
+    followed = [path.cuts for paths in runner.paths.values() for path in paths.paths]
+    return runner.plan.cuts or getattr(runner.body, "cuts", ()) or next(iter(followed), ())
 
 
 def _count_steps(runner: PlanRunner) -> str:
@@ -116,9 +135,17 @@ def _step_rows(runner: PlanRunner) -> list[tuple[str, ...]]:
     return rows
 
 
-def _size_row(size: Recorded[SizeKey]) -> tuple[str, ...]:
+def _explain_paths(paths: Paths) -> str:
+    if paths.given_up is not None:
+        return f"    size {paths.size}: {paths.given_up.event.reason}"
+    replays = ", ".join(str(path.num_replays) for path in paths.paths)
+    recorded = f"{count_of(len(paths.paths), 'path')} recorded, replayed {replays or 0} times"
+    return f"    size {paths.size}: {recorded}; a tape was left {paths.num_left} times"
+
+
+def _size_row(name: str, size: Recorded[SizeKey]) -> tuple[str, ...]:
     return (
-        str(size.key),
+        name,
         str(size.num_graphs),
         str(size.num_eager_steps),
         f"{size.seconds:.3f}",

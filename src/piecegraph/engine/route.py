@@ -183,6 +183,15 @@ class UpdatingRoute:
         return result
 
 
+def why_elsewhere(body: Body, tape: Tape) -> str:
+    """Whether an op returns its results on another device when it is captured; some do."""
+    for leaf, device in zip(body.leaves, body.devices, strict=False):
+        recorded = tape.devices[leaf.index] if isinstance(leaf, FromOutput) else None
+        if recorded is not None and device is not None and recorded != device:
+            return f"a result is on {recorded} when captured, and on {device} when the function runs"
+    return ""
+
+
 def _leaf_maker(
     leaf: ResultLeaf, body: Body, recorded: tuple[int, ...], sizes: tuple[int, ...], *, clone: bool
 ) -> MakeLeaf:

@@ -16,18 +16,17 @@ from piecegraph.base.compare import first_difference
 from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Decision, Plan, SizeKey
-from piecegraph.base.progress import Progress
 from piecegraph.base.structure import Structure, each_once, flatten
 from piecegraph.engine.breakable import BreakableBody
-from piecegraph.engine.route import FunctionRoute, PiecesRoute, Refusal, Route, TapeRoute, UpdatingRoute
+from piecegraph.engine.paths import PathRecorder, Paths, library_of
+from piecegraph.engine.route import FunctionRoute, PiecesRoute, Refusal, Route, TapeRoute, UpdatingRoute, why_elsewhere
 from piecegraph.engine.sharing import Sharing
 from piecegraph.errors import CallError, ConfigError, PiecegraphError, RecordError
 from piecegraph.graph import interception
 from piecegraph.graph.signature import Binder, Call, Signature
-from piecegraph.provenance.ledger import ledgers
-from piecegraph.tape.body import Body, FromOutput, Sizes, can_cut
+from piecegraph.tape.body import Body, Sizes, can_cut
 from piecegraph.tape.buckets import best_fit, ladder, next_rung
-from piecegraph.tape.buffers import preserved
+from piecegraph.tape.buffers import preserved, repeat_to, shape_at
 from piecegraph.tape.calls import SizedCalls
 from piecegraph.tape.device import GraphDevice
 from piecegraph.tape.library import TapeLibrary
@@ -56,14 +55,9 @@ class PlanRunner:
         self.signature = signature
         self.body = body
         self.calls = SizedCalls(signature, body, example, config.options, events)
-        self.library: TapeLibrary[SizeKey] = TapeLibrary(
-            self.calls,
-            device,
-            events,
-            make_ledger=ledgers(config.options.provenance),
-            progress=Progress(config.options.progress),
-            check_always=config.options.check_addresses == "always",
-        )
+        self.library = library_of(self.calls, device, config.options, events)
+        self.paths: dict[SizeKey, Paths] = {}
+        """For sizes at which what Python reads decides what runs."""
         self.decisions: list[Decision] = []
         self.routes: dict[Sizes, Route | Refusal] = {}
         """How calls of each size are served, for sizes that have occurred."""
@@ -71,6 +65,7 @@ class PlanRunner:
         self._config = config
         self._events = events
         self._function = function
+        self._example = example
         self._valid: dict[SizeKey, bool] = {}
         pad = {"always": True, "never": False, "auto": None}[config.padding]
         self._can_pad: list[bool | None] = [pad] * len(signature.size_names)
@@ -100,7 +95,8 @@ class PlanRunner:
         found: Route | Refusal | None = self._why_invalid(call.sizes)
         if found is None:
             self.body.learn(call.tensors, call.sizes)
-            found = self._updating_route(call) if min(call.sizes, default=2) >= 2 else self._choose_small_route(call)
+            is_known = min(call.sizes, default=2) >= 2 or isinstance(self.body, BreakableBody)
+            found = self._updating_route(call) if is_known else self._choose_small_route(call)
         self.routes[call.sizes] = found
         return found
 
@@ -118,6 +114,8 @@ class PlanRunner:
 
     def _choose_route(self, call: Call) -> Route | Refusal:
         mode = self.plan.mode
+        if self.body.reads_data(call.sizes):
+            return self._follow_reads(call)
         key = None if mode == "none" else self._bucket_for(call)
         if key is None or not can_cut(self.body, key.values, call.sizes):
             loss = None if mode == "none" else self._why_not_recorded(call.sizes)
@@ -127,10 +125,11 @@ class PlanRunner:
         if isinstance(self.body, BreakableBody) and self._device is None:
             return FunctionRoute(self.body.call, replays=True, device=None, loss=None)
         tape = self.library.tapes[key]
-        if isinstance(tape, Tape) and (reason := self._why_elsewhere(tape)):
+        if isinstance(tape, Tape) and (reason := why_elsewhere(self.body, tape)):
             return Refusal(Event("PG405", f"size {key}", reason))
         is_heavy = any(have > 2 * want for have, want in zip(key.values, call.sizes, strict=True))
         reason = f"size {SizeKey(call.sizes)} runs as {key}"
+        loss = Event("PG510", "call", reason, "add a capture size nearer to it") if is_heavy else None
         return TapeRoute(
             self.body,
             tape,
@@ -140,16 +139,8 @@ class PlanRunner:
             clone=self._config.options.clone_outputs,
             device=self._device,
             addresses=self._addresses,
-            loss=Event("PG510", "call", reason, "add a capture size nearer to it") if is_heavy else None,
+            loss=loss,
         )
-
-    def _why_elsewhere(self, tape: Tape) -> str:
-        """Whether an op returns its results on another device when it is captured; some do."""
-        for leaf, device in zip(self.body.leaves, self.body.devices, strict=False):
-            recorded = tape.devices[leaf.index] if isinstance(leaf, FromOutput) else None
-            if recorded is not None and device is not None and recorded != device:
-                return f"a result is on {recorded} when captured, and on {device} when the function runs"
-        return ""
 
     def _why_not_recorded(self, sizes: Sizes) -> Event:
         wanted, options, num_tapes = SizeKey(sizes), self._config.options, len(self.library.tapes)
@@ -184,6 +175,63 @@ class PlanRunner:
             expected, _, expected_shape = _with_containers(lambda c: self._function(*c.args, **c.kwargs), call)
         return first_difference(found, expected) if shape == expected_shape else "another structure"
 
+    # -- a size at which what Python reads decides what runs, see Note [Paths]
+
+    def _follow_reads(self, call: Call) -> Route | Refusal:
+        body, key = self.body, SizeKey(call.sizes)
+        assert isinstance(body, BreakableBody), "what is traced reads nothing"
+        if self._device is None:
+            return FunctionRoute(body.call, replays=self.plan.mode != "none", device=None, loss=None)
+        if body.interceptions:
+            reason = "a call that leaves its tape at what the host reads would run callbacks twice"
+            return Refusal(Event("PG511", "call", reason))
+        if key not in self.paths and (loss := self._why_no_paths(key)) is not None:
+            return FunctionRoute(body.call, replays=False, device=self._device, loss=loss)
+        return self._paths_at(key)
+
+    def _paths_at(self, key: SizeKey) -> Paths:
+        if key not in self.paths:
+            if self.signature.size_names and not self.paths:
+                self._refuse_padding("padded rows would be part of what the host reads")
+            assert isinstance(self.body, BreakableBody), "what is traced reads nothing"
+            assert self._device is not None, "there is nothing to record"
+            recorder = PathRecorder(
+                self.body,
+                key,
+                self.signature,
+                self._example,
+                self.calls.buffers,
+                self._device,
+                self._addresses,
+                self._config.options,
+                self._events,
+            )
+            self.paths[key] = Paths(recorder, self._config.options.max_paths)
+        return self.paths[key]
+
+    def _refuse_padding(self, reason: str) -> None:
+        names = ", ".join(self.signature.size_names)
+        self.decisions.append(Decision(f"padding of {names}", "refused", reason))
+        if self._config.padding != "never":
+            self._events.emit(Event("PG404", f"size {names}", reason))
+
+    def _why_no_paths(self, key: SizeKey) -> Event | None:
+        listed, options = self._config.capture_sizes, self._config.options
+        name = f"size {key} runs without graphs"
+        if listed != "auto" and key.values not in listed:
+            return Event("PG504", "call", f"{name}: only exact sizes may be used", "list the size in capture_sizes")
+        if listed == "auto" and any(size > options.max_capture_size for size in key.values):
+            return Event("PG503", "call", f"{name}: it is above options['max_capture_size']")
+        if len(self.paths) >= options.max_sizes:
+            reason = f"{name}: {len(self.paths)} sizes are recorded already"
+            return Event("PG509", "call", reason, "raise options['max_sizes']")
+        return None
+
+    @property
+    def libraries(self) -> list[TapeLibrary[SizeKey]]:
+        """All that is recorded."""
+        return [self.library, *(path.library for paths in self.paths.values() for path in paths.paths)]
+
     # -- choosing a size
 
     def record_listed(self, call: Call) -> None:
@@ -199,7 +247,14 @@ class PlanRunner:
         else:
             keys = [SizeKey(call.sizes)]
         tapes = self.library.tapes
-        self.library.record([key for key in keys if key not in tapes and self._is_recordable(key)], call)
+        wanted = [key for key in keys if key not in tapes and self._is_recordable(key)]
+        branching = [key for key in wanted if self._reads_data(key, call)]
+        for key in branching if self._device is not None else ():
+            if not self._paths_at(key).paths:
+                made = self._paths_at(key).add(call._replace(tensors=self._rows(call, key.values), sizes=key.values))
+                if isinstance(made, str):
+                    self._events.emit(Event("PG511", f"size {key}", made))
+        self.library.record([key for key in wanted if key not in branching], call)
         if tapes:
             largest = max(tapes, key=lambda key: key.volume)
             for dim, may in enumerate(self._can_pad):
@@ -230,6 +285,22 @@ class PlanRunner:
             self._valid[key] = self.body.violated(key.values) is None
         return self._valid[key] and (key not in self.library.dropped or (is_own and key in self.calls.untried))
 
+    def _reads_data(self, key: SizeKey, call: Call) -> bool:
+        """Whether what Python reads decides what runs at a size; then its tapes are those of paths."""
+        try:
+            self.body.learn(self._rows(call, key.values), key.values)
+        except Exception:
+            if key.values == call.sizes:
+                raise
+            return False  # repeated rows are nobody's call: the library says what it cannot run
+        self._valid[key] = self._is_recordable(key) and not self.body.reads_data(key.values)
+        return self.body.reads_data(key.values)
+
+    def _rows(self, call: Call, sizes: Sizes) -> list[torch.Tensor]:
+        """The tensors of a call, their rows repeated to a size."""
+        leaves = self.signature.tensors
+        return [repeat_to(tensor, shape_at(leaf, sizes)) for tensor, leaf in zip(call.tensors, leaves, strict=True)]
+
     def _may_pad(self, *, exact: bool) -> list[bool]:
         return [may is True if exact else may is not False for may in self._can_pad]
 
@@ -256,10 +327,10 @@ class PlanRunner:
 
     def _record_for(self, key: SizeKey, call: Call) -> None:
         try:
-            if self._config.is_lazy or key in self.library.dropped:
-                self.library.record([key], call)
-            else:
+            if not self._config.is_lazy and key not in self.library.dropped:
                 self.record_listed(call)
+            elif not self._reads_data(key, call):
+                self.library.record([key], call)
         except RecordError:
             # A call that the function itself does not take raises what it raises without us.
             with preserved((*self.calls.state, *(call.tensors[i] for i in self.body.written_calls))):

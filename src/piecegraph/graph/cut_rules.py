@@ -95,15 +95,20 @@ class CutRules:
                     found[node] = verdict
         return found
 
-    def _of(self, node: torch.fx.Node) -> CutVerdict | None:
-        packet, overload = torch_compat.op_of(node.target)
+    def reason(self, target: Any) -> tuple[str, bool] | None:
+        """Why calls of a target run eagerly, whatever data they are given, and whether they have to."""
+        packet, overload = torch_compat.op_of(target)
         for wished_packet, wished_overload, reason in self._wishes:
             if packet is wished_packet and (overload is None or wished_overload in (None, overload)):
-                return CutVerdict(reason, is_region=False, is_forced=False)
-        if node.op == "call_function" and torch_compat.is_cudagraph_unsafe(node.target):
-            return CutVerdict("tagged cudagraph_unsafe by its author", is_region=False, is_forced=True)
-        if packet in _CHECKED_ON_HOST:
-            return CutVerdict("reads on the host whether it succeeded", is_region=False, is_forced=True)
+                return reason, False
+        if torch_compat.is_cudagraph_unsafe(target):
+            return "tagged cudagraph_unsafe by its author", True
+        return ("reads on the host whether it succeeded", True) if packet in _CHECKED_ON_HOST else None
+
+    def _of(self, node: torch.fx.Node) -> CutVerdict | None:
+        found = self.reason(node.target)
+        if found is not None:
+            return CutVerdict(found[0], is_region=False, is_forced=found[1])
         return _data_dependence(node)
 
 

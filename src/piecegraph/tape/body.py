@@ -71,6 +71,10 @@ class Body(Protocol):
         """Containers among the arguments that the function changes: what they get is behind the result."""
 
     @property
+    def untraced(self) -> str:
+        """Why the function was not traced, if that was tried."""
+
+    @property
     def written_calls(self) -> tuple[int, ...]:
         """Arguments the function writes to."""
 
@@ -92,6 +96,9 @@ class Body(Protocol):
 
     def learn(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
         """Called before a new size is served, with a call of that size."""
+
+    def reads_data(self, sizes: Sizes) -> bool:
+        """Whether what runs at a size that was learned depends on data, which Python reads. See Note [Paths]."""
 
     def violated(self, sizes: Sizes) -> str | None:
         """Why the body is not valid for these sizes, or None."""
@@ -117,6 +124,7 @@ class TracedBody:
         self.structure = traced.structure
         self.devices = traced.devices
         self.updates = traced.updates
+        self.untraced = ""
         self.written_calls = traced.written_calls
         self.written_state = (*(weight.tensor for weight in traced.written_weights), *traced.hidden_state)
 
@@ -142,6 +150,9 @@ class TracedBody:
 
     def learn(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
         """Everything is in the graph already."""
+
+    def reads_data(self, sizes: Sizes) -> bool:
+        return False
 
     def number(self, leaf: FromSize | InputView | Observed | SeenView, sizes: Sizes) -> tuple[Any, ...]:
         if isinstance(leaf, SeenView):

@@ -29,9 +29,18 @@ class SizedCalls:
         example: one of them.
         options: those of ``compile``.
         events: where sizes are told that the function does not take.
+        buffers: of the inputs, if others have made them already.
     """
 
-    def __init__(self, signature: Signature, body: Body, example: Call, options: Options, events: EventLog) -> None:
+    def __init__(
+        self,
+        signature: Signature,
+        body: Body,
+        example: Call,
+        options: Options,
+        events: EventLog,
+        buffers: StaticInputs | None = None,
+    ) -> None:
         self._signature = signature
         self._events = events
         self._is_own_size = True
@@ -41,7 +50,7 @@ class SizedCalls:
         self._prepare = options.prepare
         self.body = body
         self.devices = tuple(leaf.device for leaf in signature.tensors)
-        self.buffers = StaticInputs(signature.tensors, options.pad_values, example.tensors)
+        self.buffers = buffers or StaticInputs(signature.tensors, options.pad_values, example.tensors)
         static = [example.tensors[i] for i in body.written_calls if signature.tensors[i].address is not None]
         self.state = (*body.written_state, *static)
         """Memory outside the buffers that the body writes to."""
@@ -92,7 +101,7 @@ class SizedCalls:
             "PG403",
             f"size {key} could not be recorded",
             where=line,
-            why=why,
+            why=f"{why}; nor can it be traced: {self.body.untraced}" if self.body.untraced else why,
             hint="mark what cannot be captured with @piecegraph.eager_op or name it in splitting_ops",
             **(place | ({"line": line} if line else {})),
         ) from error

@@ -9,7 +9,8 @@ Note [Pool lifetime]
 All graphs of all sizes allocate from one pool, which is held as long as the compiled module. Memory that is freed
 while a size is recorded is reused by what is recorded after it: by later pieces of the same tape, and by other tapes.
 Both are sound for one reason: a tape is replayed whole and in the order it was recorded, and only one tape runs at a
-time, so a value is written before it is read and nobody reads it after its last reader. Hence nothing that lives in
+time, so a value is written before it is read and nobody reads it after its last reader. (A tape that is left half way,
+see Note [Paths], begins anew.) Hence nothing that lives in
 the pool may be kept by anything but the tape, and the tape's references do not own.
 """
 

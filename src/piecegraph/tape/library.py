@@ -21,6 +21,7 @@ from piecegraph.errors import KernelError, PiecegraphError, located
 from piecegraph.graph import interception
 from piecegraph.tape.buffers import preserved
 from piecegraph.tape.device import GraphDevice
+from piecegraph.tape.reads import PathLeft
 from piecegraph.tape.record import MakeLedger, Recorder
 from piecegraph.tape.tape import DirectTape, GraphStep, Rerun, Tape, WatchedWeight
 
@@ -174,7 +175,11 @@ class TapeLibrary(Generic[Key]):
                 is_ready = True
                 recordable.before_rerun(key)
             # The first replay of a tape goes another way than those after it, so its way is looked up every time.
-            return tape.run()
+            try:
+                return tape.run()
+            except PathLeft as left:
+                why = "what the host reads in them leads along another tape by now"
+                raise KernelError("PG733", f"the inputs of {recordable.title(key)} are gone", why=why) from left
 
         def compute() -> Any:
             why, hint = recordable.why_gone(key)

@@ -19,6 +19,7 @@ from piecegraph.base import torch_compat
 from piecegraph.base.origin import GraphNode
 from piecegraph.base.structure import flatten
 from piecegraph.tape.device import CapturedGraph
+from piecegraph.tape.reads import reads_data
 
 _POISON = 0xFF  # NaN in every floating point type, -1 in every signed integer
 
@@ -82,6 +83,8 @@ class SimulatedGraphs:
         self._recycled: list[_Block] = []
         self._random_state = torch.empty(0)
         """Of the random numbers, behind the last call that was recorded."""
+        self._overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Memory that the capture under way has written to, and what was in it before."""
 
     @contextlib.contextmanager
     def session(self, *, tidies: bool = True) -> Iterator[None]:
@@ -124,6 +127,9 @@ class SimulatedGraphs:
 
     def abandon(self) -> None:
         self._calls, self._captured, self._recycled = None, None, []
+        for memory, before in self._overwritten.values():  # a capture executes nothing, a replay does
+            memory.copy_(before)
+        self._overwritten.clear()
 
     def end_size(self) -> None:
         self._older += self._blocks
@@ -135,6 +141,7 @@ class SimulatedGraphs:
         """Call now, move fresh results into the pool, and remember the call."""
         calls, self._calls = self._calls, None  # what happens inside is part of this call, and not recorded again
         assert calls is not None, "not capturing"
+        self._save_written(function, args, kwargs)
         try:
             self._check_random_state()
             leaves, _, structure = flatten(function(*args, **kwargs))
@@ -149,6 +156,12 @@ class SimulatedGraphs:
         """Only recorded calls may draw random numbers: a replay would not repeat what Python does to the generator."""
         if not torch.equal(self._random_state, torch.get_rng_state()):
             raise RuntimeError("operation not permitted when stream is capturing: random numbers were seeded")
+
+    def _save_written(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for tensor in _tensors(torch_compat.written_args(function, args, kwargs)):
+            if torch_compat.storage_id(tensor) not in self._overwritten:
+                memory = torch_compat.bytes_of(tensor)
+                self._overwritten[torch_compat.storage_id(tensor)] = memory, memory.clone()
 
     def _move_fresh(self, leaves: list[Any], held: set[int]) -> list[tuple[int, _Block]]:
         """Replace the tensors among the leaves that are not views of held memory by tensors in the pool."""
@@ -207,16 +220,9 @@ class _Watch(torch_compat.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if not self._device.is_capturing:
             return func(*args, **(kwargs or {}))
-        if _reads_data(func, args):
+        if reads_data(func, args):
             raise RuntimeError(f"operation not permitted when stream is capturing: {func} reads data on the host")
         return self._device.record(func, args, kwargs or {})
-
-
-def _reads_data(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an op has to look at data before it can say how large its result is."""
-    if func is torch.ops.aten.index.Tensor:  # only of masks
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
 
 
 def _name_of(function: Any) -> str:

@@ -20,7 +20,7 @@ from piecegraph.base.call_stack import paths_from, stacks_from_here
 from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Decision
 from piecegraph.base.text import size_of
-from piecegraph.engine.breakable import Breaker, callbacks
+from piecegraph.engine.breaker import Breaker, callbacks
 from piecegraph.graph import interception
 from piecegraph.graph.interception import Interception
 from piecegraph.graph.program import RunStep, run_plainly

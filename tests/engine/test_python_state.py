@@ -1,0 +1,170 @@
+"""What the code changes in Python is noticed where it runs as it is: no replay would do it again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import piecegraph
+from piecegraph.engine.python_state import PythonState
+from piecegraph.errors import TraceError
+
+
+def compile_as_it_is(model: Any) -> Any:
+    return piecegraph.compile(model, frontend="breakable", on_fallback="raise", options={"graph_device": "simulated"})
+
+
+class Part:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+class Stateful(nn.Module):
+    def __init__(self, change: Callable[[Stateful, Tensor], Any]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.change = change
+        self.calls = 0
+        self.log: list[Any] = []
+        self.table: dict[str, Any] = {"deep": {"er": set()}}
+        self.part = Part()
+        self.array = np.zeros(2)
+        self.loose = torch.zeros(2)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self, x)
+        return x + 1
+
+
+def count(module: Stateful, x: Tensor) -> None:
+    module.calls += 1
+
+
+def replace(module: Stateful, x: Tensor) -> None:
+    module.mean = module.mean + x.mean(0)
+
+
+def write_attribute_of_part(module: Stateful, x: Tensor) -> None:
+    module.part.value += 1
+
+
+def write_array(module: Stateful, x: Tensor) -> None:
+    module.array[0] += 1
+
+
+CHANGES: dict[str, tuple[Callable[[Stateful, Tensor], Any], str]] = {
+    "a number": (count, r"self\.calls"),
+    "a list": (lambda module, x: module.log.append(1), r"self\.log\[0\]"),
+    "a list of results": (lambda module, x: module.log.append(x), r"self\.log\[0\]"),
+    "deep inside": (lambda module, x: module.table["deep"]["er"].add(len(module.table["deep"]["er"])), r"table\.deep"),
+    "an attribute of a part": (write_attribute_of_part, r"part\.value"),
+    "a buffer that is replaced": (replace, r"_buffers\.mean"),
+    "a weight's data": (lambda module, x: setattr(module.inner.weight, "data", torch.ones(2, 2)), "weight"),
+    "an array": (write_array, r"array\.data"),
+    "random numbers of Python": (lambda module, x: random.random(), "the state of random"),
+    "random numbers of numpy": (lambda module, x: np.random.rand(), r"numpy\.random"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_refused_and_undone(name: str) -> None:
+    change, shown = CHANGES[name]
+    model = Stateful(change)
+    with torch.no_grad(), pytest.raises(TraceError, match=f"PG202.*{shown}"):
+        compile_as_it_is(model)(torch.ones(3, 2))
+    assert (model.calls, model.log, model.table, model.part.value) == (0, [], {"deep": {"er": set()}}, 0)
+
+
+def test_an_argument_that_is_filled() -> None:
+    def function(features: dict[str, Tensor]) -> Tensor:
+        features["doubled"] = features["x"] * 2
+        return features["doubled"] + 1
+
+    with torch.no_grad(), pytest.raises(TraceError, match=r"PG202.*features\.doubled"):
+        compile_as_it_is(function)({"x": torch.ones(2)})
+
+
+def test_what_is_kept_once_for_later_is_fine() -> None:
+    class Caches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table is None:
+                self.table = torch.arange(4.0)
+            return x + self.table
+
+    model = Caches()
+    fast = compile_as_it_is(model)
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(4)
+            torch.testing.assert_close(fast(x), x + torch.arange(4.0))
+    assert fast.stats()["coverage"] == 1.0
+
+
+def test_but_not_if_the_first_result_is_another_one() -> None:
+    class First(nn.Module):
+        is_first = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            was_first, self.is_first = self.is_first, False
+            return x + 1 if was_first else x - 1
+
+    with torch.no_grad(), pytest.raises(TraceError, match="PG202.*is_first"):
+        compile_as_it_is(First())(torch.ones(2))
+
+
+seen: list[int] = []
+
+
+@piecegraph.eager_op
+def notes(x: Tensor) -> Tensor:
+    seen.append(len(seen))
+    return x * 2
+
+
+def test_what_an_eager_op_changes_it_changes_at_every_replay() -> None:
+    def function(x: Tensor) -> Tensor:
+        assert seen is not None
+        return notes(x + 1) + 1
+
+    fast = compile_as_it_is(function)
+    with torch.no_grad():
+        fast(torch.ones(2))
+        before = len(seen)
+        fast(torch.ones(2))
+    assert len(seen) == before + 1
+
+
+def test_tensors_outside_of_the_module_are_written_to_once_for_each_call() -> None:
+    total = torch.zeros(2)
+
+    def function(x: Tensor) -> Tensor:
+        total.add_(x)
+        return total * 2
+
+    fast = compile_as_it_is(function)
+    with torch.no_grad():
+        for number in range(1, 4):
+            assert fast(torch.ones(2)).tolist() == [2.0 * number] * 2
+    assert total.tolist() == [3, 3]
+
+
+def test_walking_ends() -> None:
+    knot: list[Any] = []
+    knot.append(knot)
+    state = PythonState({"knot": knot, "nothing": None})
+    assert state.change() is None
+    knot.append(1)
+    assert state.change() == "knot[1]"
