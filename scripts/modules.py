@@ -30,6 +30,7 @@ _VERDICTS = ("equal", "fell back", "refused", "wrong", "crashed", "too slow", "n
 
 @click.command()
 @click.option("--only", default="", help="Patterns of names, with commas between them: timm/*,transformers/t5.")
+@click.option("--kinds", "wanted", default="", help="Kinds of models, with commas between them: timm,encoder.")
 @click.option("--again", default="", help="Verdicts to judge again, with commas between them: refused,crashed.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--backend", default="inductor", show_default=True, help="What compiles the pieces: inductor, eager.")
@@ -39,6 +40,7 @@ _VERDICTS = ("equal", "fell back", "refused", "wrong", "crashed", "too slow", "n
 @click.option("--page", type=click.Path(path_type=Path), help="Write the page here.")
 def main(
     only: str,
+    wanted: str,
     again: str,
     device: str,
     backend: str,
@@ -50,7 +52,9 @@ def main(
     """Compare models with themselves, compiled; exits with 1 if one is wrong or crashes. A CPU simulates graphs."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     results = _kept(json_path)
-    kinds = _import_what_is_slow()
+    kinds = _import_what_is_slow(device)
+    if wanted:
+        kinds = {name: kind for name, kind in kinds.items() if kind in wanted.split(",")}
     names = _chosen(kinds, results, [part for part in only.split(",") if part], again.split(","))
     judge = functools.partial(_judge_model, kinds=kinds, device=device, backend=backend)
     limits = {"jobs": jobs, "timeout": timeout, "memory_bytes": _MEMORY_BYTES if device == "cpu" else None}
@@ -85,7 +89,7 @@ def _kept(path: Path | None) -> dict[str, Verdict]:
     return kept
 
 
-def _import_what_is_slow() -> dict[str, str]:
+def _import_what_is_slow(device: str) -> dict[str, str]:
     """What every model needs, once: the processes are forked from here. Nothing may start a thread, or a GPU."""
     import torch
     import transformers
@@ -93,7 +97,10 @@ def _import_what_is_slow() -> dict[str, str]:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     importlib.import_module("module_check")
-    torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)(torch.ones(2))
+    if device == "cpu":  # a trace asks which GPUs there are, and no fork may use them afterwards
+        torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)(torch.ones(2))
+    else:
+        importlib.import_module("torch._dynamo.convert_frame")
     names: dict[str, str] = importlib.import_module("other_models").all_models()
     return names
 

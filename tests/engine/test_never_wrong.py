@@ -102,6 +102,20 @@ def test_an_argument_that_is_returned_without_the_trace_knowing(compiled: Any) -
         assert fast(x).data_ptr() == x.data_ptr()
 
 
+def test_a_function_that_writes_in_place_and_returns_what_it_was_given(compiled: Any) -> None:
+    def drop(x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5, inplace=True)
+
+    fast = compiled(drop)
+    for seed in range(3):
+        x, y = torch.ones(8), torch.ones(8)
+        torch.manual_seed(seed)
+        found = fast(x)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(found, drop(y))
+        torch.testing.assert_close(x, y)
+
+
 def test_a_view_of_an_argument_that_lies_otherwise(compiled: Any) -> None:
     fast = compiled(lambda x: (x.T, x.reshape(-1)))
     compare(fast, lambda x: (x.T, x.reshape(-1)), [(torch.randn(3, 4),), (torch.randn(4, 3).T,), (torch.randn(3, 4),)])

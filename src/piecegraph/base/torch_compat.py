@@ -976,6 +976,17 @@ def outside_inference() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def capture_hidden() -> Iterator[None]:
+    """Inside, Python is told that no graph is being captured."""
+    asked = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: False
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
+
+
+@contextlib.contextmanager
 def without_trace(devices: Iterable[torch.device]) -> Iterator[None]:
     """As :func:`outside_inference`, and :func:`drawn_again`."""
     with outside_inference(), drawn_again(devices):

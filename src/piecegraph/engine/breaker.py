@@ -155,7 +155,9 @@ class Breaker:
         watching = self._rules is not None or bool(self._interceptions)
         try:
             self._recorder.begin()
-            with self._recorder.observing(), ShownCalls(self._run_or_break) if watching else contextlib.nullcontext():
+            shown = ShownCalls(self._run_or_break) if watching else contextlib.nullcontext()
+            # Code that asks whether it is captured would go another way than the call goes: reads are steps here.
+            with torch_compat.capture_hidden(), self._recorder.observing(), shown:
                 yield
             self._recorder.end("last graph")
         finally:

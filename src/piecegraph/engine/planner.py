@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from piecegraph.base import torch_compat
 from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Cut, Decision, Piece, Plan, SizeDim
@@ -28,11 +27,11 @@ from piecegraph.graph.fuse import separate
 from piecegraph.graph.interception import Interception
 from piecegraph.graph.outside import OutsideValues
 from piecegraph.graph.signature import Binder, Call, Signature, with_layout
-from piecegraph.graph.sources import FromCall, FromGraph, Weight
+from piecegraph.graph.sources import FromGraph, Weight
 from piecegraph.graph.split import find_intercepted
 from piecegraph.graph.tracer import ResultLeaf as TracedLeaf
 from piecegraph.graph.tracer import Traced
-from piecegraph.graph.views import InputView
+from piecegraph.graph.views import StridedView
 from piecegraph.tape.body import Body, TracedBody
 from piecegraph.tape.device import GraphDevice
 
@@ -288,7 +287,9 @@ def _with_seen_aliases(traced: Traced, watched: Watched) -> tuple[TracedLeaf, ..
     results = []
     for leaf, found in zip(traced.results, leaves, strict=True):
         argument = watched.same_place(found) if isinstance(leaf, FromGraph) else None
-        results.append(leaf if argument is None else InputView(FromCall(argument), (), torch_compat.alias))
+        if isinstance(leaf, FromGraph) and argument is not None:
+            leaf = StridedView(leaf.node, argument, is_whole=True)  # it stays an output: its op may write
+        results.append(leaf)
     return tuple(results)
 
 

@@ -26,7 +26,7 @@ from piecegraph.graph import interception
 from piecegraph.graph.signature import Binder, Call, Signature
 from piecegraph.tape.body import Body, Sizes, can_cut
 from piecegraph.tape.buckets import best_fit, ladder, next_rung
-from piecegraph.tape.buffers import preserved, repeat_to, shape_at
+from piecegraph.tape.buffers import preserved, rows_at
 from piecegraph.tape.calls import SizedCalls
 from piecegraph.tape.device import GraphDevice
 from piecegraph.tape.library import TapeLibrary
@@ -293,13 +293,15 @@ class PlanRunner:
             if key.values == call.sizes:
                 raise
             return False  # repeated rows are nobody's call: the library says what it cannot run
-        self._valid[key] = self._is_recordable(key) and not self.body.reads_data(key.values)
-        return self.body.reads_data(key.values)
+        reads = self.body.reads_data(key.values)
+        if reads:
+            self._valid[key] = False
+        return reads
 
     def _rows(self, call: Call, sizes: Sizes) -> list[torch.Tensor]:
         """The tensors of a call, their rows repeated to a size."""
         leaves = self.signature.tensors
-        return [repeat_to(tensor, shape_at(leaf, sizes)) for tensor, leaf in zip(call.tensors, leaves, strict=True)]
+        return [rows_at(tensor, leaf, call.sizes, sizes) for tensor, leaf in zip(call.tensors, leaves, strict=True)]
 
     def _may_pad(self, *, exact: bool) -> list[bool]:
         return [may is True if exact else may is not False for may in self._can_pad]

@@ -7,6 +7,7 @@ the replay.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,9 +41,11 @@ class StridedView:
     node: torch.fx.Node
     argument: int
     """Into ``signature.tensors``."""
-    shape: tuple[sympy.Expr, ...]
-    strides: tuple[sympy.Expr, ...]
-    offset: sympy.Expr
+    shape: tuple[sympy.Expr, ...] = ()
+    strides: tuple[sympy.Expr, ...] = ()
+    offset: sympy.Expr = sympy.S.Zero
+    is_whole: bool = False
+    """Whether it is the argument itself, however that lies."""
 
 
 def find_view(node: torch.fx.Node, inputs: Mapping[torch.fx.Node, GraphInput]) -> InputView | StridedView | None:
@@ -87,6 +90,8 @@ def _chain(node: torch.fx.Node, root: torch.fx.Node, storage: int) -> list[torch
         bases = [arg for arg in node.all_input_nodes if storage in _storages(torch_compat.meta_value(arg))]
         others = [arg for arg in node.all_input_nodes if arg not in bases and _storages(torch_compat.meta_value(arg))]
         if len(bases) != 1 or (others and not writes_in_place(node)):
+            return None
+        if isinstance(node.target, types.FunctionType):  # no view op: F.dropout(x, inplace=True) must not run again
             return None
         if not writes_in_place(node):  # an in-place op returns its first argument: already done when views are taken
             chain.append(node)

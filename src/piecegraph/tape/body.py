@@ -162,6 +162,9 @@ class TracedBody:
         return tuple(self._traced.sizes.evaluate(expr, sizes) for expr in exprs)
 
     def _take_strided(self, view: StridedView, sizes: Sizes) -> Callable[[torch.Tensor], torch.Tensor]:
+        if view.is_whole:
+            return torch_compat.alias
+
         def evaluate(exprs: Sequence[Any]) -> tuple[int, ...]:
             return tuple(self._traced.sizes.evaluate(expr, sizes) for expr in exprs)
 

@@ -31,6 +31,7 @@ _UNTAGGED = (_aten._pack_padded_sequence.default, _aten._nested_tensor_from_mask
 """The sizes of their results depend on data, and their tags do not say so."""
 
 _INDEXING = (_aten.index.Tensor, _aten._unsafe_index.Tensor)
+_INDEXED_BY_PYTHON = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _INDEXED_WRITES = (_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
 
 
@@ -138,6 +139,8 @@ def why_between(
     """
     if any(function is known for known in _FROM_PYTHON) and not isinstance((*args, None)[0], torch.Tensor):
         return "copies from Python's memory"
+    if function in _INDEXED_BY_PYTHON and device.type != "cpu" and _has_list(args[1]):
+        return "copies an index from Python's memory"
     if function in _INDEXED_WRITES and _has_mask(args[1]) and args[2].numel() != 1:
         return "counts a mask on the host"
     if torch_compat.tags_of(function) is None or torch_compat.is_view(function):
@@ -147,6 +150,12 @@ def why_between(
     if any(is_host(tensor, device) for tensor in looked_at) or _is_made_on_host(function, tensors, kwargs, device):
         return "works on memory of the host"
     return None
+
+
+def _has_list(index: Any) -> bool:
+    """Whether an index is a list of numbers, or has one: it becomes a tensor out of sight."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, (list, range)) for part in parts)
 
 
 def is_host(tensor: torch.Tensor, device: torch.device) -> bool:
