@@ -71,6 +71,7 @@ CODES: dict[str, str] = {
     "PG515": "weights were replaced or moved",
     "PG516": "a dimension that nothing names turned out to change",
     "PG517": "a change outside the call was noticed late",
+    "PG518": "a value has changed that captured code does not see",
     "PG520": "memory that a recorded graph reads has moved",
     "PG521": "an eager op returned something else than when it was recorded",
     "PG601": "an input cannot be read",

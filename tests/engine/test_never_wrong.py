@@ -447,3 +447,26 @@ def test_many_shapes_of_a_function_that_names_no_sizes(compiled: Any) -> None:
         x = torch.randn(size, 3)
         torch.testing.assert_close(fast(x), x * 2)
     assert fast.stats()["coverage"] == 1.0
+
+
+def test_a_value_that_captured_code_does_not_see_is_warned_of() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = 2.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factor
+
+    model = nn.Sequential(Scale(), nn.ReLU())
+    options = {"graph_device": "simulated"}
+    fast = piecegraph.compile(model, backend="eager", frontend="breakable", options=options, on_fallback="ignore")
+    x = torch.ones(3)
+    for _ in range(3):
+        fast(x)
+    assert fast.stats()["events"] == {}
+    model[0].factor = 3.0
+    for _ in range(8):
+        fast(x)
+    assert fast.stats()["events"] == {"PG518": 1}
+    assert "0.factor has changed" in fast.explain()

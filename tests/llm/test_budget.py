@@ -11,6 +11,7 @@ from piecegraph.errors import ModelError
 from piecegraph.llm import parts, startup
 from piecegraph.llm.run.sampling import logprobs_bytes, rows_at_once
 from piecegraph.llm.run.scheduler import SchedulerLimits
+from piecegraph.llm.run.sizing import choose_step_sizes
 from tests.cases.llm_shelf import Shelf, shelf
 
 NUM_SEQS = 16
@@ -48,7 +49,8 @@ def test_states_in_fine_form_are_told(models: Shelf) -> None:
 
 def test_the_step_that_samples_from_a_sorted_vocabulary_is_measured() -> None:
     limits = SchedulerLimits(max_num_seqs=64, max_batch_tokens=512, max_model_len=128, vocab_size=1000)
-    decode, mixed = parts._largest_steps(limits)
+    sizes = choose_step_sizes("auto", has_graphs=True, max_num_seqs=64, max_batch_tokens=512)
+    decode, mixed = parts._largest_steps(sizes.largest(limits))
     assert (decode.bucket.kind, decode.bucket.num_seqs, decode.sampling) == ("decode", 64, "truncated")
     assert (mixed.bucket.kind, mixed.bucket.num_tokens) == ("mixed", 512)
 

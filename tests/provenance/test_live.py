@@ -343,7 +343,7 @@ PROMPT = [5, 6, 7]
 
 
 def generate(llm: Any) -> list[int]:
-    (answer,) = llm.generate([PROMPT], max_new_tokens=6, ignore_eos=True)
+    (answer,) = llm.generate([PROMPT], max_new_tokens=6, ignore_eos=True, on_error="return")
     return list(answer.token_ids)
 
 

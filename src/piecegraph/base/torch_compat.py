@@ -220,6 +220,7 @@ def _going_on() -> Iterator[_GoneOn]:
     computed without gradients, too; ``new_full`` with a tensor, which would be read on the host, fills with it instead.
     ``copy.deepcopy``, which torch 2.13 traces by itself, copies Python objects once, while tracing.
     """
+    from torch._dynamo import trace_rules
     from torch._dynamo import utils as dynamo_utils
     from torch._dynamo.source import GlobalSource
     from torch._dynamo.variables import builtin, misc, tensor
@@ -268,6 +269,7 @@ def _going_on() -> Iterator[_GoneOn]:
             return None  # Dynamo does it
         return self.call_method(tx, "new_empty", [size], kwargs).call_method(tx, "fill_", [fill_value], {})
 
+    trace_rules.get_torch_obj_rule_map()  # made once, and not of what is in its place below
     with _patching_dynamo, contextlib.ExitStack() as undo:
         undo.callback(delattr, tensor.TensorVariable, "method_new_full")
         tensor.TensorVariable.method_new_full = new_full  # type: ignore[attr-defined]

@@ -26,6 +26,7 @@ from piecegraph.engine.watch import ViewOp, Watched, watch
 from piecegraph.errors import RecordError, TraceError
 from piecegraph.graph.example import Example
 from piecegraph.graph.interception import Interception
+from piecegraph.graph.outside import OutsideValues, values_in_reach
 from piecegraph.graph.signature import is_constant
 from piecegraph.graph.sources import Fixed, FromCall, FromSize, Update, Weight
 from piecegraph.graph.views import InputView
@@ -103,6 +104,10 @@ class BreakableBody:
         self.leaves: tuple[ResultLeaf, ...] = tuple(
             _leaf(i, leaf, path, watched, state) for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True))
         )
+
+    def values_in_reach(self) -> OutsideValues:
+        """The numbers and strings outside the call that it may read."""
+        return values_in_reach(self._function, self._module)
 
     def num_places(self, interception: Interception) -> int:
         """How many calls an interception is for, as seen in the first run."""

@@ -25,7 +25,7 @@ from piecegraph.engine.weights import WeightWatch
 from piecegraph.errors import CallError, PiecegraphError
 from piecegraph.graph.dims import EarlierShape
 from piecegraph.graph.interception import Interception, registry
-from piecegraph.graph.outside import OutsideValues
+from piecegraph.graph.outside import OutsideValues, values_in_reach
 from piecegraph.graph.signature import Binder, Call, LayoutMisfit, Signature
 from piecegraph.tape.library import TapeLibrary
 from piecegraph.tape.tape import WeightMovedError
@@ -42,6 +42,8 @@ class _Kind(NamedTuple):
 
     signature: Signature
     outside: OutsideValues | None
+    unseen: OutsideValues | None
+    """What the function may read that replays do not; see :attr:`Blueprint.unseen`."""
     plans: Variants[PlanRunner]
     is_rigid: bool = False
     """Whether it is known that it cannot be planned for more sizes."""
@@ -145,6 +147,8 @@ class Engine:
                 continue
             call = kind.signature.match(names, values, training, args, kwargs)
             if type(call) is Call:
+                if kind.unseen is not None and not kind.unseen.hold():
+                    self._tell_unseen(kind)
                 return kind.plans.current(call), call
         return None
 
@@ -217,7 +221,7 @@ class Engine:
         blueprint, call = self.planner.read(example)
         plans = Variants(blueprint.num_places, partial(self.planner.make, blueprint))
         found = (plans.current(call), call) if isinstance(call, Call) else _refuse("PG514", call, _LAYOUT_HINT)
-        self._kinds.append(_Kind(blueprint.signature, blueprint.outside, plans))
+        self._kinds.append(_Kind(blueprint.signature, blueprint.outside, blueprint.unseen(), plans))
         self._weights.follow(self.subject.weights())
         return found
 
@@ -232,6 +236,14 @@ class Engine:
                 f"an attribute of a submodule has changed; up to {late} calls before this one may have used the old"
             )
             self.events.emit(Event("PG517", self.name, reason, "compile again after changing one in a large model"))
+
+    def _tell_unseen(self, kind: _Kind) -> None:
+        """Once for each change: an eager op may be all that reads it."""
+        assert kind.unseen is not None
+        reason = f"{kind.unseen.first_changed()} has changed, and captured code goes on with what it was"
+        self.events.emit(Event("PG518", self.name, reason, "compile again, unless only eager ops read it"))
+        now = values_in_reach(self.subject.function, self.subject.module)
+        self._kinds[self._kinds.index(kind)] = kind._replace(unseen=now)
 
     def _plan_anew(self, reason: str) -> None:
         """Forget plans whose graphs read weights that are the module's no more."""

@@ -76,6 +76,13 @@ class Blueprint:
     decisions: tuple[Decision, ...]
     pipeline: Pipeline
 
+    def unseen(self) -> OutsideValues | None:
+        """What code that is not traced may read in Python; None if there is nothing, or a trace knows what is read."""
+        if isinstance(self.source, Traced):
+            return None
+        found = self.source.values_in_reach()
+        return found if found.names else None
+
     def num_places(self, interception: Interception) -> int:
         """How many calls of the function an interception is for."""
         if isinstance(self.source, Traced):

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
@@ -77,6 +77,13 @@ class OutsideValues:
         self._is_doubtful = True
         return False
 
+    def first_changed(self) -> str:
+        """The expression of one that is not what it was; empty if all are."""
+        for name, value in zip(self.names, self._values, strict=True):
+            if not _is_same(self._try(name), value):
+                return name.removeprefix("L['self'].").replace("_modules['", "").replace("']", "")
+        return ""
+
     def take_late(self) -> int:
         """How many calls may have gone by since a value changed that had to wait for its turn; asked once."""
         is_late, self._is_late = self._is_late, False
@@ -105,6 +112,27 @@ class OutsideValues:
         self._scopes[owner] = module.__dict__ if is_own else module
         attribute = f"[{found['attribute']!r}]" if is_own else f".{found['attribute']}"
         return f"{found['before']}{owner}{attribute}{found['after']}"
+
+
+def values_in_reach(function: Callable[..., Any], module: torch.nn.Module | None) -> OutsideValues:
+    """The numbers and strings that code which is not traced may read: attributes of the module and its submodules,
+    globals and outer variables that the function names.
+    """
+    plain = getattr(function, "__func__", function)
+    code = getattr(plain, "__code__", None)
+    cells = dict(zip(code.co_freevars, plain.__closure__ or (), strict=True)) if code is not None else {}
+    names = [f"L[{name!r}].cell_contents" for name in cells]
+    if code is not None:
+        names += [f"G[{name!r}]" for name in code.co_names if name in plain.__globals__]
+    scopes = {"L": {**cells, "self": module}, "G": getattr(plain, "__globals__", {})}
+    for path, each in module.named_modules() if module is not None else ():
+        steps = "".join(f"._modules[{step!r}]" for step in path.split(".")) if path else ""
+        own = [name for name in vars(each) if name.isidentifier() and (name == "training" or name not in _EVERY_MODULE)]
+        names += [f"L['self']{steps}.{name}" for name in own]
+    return OutsideValues((), names, scopes)
+
+
+_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
 class _Evaluated:
