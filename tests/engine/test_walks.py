@@ -46,8 +46,8 @@ def up_to_the_graph(seen: list[tuple[str, str]]) -> list[str]:
     return names[: names.index("SimulatedGraphs.end.<locals>.replay") + 1]
 
 
-@pytest.mark.parametrize("frontend", ["trace", "breakable"])
-def test_a_replay_is_at_most_16_functions_from_its_graph(frontend: str) -> None:
+@pytest.mark.parametrize(("frontend", "limit"), [("trace", 16), ("breakable", 17)])
+def test_a_replay_is_a_few_functions_from_its_graph(frontend: str, limit: int) -> None:
     fast = piecegraph.compile(
         Layer().eval(), backend="eager", frontend=frontend, dynamic_dims={"x": 0, "y": 0}, options=SIMULATED
     )
@@ -56,7 +56,7 @@ def test_a_replay_is_at_most_16_functions_from_its_graph(frontend: str) -> None:
         fast(x, y=y)
         fast(x, y=y)
         _, *passed = up_to_the_graph(walk(lambda: fast(x, y=y)))
-    assert len(passed) <= 16, passed  # one looks at the addresses of weights, which torch does itself on a GPU
+    assert len(passed) <= limit, passed  # breakable looks at values that replays do not see
     assert passed[-2:] == ["Tape._replay", "SimulatedGraphs.end.<locals>.replay"]
 
 

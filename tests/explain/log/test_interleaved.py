@@ -201,10 +201,10 @@ def crash(kind: str, way: str, prefix: str, folder: Path, **environment: str) ->
 def crash_until(
     is_complete: Callable[[Page], bool], kind: str, way: str, prefix: str, folder: Path, **environment: str
 ) -> Page:
-    """Fail again, twice at most, until everything is found. Processes weave as the machine lets them, and tear what
-    Python prints line by line: what a log does not hold, no reader can tell. It does not happen three times in a row.
+    """Fail again, five times at most, until everything is found. Processes weave as the machine lets them, and tear what
+    Python prints line by line: what a log does not hold, no reader can tell. Three times in a row it was seen once.
     """
-    for _ in range(3):
+    for _ in range(6):
         page = crash(kind, way, prefix, folder, **environment)
         if is_complete(page):
             return page
