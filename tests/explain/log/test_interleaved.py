@@ -201,7 +201,7 @@ def crash(kind: str, way: str, prefix: str, folder: Path, **environment: str) ->
 def crash_until(
     is_complete: Callable[[Page], bool], kind: str, way: str, prefix: str, folder: Path, **environment: str
 ) -> Page:
-    """Fail again, five times at most, until everything is found. Processes weave as the machine lets them, and tear what
+    """Fail again, at most five times, until all is found. Processes weave as the machine lets them, and tear what
     Python prints line by line: what a log does not hold, no reader can tell. Three times in a row it was seen once.
     """
     for _ in range(6):
