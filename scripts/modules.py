@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -125,9 +126,10 @@ _INTRODUCTION = """# Other people's models
 Written by `python scripts/modules.py --json FILE --page docs/modules.md`; do not edit. Versions: {versions}; {place}.
 
 Two small models of every family of timm, and one class of every family of transformers (tiny where its sizes can be
-made so), with random weights, went through `piecegraph.compile(model)` as they come: {num_calls} calls of batch sizes
+made so), with random weights, go through `piecegraph.compile(model)` as they come: {num_calls} calls of batch sizes
 {batches} with fresh data, every result compared with the model's own. *Equal* means that all calls were replayed from
-a plan and agree; what *fell back* agrees too, but some call ran without its graphs.
+a plan and agree; what *fell back* agrees too, but some call ran without its graphs. What is *not built* does not run by
+itself: the inputs that the script makes up do not fit it. Kinds that are not in the table were not run.
 
 """
 
@@ -146,7 +148,7 @@ def _page(results: Mapping[str, Verdict], device: str, backend: str) -> str:
     from module_check import BATCHES
 
     verdicts = [verdict for _, verdict in sorted(results.items())]
-    versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers", "timm"))
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers", "timm") if find_spec(name))
     place = f"pieces by {backend} on " + ("an NVIDIA GPU" if device == "cuda" else "a CPU, with simulated graphs")
     batches = ", ".join(map(str, BATCHES))
     parts = [

@@ -99,6 +99,7 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         "scripts/gpu_check.sh",  # needs a GPU; test_scripts_parse
         "python scripts/fuzz.py --minutes 60 --jobs 2",  # tests/engine/test_fuzz
         "python scripts/model_sweep.py --json FILE --page docs/models.md",  # tests/llm/test_sweep
+        "python scripts/modules.py --json FILE --page docs/modules.md",  # tests/engine/test_other_models
         "python scripts/op_db.py --device cuda --frontend breakable --jobs 8 -o ops.json",  # tests/engine/test_op_db
         *INSTALL,  # test_pip_install
         CPU_TORCH,  # from another index; test_the_torch_for_a_cpu_is_the_pinned_one

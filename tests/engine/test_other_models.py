@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -318,3 +322,18 @@ def test_a_size_that_the_model_does_not_take_is_dropped(graph_device: str) -> No
         with pytest.raises(IndexError, match="a row is there twice"):
             fast(torch.ones(5, 2))
     assert fast.stats()["replayed"] == 3
+
+
+# --- the script over many of them
+
+
+def test_the_script_writes_a_page(tmp_path: Path) -> None:
+    results, page = tmp_path / "modules.json", tmp_path / "modules.md"
+    arguments = ["--only", "transformers/fnet", "--backend", "eager", "--jobs", "1", "--json", results, "--page", page]
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "scripts/modules.py", *map(str, arguments)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (verdict,) = json.loads(results.read_text()).values()
+    assert (verdict["verdict"], verdict["frontend"]) == ("equal", "trace")
+    assert "| encoder | 1 | 0 | 0 | 0 | 0 | 0 | 0 |" in page.read_text()
