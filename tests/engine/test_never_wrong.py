@@ -470,3 +470,30 @@ def test_a_value_that_captured_code_does_not_see_is_warned_of() -> None:
         fast(x)
     assert fast.stats()["events"] == {"PG518": 1}
     assert "0.factor has changed" in fast.explain()
+
+
+def test_a_view_of_state_that_depends_on_the_size(compiled: Any) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.arange(16.0))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.table[: x.shape[0]], self.table
+
+    model = Reads()
+    fast = compiled(model)
+    for size in (8, 4, 8, 5):
+        found, whole = fast(torch.ones(size, 2))
+        torch.testing.assert_close(found, model.table[:size])
+        assert whole.data_ptr() == model.table.data_ptr()
+
+
+def test_a_branch_on_a_size(compiled: Any) -> None:
+    def branches(x: Tensor) -> Tensor:
+        return x + 1 if x.shape[0] > 4 else x - 1
+
+    fast = compiled(branches, capture_sizes=[8])
+    for size in (6, 1, 3, 6, 4):
+        x = torch.randn(size, 2)
+        torch.testing.assert_close(fast(x), branches(x))

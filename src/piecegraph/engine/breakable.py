@@ -100,7 +100,7 @@ class BreakableBody:
         self.written_state = watched.written_state
         self.updates: tuple[Update, ...] = ()
         leaves, paths, self.structure = flatten(watched.returned)
-        state = {torch_compat.storage_id(tensor) for tensor in self._weights.values()}
+        state = {torch_compat.storage_id(tensor): tensor for tensor in self._weights.values()}
         self.leaves: tuple[ResultLeaf, ...] = tuple(
             _leaf(i, leaf, path, watched, state) for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True))
         )
@@ -246,13 +246,14 @@ def _refuse_moved(names: Sequence[str]) -> None:
         )
 
 
-def _leaf(index: int, leaf: Any, path: str, watched: Watched, state: set[int]) -> ResultLeaf:
+def _leaf(index: int, leaf: Any, path: str, watched: Watched, state: Mapping[int, torch.Tensor]) -> ResultLeaf:
     for i, tensor in enumerate(watched.inputs):
         if leaf is tensor:
             return FromCall(i)
     if isinstance(leaf, torch.Tensor):
-        if torch_compat.has_memory(leaf) and torch_compat.storage_id(leaf) in state:
-            return Fixed(leaf)
+        owner = state.get(torch_compat.storage_id(leaf)) if torch_compat.has_memory(leaf) else None
+        if owner is not None:
+            return Fixed(leaf) if leaf is owner else FromOutput(index, is_state=True)
         found = watched.view_of_input(leaf) if torch_compat.has_memory(leaf) else None
         return FromOutput(index) if found is None else SeenView(index, found[0])
     if is_constant(leaf):

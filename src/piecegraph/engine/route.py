@@ -75,6 +75,7 @@ class TapeRoute:
         self._padding = [
             (part, buffers.pad_values[i]) for i in copied for part in padded_parts(views[i], buffers.leaves[i], sizes)
         ]
+        self.is_padded = bool(self._padding)
         self._written = tuple((i, self._targets[copied.index(i)]) for i in body.written_calls if i in copied)
         self._leaves = [_leaf_maker(leaf, body, key.values, sizes, clone=clone) for leaf in body.leaves]
         self._structure = body.structure
@@ -196,7 +197,7 @@ def _leaf_maker(
     leaf: ResultLeaf, body: Body, recorded: tuple[int, ...], sizes: tuple[int, ...], *, clone: bool
 ) -> MakeLeaf:
     if isinstance(leaf, FromOutput):
-        return _output_maker(leaf.index, body, recorded, sizes, clone=clone)
+        return _output_maker(leaf.index, body, recorded, sizes, clone=clone and not leaf.is_state)
     if isinstance(leaf, Fixed):
         return lambda outputs, tensors: leaf.value
     if isinstance(leaf, FromCall):

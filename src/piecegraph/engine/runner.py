@@ -95,8 +95,14 @@ class PlanRunner:
         found: Route | Refusal | None = self._why_invalid(call.sizes)
         if found is None:
             self.body.learn(call.tensors, call.sizes)
-            is_known = min(call.sizes, default=2) >= 2 or isinstance(self.body, BreakableBody)
+            is_untraced = isinstance(self.body, BreakableBody)
+            is_known = is_untraced or min(call.sizes, default=2) >= 2
             found = self._updating_route(call) if is_known else self._choose_small_route(call)
+            if is_untraced and isinstance(found, TapeRoute) and found.is_padded:
+                # Which way the code goes at a size is in no graph: it is compared once.
+                reason = self._why_small_differs(found, call)
+                event = Event("PG505", "call", f"size {SizeKey(call.sizes)} gives {reason}")
+                found = found if reason is None else Refusal(event)
         self.routes[call.sizes] = found
         return found
 

@@ -31,6 +31,8 @@ class FromOutput:
     """One of the body's outputs."""
 
     index: int
+    is_state: bool = False
+    """Whether it lies in the module's own memory, and is given to the caller as it is."""
 
 
 @dataclass(frozen=True, slots=True)
