@@ -135,6 +135,13 @@ def is_size(node: torch.fx.Node) -> bool:
     return not torch_compat.unbacked_symbols(value)
 
 
+def picks_result(node: torch.fx.Node) -> bool:
+    """Whether a node picks one result of an op that returns a tuple: it stays with the op."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], torch.fx.Node):
+        return False
+    return isinstance(torch_compat.meta_value(node.args[0]), (tuple, list)) and not is_size(node.args[0])
+
+
 def size_parts(value: Any) -> tuple[Any, ...]:
     """The numbers in a size value: those of a torch.Size, or the number itself."""
     return tuple(value) if isinstance(value, torch.Size) else (value,)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,15 @@ from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Cut, Piece
 from piecegraph.base.progress import Progress
 from piecegraph.errors import LowerError, located
-from piecegraph.graph.fx_nodes import attribute, is_size, module_path, size_parts, source_line, writes_in_place
+from piecegraph.graph.fx_nodes import (
+    attribute,
+    is_size,
+    module_path,
+    picks_result,
+    size_parts,
+    source_line,
+    writes_in_place,
+)
 from piecegraph.graph.interception import InterceptedOp, layouts_of
 from piecegraph.graph.program import Program, Slot, Step, StepSource
 from piecegraph.graph.sources import FromSize
@@ -205,8 +212,8 @@ def _writes_overlapping_input(module: torch.fx.GraphModule) -> bool:
 
 def _cut_step(index: int, segment: Segment, slots: _Slots, traced: Traced) -> Step:
     assert segment.verdict is not None
-    nodes = [node for node in segment.nodes if node in segment.outputs or node.target is not operator.getitem]
-    heads = [node for node in segment.nodes if node.target is not operator.getitem]
+    heads = [node for node in segment.nodes if not picks_result(node)]
+    nodes = [node for node in segment.nodes if node in segment.outputs or node in heads]
     label = Cut(index, segment.title, segment.verdict.reason, segment.first_line)
     fresh = frozenset(
         slots.of(node) for node in segment.outputs if torch_compat.unbacked_symbols(torch_compat.meta_value(node))

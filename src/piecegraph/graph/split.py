@@ -13,7 +13,6 @@ each use is written as an expression of the symbols, which every segment that ne
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +25,16 @@ from piecegraph.base import torch_compat
 from piecegraph.base.plan import SourceLine
 from piecegraph.errors import LowerError
 from piecegraph.graph.cut_rules import CutRules, CutVerdict
-from piecegraph.graph.fx_nodes import attribute, has_effect, is_size, module_path, op_name, size_parts, source_line
+from piecegraph.graph.fx_nodes import (
+    attribute,
+    has_effect,
+    is_size,
+    module_path,
+    op_name,
+    picks_result,
+    size_parts,
+    source_line,
+)
 from piecegraph.graph.interception import REASON, Interception
 from piecegraph.graph.sources import FromSize
 from piecegraph.graph.streams import is_stream_object, uses_streams
@@ -51,7 +59,7 @@ class Segment:
     @property
     def title(self) -> str:
         """The op a cut is named after."""
-        others = sum(not _is_one_of_several(node) for node in self.nodes) - 1
+        others = sum(not picks_result(node) for node in self.nodes) - 1
         return op_name(self.nodes[0]) + (f" and {others} more" if others else "")
 
     @property
@@ -140,7 +148,7 @@ def _group(
     for node in graph.nodes:
         if node.op in ("placeholder", "output", "get_attr") or is_size(node) or is_stream_object(node):
             continue
-        if _is_one_of_several(node):
+        if picks_result(node):
             producer = home[node.args[0]]  # type: ignore[index]
             producer.append(node)
             home[node] = producer
@@ -151,13 +159,6 @@ def _group(
         groups[-1][0].append(node)
         home[node] = groups[-1][0]
     return groups
-
-
-def _is_one_of_several(node: torch.fx.Node) -> bool:
-    """Whether a node picks one result of an op that returns a tuple: it stays with the op."""
-    if node.target is not operator.getitem or not isinstance(node.args[0], torch.fx.Node):
-        return False
-    return isinstance(torch_compat.meta_value(node.args[0]), (tuple, list)) and not is_size(node.args[0])
 
 
 def _belong_together(first: CutVerdict | None, second: CutVerdict | None) -> bool:
