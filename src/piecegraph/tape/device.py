@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -147,7 +148,9 @@ class CudaGraphs:
         graph = self._capturing
         assert graph is not None, "end() without begin()"
         num_nodes = self.num_nodes()
-        graph.capture_end()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # so it is, between two ops that are eager
+            graph.capture_end()
         self._capturing = None
         if num_nodes == 0:
             return None
