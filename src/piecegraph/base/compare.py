@@ -1,4 +1,4 @@
-"""Whether two results are the same up to rounding."""
+"""Whether two results are the same: up to rounding, or to the last bit."""
 
 from __future__ import annotations
 
@@ -44,3 +44,11 @@ def first_difference(found: Sequence[Any], expected: Sequence[Any]) -> str | Non
         if text is not None:
             return f"{text} in result {index}"
     return None
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and type hold the same bits: NaN is then equal to itself."""
+    if torch.equal(a, b):
+        return True
+    as_bytes = [t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    return torch.equal(*as_bytes)

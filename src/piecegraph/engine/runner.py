@@ -26,7 +26,7 @@ from piecegraph.graph import interception
 from piecegraph.graph.signature import Binder, Call, Signature
 from piecegraph.tape.body import Body, Sizes, can_cut
 from piecegraph.tape.buckets import best_fit, ladder, next_rung
-from piecegraph.tape.buffers import preserved, rows_at
+from piecegraph.tape.buffers import preserved, rows_at, unharmed
 from piecegraph.tape.calls import SizedCalls
 from piecegraph.tape.device import GraphDevice
 from piecegraph.tape.library import TapeLibrary
@@ -95,14 +95,7 @@ class PlanRunner:
         found: Route | Refusal | None = self._why_invalid(call.sizes)
         if found is None:
             self.body.learn(call.tensors, call.sizes)
-            is_untraced = isinstance(self.body, BreakableBody)
-            is_known = is_untraced or min(call.sizes, default=2) >= 2
-            found = self._updating_route(call) if is_known else self._choose_small_route(call)
-            if is_untraced and isinstance(found, TapeRoute) and found.is_padded:
-                # Which way the code goes at a size is in no graph: it is compared once.
-                reason = self._why_small_differs(found, call)
-                event = Event("PG505", "call", f"size {SizeKey(call.sizes)} gives {reason}")
-                found = found if reason is None else Refusal(event)
+            found = self._compared_route(call)
         self.routes[call.sizes] = found
         return found
 
@@ -160,26 +153,37 @@ class PlanRunner:
             return Event("PG509", "call", reason, "raise options['max_sizes']")
         return Event("PG504", "call", f"{name}: only exact sizes may be used", "list the size in capture_sizes")
 
-    def _choose_small_route(self, call: Call) -> Route | Refusal:
-        """Compare a size of one with the function itself, once: Dynamo takes 1 for a constant, so it was not traced."""
-        try:
+    def _compared_route(self, call: Call) -> Route | Refusal:
+        """How a call is served, compared once with the function itself where its size may change what that does.
+
+        Dynamo takes a size of one for a constant, so that it was not traced; and which way code goes that is not traced
+        at all is not known for a size that is padded.
+        """
+        if isinstance(self.body, BreakableBody):
             route = self._updating_route(call)
-            reason = None if isinstance(route, Refusal) else self._why_small_differs(route, call)
+            is_padded = isinstance(route, TapeRoute) and route.is_padded
+            return self._unless_different(route, call, "PG505") if is_padded else route
+        if min(call.sizes, default=2) >= 2:
+            return self._updating_route(call)
+        try:
+            return self._unless_different(self._updating_route(call), call, "PG508")
         except (PiecegraphError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - of what was traced at a larger size; the function itself may do
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if reason is None:
-            return route
-        return Refusal(Event("PG508", "call", f"size {SizeKey(call.sizes)} gives {reason}"))
+            return Refusal(Event("PG508", "call", f"size {SizeKey(call.sizes)} gives {reason}"))
 
-    def _why_small_differs(self, route: Route, call: Call) -> str | None:
-        written = (*self.calls.state, *call.tensors)  # what is written may be another at a size of one
-        with preserved(written), interception.off(), torch_compat.drawn_again(self.calls.devices):
-            found, _, shape = _with_containers(route.serve, call)
-        with preserved(written), torch_compat.drawn_again(self.calls.devices):
+    def _unless_different(self, route: Route | Refusal, call: Call, code: str) -> Route | Refusal:
+        """The route, if it gives what the function gives."""
+        if isinstance(route, Refusal):
+            return route
+        with preserved(self.calls.state), unharmed(call.tensors), torch_compat.drawn_again(self.calls.devices):
+            with interception.off():
+                found, _, shape = _with_containers(route.serve, call)
+        with preserved(self.calls.state), unharmed(call.tensors), torch_compat.drawn_again(self.calls.devices):
             expected, _, expected_shape = _with_containers(lambda c: self._function(*c.args, **c.kwargs), call)
-        return first_difference(found, expected) if shape == expected_shape else "another structure"
+        reason = first_difference(found, expected) if shape == expected_shape else "another structure"
+        return route if reason is None else Refusal(Event(code, "call", f"size {SizeKey(call.sizes)} gives {reason}"))
 
     # -- a size at which what Python reads decides what runs, see Note [Paths]
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from piecegraph.base import torch_compat
+from piecegraph.base.compare import same_bits
 from piecegraph.base.structure import each_once, flatten
 from piecegraph.base.user_code import user_line
 from piecegraph.engine.eager_interception import ShownCalls
@@ -135,7 +136,7 @@ class _Watch:
             if id(tensor) not in self._arguments:
                 _refuse_reshaping(function, tensor, place)
         for tensor, before in read:
-            if not _same_bits(tensor, before):
+            if not same_bits(tensor, before):
                 after = tensor.clone()
                 tensor.copy_(before)
                 self._save(tensor)
@@ -210,10 +211,3 @@ def _refuse_reshaping(function: Any, tensor: torch.Tensor, place: tuple[Any, ...
             hint="use the op that returns a view: t() for t_()",
             line=str(user_line() or ""),
         )
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if torch.equal(a, b):
-        return True
-    as_bytes = [t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
-    return torch.equal(*as_bytes)  # NaN is not equal to itself

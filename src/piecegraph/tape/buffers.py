@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from piecegraph.base import torch_compat
+from piecegraph.base.compare import same_bits
 from piecegraph.graph.signature import Call, TensorLeaf, dense_strides
 
 
@@ -125,3 +126,16 @@ def preserved(written: Sequence[torch.Tensor]) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in zip(written, saved, strict=True):
                 tensor.copy_(value)
+
+
+@contextlib.contextmanager
+def unharmed(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """As :func:`preserved`, for tensors that are most likely only read: those that cannot be written to are not."""
+    saved = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, saved, strict=True):
+                if not same_bits(tensor, value):
+                    tensor.copy_(value)
