@@ -497,3 +497,74 @@ def test_a_branch_on_a_size(compiled: Any) -> None:
     for size in (6, 1, 3, 6, 4):
         x = torch.randn(size, 2)
         torch.testing.assert_close(fast(x), branches(x))
+
+
+# --- numbers that lie on the CPU
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float64, torch.float32])
+@pytest.mark.parametrize("frontend", ["trace", "auto"])
+def test_a_number_on_the_cpu_is_data(dtype: torch.dtype, frontend: str) -> None:
+    def branch(x: Tensor, n: Tensor) -> Tensor:
+        return x * 2 if n.item() > 3 else x + n
+
+    def cut(x: Tensor, n: Tensor) -> Tensor:
+        return x[:, : int(n)].sum(1)
+
+    calls = [(torch.randn(3, 9), torch.tensor(number, dtype=dtype)) for number in (2, 2, 5, 1, 7, 0, 2)]
+    for function in (branch, cut):
+        fast = piecegraph.compile(function, frontend=frontend, backend="eager", on_fallback="ignore")
+        if frontend == "trace" and function is branch:
+            with pytest.raises(piecegraph.errors.TraceError, match="PG201"):
+                fast(*calls[0])
+        else:
+            compare(fast, function, calls)
+
+
+class Appending(nn.Module):
+    """Appends a row to those of the calls before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(2, 8, 4))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        end = int(self.count) + 1
+        self.rows[:, end - 1 : end] = x[:, None]
+        self.count += 1
+        return self.rows[:, :end].sum(1)
+
+
+def test_a_buffer_that_counts(compiled: Any) -> None:
+    plain, module = Appending(), Appending()
+    fast = compiled(module)
+    compare(fast, plain, [(torch.randn(2, 4),) for _ in range(6)])
+    torch.testing.assert_close(module.state_dict(), plain.state_dict())
+    assert module.count is dict(module.named_buffers())["count"]
+
+
+# --- sizes that are compared with the function itself
+
+
+@pytest.mark.parametrize("in_inference", [False, True])
+def test_a_size_of_one_with_arguments_that_cannot_be_written_to(compiled: Any, in_inference: bool) -> None:
+    def add(x: Tensor, mask: Tensor) -> Tensor:
+        return x * 2 + mask
+
+    with torch.inference_mode(in_inference):
+        calls = [(torch.randn(n, 4), torch.randn(1, 4).expand(n, 4)) for n in (5, 1, 3, 1)]
+    fast = compiled(add, dynamic_dims={"x": 0, "mask": 0}, capture_sizes=[1, 8])
+    for x, mask in calls:
+        torch.testing.assert_close(fast(x, mask), add(x, mask))
+    assert fast.stats()["coverage"] == 1
+
+
+def test_a_slice_beside_one_op_between_cuts(compiled: Any) -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        places = x.nonzero()
+        y = torch.sigmoid(x)
+        later = places[1:]
+        return torch.add(later, 1), y
+
+    compare(compiled(function, splitting_ops=["aten::sigmoid"]), function, [(torch.randn(4, 3),) for _ in range(3)])

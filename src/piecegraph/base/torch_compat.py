@@ -98,26 +98,11 @@ def dynamo_capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     receiver = (function.__self__,) if hasattr(function, "__self__") else ()
     bound = inspect.signature(plain_function, follow_wrapped=False).bind(*receiver, *args, **kwargs)
     bound.apply_defaults()
-    call_scopes = {"L": bound.arguments, "G": plain_function.__globals__}
+    outer = inspect.getclosurevars(plain_function).nonlocals
+    call_scopes = {"L": {**outer, **bound.arguments}, "G": plain_function.__globals__}
     touched = _touched_objects(told, call_scopes)
 
-    def run_bytecode(graph_function: Callable[..., Any]) -> Callable[..., Any]:
-        environment = captured.graph_capture_output.get_runtime_env()
-        backend_id = "no_graph" if backend_input is None else backend_input.backend_id
-        names = {**vars(builtins), **plain_function.__globals__}  # torch 2.11 does not look for builtins itself
-        generated = environment.forward_callable(backend_id, graph_function, extra_globals=names)
-
-        def run(*a: Any, **k: Any) -> Any:
-            before = [dict(vars(value)) for value in gone_on.copies]
-            try:
-                return generated(*receiver, *a, **k)
-            finally:  # a copy of the trace's is changed by every run, and every run is to find it as it was
-                for value, state in zip(gone_on.copies, before, strict=True):
-                    vars(value).clear()
-                    vars(value).update(state)
-
-        return run
-
+    run_bytecode = functools.partial(_around_graph, captured, plain_function, receiver, gone_on.copies)
     names, scopes = _outside_values(captured.graph_capture_output, plain_function, receiver)
     if backend_input is None:
         return DynamoCapture(None, (), None, objects, run_bytecode, touched, (), names, scopes, tuple(gone_on.left_out))
@@ -133,6 +118,31 @@ def dynamo_capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     return DynamoCapture(
         graph_module, inputs, fake_mode, objects, run_bytecode, touched, sources, names, scopes, left_out, sizes
     )
+
+
+def _around_graph(
+    captured: Any,
+    plain_function: Callable[..., Any],
+    receiver: tuple[Any, ...],
+    copies: Sequence[Any],
+    graph_function: Callable[..., Any],
+) -> Callable[..., Any]:
+    """The code that Dynamo generated around a graph, with a function in the graph's place."""
+    environment = captured.graph_capture_output.get_runtime_env()
+    backend_id = "no_graph" if captured.backend_input is None else captured.backend_input.backend_id
+    names = {**vars(builtins), **plain_function.__globals__}  # torch 2.11 does not look for builtins itself
+    generated = environment.forward_callable(backend_id, graph_function, extra_globals=names)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = [dict(vars(value)) for value in copies]
+        try:
+            return generated(*receiver, *args, **kwargs)
+        finally:  # a copy of the trace's is changed by every run, and every run is to find it as it was
+            for value, state in zip(copies, before, strict=True):
+                vars(value).clear()
+                vars(value).update(state)
+
+    return run
 
 
 def _symbolic_sizes(fake_mode: Any, scopes: Mapping[str, Any]) -> tuple[tuple[torch.Tensor, int, Any], ...]:
@@ -202,88 +212,114 @@ _patching_dynamo = threading.RLock()
 _LOGGING = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")
 
 
-@dataclass(frozen=True, slots=True)
-class _GoneOn:
-    """What a trace did where Dynamo would have given up."""
-
-    left_out: dict[str, None]
-    """The calls that are in no graph, with their lines."""
-    copies: list[Any]
-    """Objects that were copied while tracing."""
-
-
 @contextlib.contextmanager
-def _going_on() -> Iterator[_GoneOn]:
-    """Dynamo goes on, inside, where it would give up at something that changes no tensor.
+def _going_on() -> Iterator[_Tolerance]:
+    """Dynamo goes on, inside, where it would give up at something that changes no tensor."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.get_torch_obj_rule_map()  # made once, and not of what is in its place below
+    tolerance = _Tolerance()
+    with _patching_dynamo, contextlib.ExitStack() as undo:
+        for owner, name, patch in tolerance.patches():
+            if hasattr(owner, name):
+                undo.callback(setattr, owner, name, getattr(owner, name))
+            else:
+                undo.callback(delattr, owner, name)
+            setattr(owner, name, patch)
+        yield tolerance
+
+
+class _Tolerance:
+    """What Dynamo does in the place of giving up.
 
     Loggers, warnings, ``print`` and ``torch.backends.cudnn.flags`` are left out; ``requires_grad_()`` on what was
     computed without gradients, too; ``new_full`` with a tensor, which would be read on the host, fills with it instead.
-    ``copy.deepcopy``, which torch 2.13 traces by itself, copies Python objects once, while tracing.
+    ``copy.deepcopy``, which torch 2.13 traces by itself, copies Python objects once, while tracing. A number on the CPU
+    is data as any other: Dynamo would take it for the one of the trace, with a guard.
     """
-    from torch._dynamo import trace_rules
-    from torch._dynamo import utils as dynamo_utils
-    from torch._dynamo.source import GlobalSource
-    from torch._dynamo.variables import builtin, misc, tensor
-    from torch._dynamo.variables.base import VariableTracker
-    from torch._dynamo.variables.constant import ConstantVariable
 
-    gone_on = _GoneOn({}, [])
-    logger_call, ignored_call = misc.LoggingLoggerVariable.call_method, misc.IgnoredFunctionVariable.call_function
-    requires_grad, copied = tensor.TensorVariable.method_requires_grad_, builtin.BuiltinVariable.call_deepcopy
+    def __init__(self) -> None:
+        from torch._dynamo.variables import builtin, misc, tensor
+        from torch._subclasses.fake_tensor import FakeTensorConverter
 
-    def leave_out(what: str, tx: Any) -> None:
+        self._builtin, self._misc, self._tensor = builtin, misc, tensor
+        self._logger_call = misc.LoggingLoggerVariable.call_method
+        self._ignored_call = misc.IgnoredFunctionVariable.call_function
+        self._requires_grad = tensor.TensorVariable.method_requires_grad_
+        self._copied = builtin.BuiltinVariable.call_deepcopy
+        self._converter, self._converted = FakeTensorConverter, FakeTensorConverter.from_real_tensor
+        self.left_out: dict[str, None] = {}
+        """The calls that are in no graph, with their lines."""
+        self.copies: list[Any] = []
+        """Objects that were copied while tracing."""
+
+    def patches(self) -> list[tuple[Any, str, Any]]:
+        """(owner, name, what takes its place)."""
+        from torch._dynamo import utils
+
+        return [
+            (self._misc.LoggingLoggerVariable, "call_method", _as_method(self._call_logger)),
+            (self._misc.IgnoredFunctionVariable, "call_function", _as_method(self._call_ignored)),
+            (self._tensor.TensorVariable, "method_requires_grad_", _as_method(self._require_grad)),
+            (self._tensor.TensorVariable, "method_new_full", _as_method(self._new_full)),
+            (self._builtin.BuiltinVariable, "call_deepcopy", _as_method(self._deepcopy)),
+            (self._converter, "from_real_tensor", _as_method(self._convert)),
+            (torch.backends.cudnn, "flags", _without_cudnn_flags),
+            (utils, "_get_dynamo_config_for_logging", lambda: None),  # cannot write functions (torch 2.11)
+        ]
+
+    def _leave_out(self, what: str, tx: Any) -> None:
         frame = tx.frame_summary() if tx.f_code.co_filename != __file__ else tx.parent.frame_summary()
-        gone_on.left_out[f"{what} at {frame.filename.rpartition('/')[2]}:{frame.lineno}"] = None
+        self.left_out[f"{what} at {frame.filename.rpartition('/')[2]}:{frame.lineno}"] = None
 
-    def call_logger(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_logger(self, variable: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.variables.constant import ConstantVariable
+
         if name not in _LOGGING and not name.endswith(("_once", "_advice")):
-            return logger_call(self, tx, name, *args, **kwargs)
-        leave_out(f"logger.{name}", tx)
+            return self._logger_call(variable, tx, name, *args, **kwargs)
+        self._leave_out(f"logger.{name}", tx)
         return ConstantVariable.create(None)
 
-    def call_ignored(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        leave_out(self.value.__name__.lstrip("_"), tx)
-        return ignored_call(self, tx, *args, **kwargs)
+    def _call_ignored(self, variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        self._leave_out(variable.value.__name__.lstrip("_"), tx)
+        return self._ignored_call(variable, tx, *args, **kwargs)
 
-    def require_grad(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.source is not None:  # an argument or a weight: the caller would see it
-            return requires_grad(self, tx, *args, **kwargs)
-        leave_out("requires_grad_", tx)
-        return self
+    def _require_grad(self, variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if variable.source is not None:  # an argument or a weight: the caller would see it
+            return self._requires_grad(variable, tx, *args, **kwargs)
+        self._leave_out("requires_grad_", tx)
+        return variable
 
-    def deepcopy(self: Any, tx: Any, x: Any, *args: Any) -> Any:
+    def _deepcopy(self, variable: Any, tx: Any, x: Any, *args: Any) -> Any:
+        from torch._dynamo.source import GlobalSource
+        from torch._dynamo.variables.base import VariableTracker
+
         if x.python_type() in _COPIED_PART_BY_PART:
             return tx.inline_user_function_return(VariableTracker.build(tx, _copied_deeply), [x], {})
         if x.source is None or tx.output.side_effects.has_pending_mutation(x):
-            return copied(self, tx, x, *args)
+            return self._copied(variable, tx, x, *args)
         known: dict[int, Any] = {}
         value = copy.deepcopy(x.value, known)
         if any(isinstance(part, torch.Tensor) for part in known.values()) or not hasattr(value, "__dict__"):
-            return copied(self, tx, x, *args)
-        gone_on.copies.append(value)
+            return self._copied(variable, tx, x, *args)
+        self.copies.append(value)
         name = tx.output.install_global_by_id(_COPY, value)
         return VariableTracker.build(tx, value, GlobalSource(name))
 
-    def new_full(self: Any, tx: Any, size: Any = None, fill_value: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(fill_value, tensor.TensorVariable) or args:
-            return None  # Dynamo does it
-        return self.call_method(tx, "new_empty", [size], kwargs).call_method(tx, "fill_", [fill_value], {})
+    def _convert(self, converter: Any, *args: Any, **kwargs: Any) -> Any:
+        fake = self._converted(converter, *args, **kwargs)
+        fake.item_memo = None
+        return fake
 
-    trace_rules.get_torch_obj_rule_map()  # made once, and not of what is in its place below
-    with _patching_dynamo, contextlib.ExitStack() as undo:
-        undo.callback(delattr, tensor.TensorVariable, "method_new_full")
-        tensor.TensorVariable.method_new_full = new_full  # type: ignore[attr-defined]
-        for owner, name, patch in (
-            (misc.LoggingLoggerVariable, "call_method", call_logger),
-            (misc.IgnoredFunctionVariable, "call_function", call_ignored),
-            (tensor.TensorVariable, "method_requires_grad_", require_grad),
-            (builtin.BuiltinVariable, "call_deepcopy", deepcopy),
-            (torch.backends.cudnn, "flags", _without_cudnn_flags),
-            (dynamo_utils, "_get_dynamo_config_for_logging", lambda: None),  # cannot write functions (torch 2.11)
-        ):
-            undo.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, patch)
-        yield gone_on
+    def _new_full(self, variable: Any, tx: Any, size: Any = None, fill_value: Any = None, *args: Any, **kw: Any) -> Any:
+        if not isinstance(fill_value, self._tensor.TensorVariable) or args:
+            return None  # Dynamo does it
+        return variable.call_method(tx, "new_empty", [size], kw).call_method(tx, "fill_", [fill_value], {})
+
+
+def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that a class hands its instances to: a bound method would not be handed them."""
+    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
 
 
 def _cudnn_flags() -> None:
@@ -405,6 +441,13 @@ def unbacked_symbols(value: Any) -> frozenset[sympy.Symbol]:
     if not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return frozenset()
     return frozenset(free_unbacked_symbols(value))
+
+
+def is_unbacked(symbol: sympy.Symbol) -> bool:
+    """Whether a symbol stands for data."""
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    return symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
 
 
 def free_symbols(value: Any) -> tuple[sympy.Symbol, ...]:

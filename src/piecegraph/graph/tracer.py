@@ -88,7 +88,7 @@ def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, 
     if any(shapes[name][dim] != size for (name, dim), size in fixed.items()):
         # A size of 0 or 1 was traced as 2, and the model fixes it to that.
         return trace(function, replace(example, signature=signature), weights)
-    code = _GeneratedCode(capture, graph, example)
+    code = _GeneratedCode(capture, graph, inputs, example)
     try:
         results, structure, updates = _identify_results(code, inputs, tensors)
     except PiecegraphError:
@@ -105,7 +105,7 @@ def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, 
         results=results,
         structure=structure,
         updates=updates,
-        sizes=SizeRules.learn(signature, traced_sizes, capture.fake_mode),
+        sizes=SizeRules.learn(signature, traced_sizes, graph, capture.fake_mode),
         written_calls=tuple(s.index for n, s in inputs.items() if n in written and isinstance(s, FromCall)),
         written_weights=tuple(s for n, s in inputs.items() if n in written and isinstance(s, Weight)),
         hidden_state=(),
@@ -266,9 +266,18 @@ class _SizeMark(int):
 class _GeneratedCode:
     """The code that Dynamo generated around the graph, run with dummies for the graph's outputs."""
 
-    def __init__(self, capture: torch_compat.DynamoCapture, graph: torch.fx.Graph, example: Example) -> None:
+    def __init__(
+        self,
+        capture: torch_compat.DynamoCapture,
+        graph: torch.fx.Graph,
+        inputs: Mapping[torch.fx.Node, GraphInput],
+        example: Example,
+    ) -> None:
         outputs: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
-        dummies = [_dummy(node) for node in outputs]
+        # ``self.count += 1`` sets the buffer to what it is: a weight that comes out of the graph is its own dummy.
+        weights = {_fake_place(n): source.tensor for n, source in inputs.items() if isinstance(source, Weight)}
+        dummies = [weights.get(_fake_place(node)) for node in outputs]
+        dummies = [_dummy(node) if dummy is None else dummy for node, dummy in zip(outputs, dummies, strict=True)]
         # The dummies are kept with their nodes: an id means nothing once its object is gone.
         self.nodes = {id(dummy): (dummy, node) for dummy, node in zip(dummies, outputs, strict=True)}
         self._touched = capture.touched
@@ -466,6 +475,15 @@ def _restore(value: Any, state: dict[Any, Any]) -> None:
     elif hasattr(value, "__dict__"):
         value.__dict__.clear()
         value.__dict__.update(state)
+
+
+def _fake_place(node: Any) -> tuple[Any, ...] | None:
+    """Where a tensor of the graph lies, and how; None for what is none."""
+    fake = torch_compat.meta_value(node) if isinstance(node, torch.fx.Node) else None
+    if not isinstance(fake, torch.Tensor) or fake.layout is not torch.strided:
+        return None
+    layout = (fake.storage_offset(), tuple(fake.shape), tuple(fake.stride()), torch_compat.reading(fake))
+    return torch_compat.storage_id(fake), *map(str, layout)
 
 
 def _dummy(node: Any) -> Any:
