@@ -74,7 +74,7 @@ def constants(x: Tensor) -> Tensor:
 
 
 def there_and_back(x: Tensor) -> Tensor:
-    host = (x + 1).to("cpu", non_blocking=True)
+    host = (x + 1).to("cpu")  # without waiting, the next line would race with the copy
     host[0] += 1
     return host.cuda(non_blocking=True) * x + torch.zeros(3).to(x.device)
 
