@@ -46,6 +46,7 @@ CODES: dict[str, str] = {
     "PG205": "a dimension asked to be dynamic is fixed by the model",
     "PG206": "overlapping inputs, one of them written to",
     "PG207": "the shape, strides or memory of a tensor are changed in place",
+    "PG208": "the trace computes something else than the function",
     "PG301": "a full graph was asked for, but the model must be cut",
     "PG302": "a piece could not be compiled and runs as it was traced",
     "PG303": "a piece writes to one of two overlapping inputs and runs as it was traced",

@@ -568,3 +568,28 @@ def test_a_slice_beside_one_op_between_cuts(compiled: Any) -> None:
         return torch.add(later, 1), y
 
     compare(compiled(function, splitting_ops=["aten::sigmoid"]), function, [(torch.randn(4, 3),) for _ in range(3)])
+
+
+# --- functions that know that they are traced
+
+
+def asks(x: Tensor) -> Tensor:
+    return x * 2 if torch.compiler.is_compiling() else x + 1
+
+
+def test_a_function_that_asks_whether_it_is_traced() -> None:
+    fast = piecegraph.compile(asks, backend="eager", options={"graph_device": "simulated"})
+    compare(fast, asks, [(torch.randn(4, 3),) for _ in range(3)])
+    assert "PG208" in fast.explain()
+    assert fast.stats()["coverage"] == 1
+    with pytest.raises(piecegraph.errors.TraceError, match="PG208"):
+        piecegraph.compile(asks, frontend="trace", backend="eager")(torch.randn(4, 3))
+
+
+def test_values_that_are_no_function_of_the_data_are_not_compared() -> None:
+    memory = iter(range(100))
+
+    def uninitialised(x: Tensor) -> Tensor:
+        return x + (1 if torch.compiler.is_compiling() else next(memory))
+
+    assert piecegraph.compile(uninitialised, frontend="trace", backend="eager")(torch.randn(4)).shape == (4,)

@@ -25,15 +25,16 @@ def difference(found: Any, expected: Any) -> str | None:
         return f"{found.dtype} {tuple(found.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
     if not (expected.is_floating_point() or expected.is_complex()):
         return None if torch.equal(found, expected) else "other values"
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    limit = TOLERANCE.get(expected.dtype, 1e-3)
+    found, expected = found.detach().to(wide), expected.detach().to(wide)
     if bool((found.isnan() != expected.isnan()).any()):
         return "NaN"
-    kept = ~expected.isnan() & ~expected.isinf()
     if bool((found.isinf() != expected.isinf()).any()):
         return "other infinities"
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    a, b = (torch.where(kept, t, 0).to(wide) for t in (found, expected))
+    kept = ~expected.isnan() & ~expected.isinf()
+    a, b = (torch.where(kept, t, 0) for t in (found, expected))
     error = float((a - b).abs().norm() / b.abs().norm().clamp_min(1e-30)) if b.numel() else 0.0
-    limit = TOLERANCE.get(expected.dtype, 1e-3)
     return None if error <= limit else f"a relative difference of {error:.1e}"
 
 

@@ -12,12 +12,12 @@ import torch
 from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Cut, Decision, Piece, Plan, SizeDim
-from piecegraph.base.structure import flatten
 from piecegraph.engine.breakable import BreakableBody
 from piecegraph.engine.breaker import BreakRules
 from piecegraph.engine.mode import choose_mode, make_graph_device
 from piecegraph.engine.pipeline import Pipeline
 from piecegraph.engine.runner import PlanRunner
+from piecegraph.engine.trace_check import check_trace
 from piecegraph.engine.watch import Watched, watch_example
 from piecegraph.errors import PiecegraphError, TraceError, describe, located
 from piecegraph.graph.cut_rules import CutRules
@@ -220,6 +220,7 @@ class Planner:
         traced, decisions = pipeline.fuse(pipeline.trace(subject.function, example, subject.weights()))
         self._joined += [w for w in traced.inputs.values() if isinstance(w, Weight) and w.parts]
         watched = watch_example(subject.function, example)
+        check_trace(traced, watched, subject.function, example)
         pipeline.clock.lap("watch")
         seen = replace(
             traced,
@@ -288,9 +289,7 @@ def _with_seen_aliases(traced: Traced, watched: Watched) -> tuple[TracedLeaf, ..
 
     A trace does not always know: dropout that drops nothing returns what it was given.
     """
-    leaves = flatten(watched.returned)[0]
-    if len(leaves) != len(traced.results):
-        return traced.results
+    leaves = watched.leaves(len(traced.results)) or [None] * len(traced.results)
     results = []
     for leaf, found in zip(traced.results, leaves, strict=True):
         argument = watched.same_place(found) if isinstance(leaf, FromGraph) else None

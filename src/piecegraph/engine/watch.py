@@ -50,6 +50,13 @@ class Watched:
         leaves, _, _ = flatten(self.returned, is_container=each_once())
         return tuple(leaf.device if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
 
+    def leaves(self, number: int) -> list[Any]:
+        """The parts of the result, if it is one of so many: objects that the call made are taken apart or not."""
+        for found in (flatten(self.returned)[0], flatten(self.returned, is_container=each_once())[0]):
+            if len(found) == number:
+                return found
+        return []
+
     def same_place(self, leaf: Any) -> int | None:
         """Which argument a result is, if it is one."""
         if not torch_compat.has_memory(leaf):
