@@ -593,3 +593,36 @@ def test_values_that_are_no_function_of_the_data_are_not_compared() -> None:
         return x + (1 if torch.compiler.is_compiling() else next(memory))
 
     assert piecegraph.compile(uninitialised, frontend="trace", backend="eager")(torch.randn(4)).shape == (4,)
+
+
+# --- objects in results
+
+
+class Cache:
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+        self.layers: list[Any] = []
+
+
+class Layer:
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+        self.is_filled = True
+
+
+def test_an_object_that_the_call_makes_is_made_anew(compiled: Any) -> None:
+    def function(x: Tensor) -> dict[str, Any]:
+        cache = Cache("settings")
+        cache.layers += [Layer(x * 2), Layer(x + 1)]
+        return {"logits": x - 1, "cache": cache}
+
+    fast, kept = compiled(function), []
+    for size in (4, 3, 4):
+        x = torch.randn(size, 2)
+        found = fast(x)["cache"]
+        assert type(found) is Cache
+        assert found.settings == "settings"
+        torch.testing.assert_close([layer.keys for layer in found.layers], [x * 2, x + 1])
+        kept.append(found)
+    assert len({id(cache) for cache in kept}) == len({id(cache.layers[0]) for cache in kept}) == 3
+    assert fast.stats()["coverage"] == 1

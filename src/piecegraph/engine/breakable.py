@@ -18,7 +18,7 @@ from piecegraph.base import torch_compat
 from piecegraph.base.call_stack import paths_from, stacks_from_here
 from piecegraph.base.compare import first_difference
 from piecegraph.base.plan import Cut
-from piecegraph.base.structure import flatten
+from piecegraph.base.structure import Structure, each_once, flatten
 from piecegraph.engine.breaker import MARKED, Breaker, BreakRules, NoGraphs, Reads, callbacks
 from piecegraph.engine.eager_interception import CallLog, ShownCalls
 from piecegraph.engine.python_state import PythonState, outer_objects
@@ -46,7 +46,8 @@ class _Run:
 
 def _are_alike(first: Any, second: Any) -> bool:
     """Whether two results hold the same tensors."""
-    tensors = [[leaf for leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor)] for result in (first, second)]
+    leaves = [flatten(result, is_container=each_once())[0] for result in (first, second)]
+    tensors = [[leaf for leaf in found if isinstance(leaf, torch.Tensor)] for found in leaves]
     return len(tensors[0]) == len(tensors[1]) and first_difference(*tensors) is None
 
 
@@ -99,11 +100,17 @@ class BreakableBody:
         self.written_calls = watched.written_calls
         self.written_state = watched.written_state
         self.updates: tuple[Update, ...] = ()
-        leaves, paths, self.structure = flatten(watched.returned)
+        self._older = seen.python.objects
+        leaves, paths, self.structure = self._take_apart(watched.returned)
         state = {torch_compat.storage_id(tensor): tensor for tensor in self._weights.values()}
         self.leaves: tuple[ResultLeaf, ...] = tuple(
             _leaf(i, leaf, path, watched, state) for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True))
         )
+
+    def _take_apart(self, returned: Any) -> tuple[list[Any], list[str], Structure]:
+        """The leaves of a result. Objects that the call made, such as a cache, are made anew at every call."""
+        is_new = each_once()
+        return flatten(returned, is_container=lambda value: id(value) not in self._older and is_new(value))
 
     def values_in_reach(self) -> OutsideValues:
         """The numbers and strings outside the call that it may read."""
@@ -181,7 +188,7 @@ class BreakableBody:
         if sizes in self._has_reads and all((sizes, index) in self._views for index in views):
             return
         run = self._settled_run(tensors)
-        leaves = flatten(run.watched.returned)[0]
+        leaves = self._take_apart(run.watched.returned)[0]
         self._has_reads[sizes] = bool(run.breaker.reads.answers)
         self._remember(leaves, sizes)
         for index in views if not self._has_reads[sizes] or run.breaker.reads.answers == self.expected else ():
@@ -201,7 +208,7 @@ class BreakableBody:
             return self._function(*args, **kwargs)
 
     def run(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
-        leaves, _, structure = flatten(self.call(tensors))
+        leaves, _, structure = self._take_apart(self.call(tensors))
         if structure != self.structure:
             raise RecordError(
                 "PG403", f"the function returned another structure at size {sizes}", hint='use frontend="trace"'

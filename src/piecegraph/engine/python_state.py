@@ -73,6 +73,11 @@ class PythonState:
         """Those among the objects."""
         return [value for _, value, _ in self._before if isinstance(value, torch.Tensor)]
 
+    @property
+    def objects(self) -> dict[int, Any]:
+        """All of them, by their ids."""
+        return {id(value): value for _, value, _ in self._before}
+
     def restore(self) -> None:
         """Put containers and attributes back to what they were."""
         random.setstate(self._random[0][1])
