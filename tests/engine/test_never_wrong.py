@@ -626,3 +626,30 @@ def test_an_object_that_the_call_makes_is_made_anew(compiled: Any) -> None:
         kept.append(found)
     assert len({id(cache) for cache in kept}) == len({id(cache.layers[0]) for cache in kept}) == 3
     assert fast.stats()["coverage"] == 1
+
+
+# --- how results lie in memory
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: (x * 2).expand(2, *x.shape), lambda x: (x + 1)[::2], lambda x: torch.fft.fft(x).real, lambda x: (x + 1).T],
+    ids=["expand", "slice", "real", "turned"],
+)
+def test_results_lie_as_those_of_the_function(compiled: Any, function: Callable[..., Tensor]) -> None:
+    fast = compiled(function, dynamic_dims={"x": 0})
+    for _ in range(3):
+        x = torch.randn(8, 4)
+        found, expected = fast(x), function(x)
+        torch.testing.assert_close(found, expected)
+        assert found.stride() == expected.stride()
+
+
+def test_an_argument_that_is_turned_in_place_is_refused(compiled: Any) -> None:
+    def function(x: Tensor) -> Tensor:
+        same = x.to(x.dtype)
+        same.t_()
+        return x + 1
+
+    with pytest.raises(piecegraph.errors.PiecegraphError, match="PG207 the shape, strides or memory of x"):
+        compiled(function)(torch.randn(1, 4))

@@ -22,7 +22,7 @@ from piecegraph.base.structure import Structure, each_once, flatten
 from piecegraph.engine.breaker import MARKED, Breaker, BreakRules, NoGraphs, Reads, callbacks
 from piecegraph.engine.eager_interception import CallLog, ShownCalls
 from piecegraph.engine.python_state import PythonState, outer_objects
-from piecegraph.engine.watch import ViewOp, Watched, watch
+from piecegraph.engine.watch import ViewOp, Watched, refuse_moved, watch
 from piecegraph.errors import RecordError, TraceError
 from piecegraph.graph.example import Example
 from piecegraph.graph.interception import Interception
@@ -140,7 +140,7 @@ class BreakableBody:
         then something was kept for later, as any first call would have done.
         """
         first = self._watched_run(tensors, is_careful=False)
-        _refuse_moved([self._example.signature.tensors[i].name for i in first.watched.moved_calls])
+        refuse_moved(first.watched, self._example)
         change = first.python.change()
         if change is None:
             return first
@@ -241,16 +241,6 @@ class BreakableBody:
             watch_weight(Weight(name, tensor), "the recorded graphs", self._current_weight)
             for name, tensor in self._weights.items()
         ]
-
-
-def _refuse_moved(names: Sequence[str]) -> None:
-    if names:
-        raise TraceError(
-            "PG207",
-            f"the shape, strides or memory of {names[0]} are changed in place",
-            why="a replay works on copies of the arguments, and would leave the caller's tensor as it is",
-            hint="return the view, or a new tensor, instead",
-        )
 
 
 def _leaf(index: int, leaf: Any, path: str, watched: Watched, state: Mapping[int, torch.Tensor]) -> ResultLeaf:

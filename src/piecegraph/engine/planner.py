@@ -18,7 +18,7 @@ from piecegraph.engine.mode import choose_mode, make_graph_device
 from piecegraph.engine.pipeline import Pipeline
 from piecegraph.engine.runner import PlanRunner
 from piecegraph.engine.trace_check import check_trace
-from piecegraph.engine.watch import Watched, watch_example
+from piecegraph.engine.watch import Watched, refuse_moved, watch_example
 from piecegraph.errors import PiecegraphError, TraceError, describe, located
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.dims import EarlierShape
@@ -220,6 +220,7 @@ class Planner:
         traced, decisions = pipeline.fuse(pipeline.trace(subject.function, example, subject.weights()))
         self._joined += [w for w in traced.inputs.values() if isinstance(w, Weight) and w.parts]
         watched = watch_example(subject.function, example)
+        refuse_moved(watched, example)
         check_trace(traced, watched, subject.function, example)
         pipeline.clock.lap("watch")
         seen = replace(
@@ -280,7 +281,7 @@ class Planner:
         return None if mode in ("none", "direct") else self.device
 
 
-_NO_MATTER_OF_TRACING = ("PG202", "PG203", "PG205")
+_NO_MATTER_OF_TRACING = ("PG202", "PG203", "PG205", "PG207")
 """Python state would not change in a replay of any kind, and arguments are what they are."""
 
 

@@ -15,10 +15,10 @@ import torch
 from piecegraph.base import torch_compat
 from piecegraph.base.events import Event
 from piecegraph.base.plan import SizeKey
-from piecegraph.graph.signature import Binder, Call, TensorLeaf
+from piecegraph.graph.signature import Binder, Call, TensorLeaf, is_dense
 from piecegraph.graph.sources import Fixed, FromCall, FromSize, Update
 from piecegraph.tape.body import Body, FromOutput, Observed, ResultLeaf, SeenView
-from piecegraph.tape.buffers import StaticInputs, conform, padded_parts, real_part
+from piecegraph.tape.buffers import StaticInputs, conform, copy_as_it_lies, padded_parts, real_part
 from piecegraph.tape.device import GraphDevice
 from piecegraph.tape.tape import Addresses, DirectTape, Tape
 
@@ -237,9 +237,12 @@ def _output_maker(
     cuts = [(dim, want) for dim, (have, want) in enumerate(zip(full, shape, strict=True)) if have != want]
 
     def make(outputs: Sequence[Any], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        value: torch.Tensor = outputs[index]
+        whole: torch.Tensor = outputs[index]
+        value = whole
         for dim, length in cuts:
             value = value.narrow(dim, 0, length)
-        return value.clone() if clone else value
+        if not clone:
+            return value
+        return value.clone() if whole.is_contiguous() or is_dense(whole) else copy_as_it_lies(value)
 
     return make

@@ -109,6 +109,17 @@ def watch_example(function: Callable[..., Any], example: Example) -> Watched:
     return watch(call, example.tensors)
 
 
+def refuse_moved(watched: Watched, example: Example) -> None:
+    """Arguments that are other tensors after the call cannot be made so by a replay."""
+    for index in watched.moved_calls:
+        raise TraceError(
+            "PG207",
+            f"the shape, strides or memory of {example.signature.tensors[index].name} are changed in place",
+            why="a replay works on copies of the arguments, and would leave the caller's tensor as it is",
+            hint="return the view, or a new tensor, instead",
+        )
+
+
 class _Watch:
     """Sees every call of a run."""
 

@@ -303,7 +303,7 @@ def _leaf(name: str, value: Any, dynamic: dict[int, int], is_static: bool) -> Le
             )
         shape = tuple(value.shape)
         strides = value.stride()
-        order = sorted(range(len(shape)), key=lambda d: (-strides[d], d)) if _is_dense(value) else range(len(shape))
+        order = sorted(range(len(shape)), key=lambda d: (-strides[d], d)) if is_dense(value) else range(len(shape))
         return TensorLeaf(
             name=name,
             dtype=value.dtype,
@@ -330,7 +330,7 @@ def is_constant(value: Any) -> bool:
     return isinstance(value, _CONSTANTS)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill a block of memory without gaps or overlaps, in some order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -116,6 +116,15 @@ def padded_parts(view: torch.Tensor, leaf: TensorLeaf, sizes: tuple[int, ...]) -
     ]
 
 
+def copy_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, also of a tensor that leaves memory out or reads it twice (``expand``)."""
+    if not tensor.numel():
+        return tensor.clone()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.as_strided((extent,), (1,)).clone()
+    return memory.as_strided(tensor.shape, tensor.stride(), 0)
+
+
 @contextlib.contextmanager
 def preserved(written: Sequence[torch.Tensor]) -> Iterator[None]:
     """Put tensors back to what they were, whatever runs inside writes to them."""
