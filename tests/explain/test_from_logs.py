@@ -326,6 +326,6 @@ def test_a_cause_that_only_a_line_of_the_log_tells(tmp_path: Path) -> None:
     path = tmp_path / "run.log"
     path.write_text("Out of memory: Killed process 4242 (python) total-vm:214748364kB\nbye\n")
     page = explain_logs([path])
-    assert page.outcome == "nothing"
+    assert page.outcome == "failure"
     assert [known.id for known in page.known] == ["host-oom-killed"]
     assert "host-oom-killed" in to_text(page)

@@ -39,7 +39,7 @@ def explain_logs(
     catalogue = load_catalogue(issues)
     runs = _read_evidence([os.fspath(path) for path in paths], catalogue, progress=progress)
     # Of several runs in one log, the last that failed is the one somebody is waiting for.
-    failed = [run for run in runs if triage(run).root is not None]
+    failed = [run for run in runs if (found := triage(run)).root is not None and not found.is_stopped]
     chosen = failed[-1] if failed else runs[-1]
     return compose(chosen, catalogue, other_runs=[run for run in runs if run is not chosen])
 

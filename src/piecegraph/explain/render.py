@@ -56,7 +56,11 @@ def to_dict(page: Page) -> dict[str, Any]:
 def _about(page: Page) -> str:
     names = page.sources
     shown = ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} more"
-    return f"{shown}: {page.num_lines:,} lines" if page.num_lines else shown
+    about = f"{shown}: {page.num_lines:,} lines" if page.num_lines else shown
+    if not page.other_runs:
+        return about
+    which = "the last that failed" if page.outcome == "failure" else "the last"
+    return f"{about}; run {page.run_number} of {1 + len(page.other_runs)} in this log, {which}"
 
 
 def _text_lines(row: PageRow, width: int) -> list[str]:
