@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from piecegraph.errors import InputError, PiecegraphError
+from piecegraph.explain.as_json import to_dict
 from piecegraph.explain.from_logs import explain_logs
 from piecegraph.explain.log import collected, scan, source
-from piecegraph.explain.render import to_dict, to_html, to_markdown, to_text
+from piecegraph.explain.render import to_html, to_markdown, to_text
 from tests.cli.test_cli import run
 from tests.explain.log.test_interleaved import CAPTURE
 from tests.explain.log.test_lines import FATAL, OTHER, PREFIXES, TRACEBACK
@@ -316,9 +317,9 @@ source = "seen with acme 2.3"
 def test_known_issues_of_ones_own(log: Path) -> None:
     issues = log.with_name("team.toml")
     issues.write_text(OURS)
-    done = run("explain", str(log), "--issues", str(issues))
+    done = run("explain", str(log), "--known", str(issues))
     assert "known issue   The loss is not a number  (acme-nan)" in done.stdout
-    assert "acme-nan" in run("explain", "--list", "--issues", str(issues)).stdout
+    assert "acme-nan" in run("explain", "--list", "--known", str(issues)).stdout
     assert "none of the catalogue matches" in run("explain", str(log)).stdout
 
 

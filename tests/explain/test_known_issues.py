@@ -8,15 +8,9 @@ from pathlib import Path
 import pytest
 
 from piecegraph.errors import ConfigError
+from piecegraph.explain.catalogue import load_catalogue, parse_catalogue
 from piecegraph.explain.evidence import Failure, Frame, Raised
-from piecegraph.explain.known_issues import (
-    KnownIssue,
-    describe,
-    load_catalogue,
-    log_line_matcher,
-    match_known_issues,
-    parse_catalogue,
-)
+from piecegraph.explain.known_issues import KnownIssue, describe, log_line_matcher, match_known_issues
 from tests.cases.known_failures import EXAMPLES, LINES, NEAR_MISSES, QUIET_LINES
 from tests.cases.real_failures import REAL
 
@@ -184,6 +178,7 @@ WRONG = {
     "no id": (entry(id=""), "no field 'id'"),
     "no fix": (entry(fix=""), "no field 'fix'"),
     "an unknown field": (entry(severity="'high'"), "unknown field 'severity'"),
+    "a misspelt field": (entry(exeption="'high'"), "did you mean 'exception'?"),
     "a number for a text": (entry(title="3"), "'title'"),
     "an empty text": (entry(meaning="' '"), "'meaning'"),
     "an id of two words": (entry(id="'Some Id'"), "kebab-case"),
@@ -195,10 +190,14 @@ WRONG = {
     "a pattern for everything": (entry(frame="'x?'"), "matches everything"),
     "an unbounded repeat": (entry(exception="'a.*b'"), "upper bound"),
     "a nested repeat": (entry(exception="'(a+)+b'"), "upper bound"),
+    "repeats inside of repeats": (entry(exception="'(a{1,99}){1,99}b'"), "hours"),
+    "repeats in a row": (entry(log_line="'never ending.{0,900}x{0,900}y{0,900}z'"), "hours"),
     "an open range": (entry(log_line="'a{2,}b'"), "upper bound"),
     "a flag": (entry(exception="'(?i)boom'"), "flags"),
     "a line without plain words": (entry(log_line=r"'boom \d{1,3}|\w{2,3}'"), "no plain words"),
     "refines that is no list": (entry(refines="'b'"), "'refines'"),
+    "examples that are no list": (entry(examples="'boom'"), "'examples'"),
+    "an empty example": (entry(counter_examples="['']"), "'counter_examples'"),
     "echo that is no truth": (entry(echo="'yes'"), "'echo'"),
 }
 
@@ -236,7 +235,7 @@ class TestExtra:
     def load(self, tmp_path: Path, text: str) -> tuple[KnownIssue, ...]:
         path = tmp_path / "team.toml"
         path.write_text(text)
-        return load_catalogue(path)
+        return load_catalogue([path])
 
     def test_a_team_adds_its_own(self, tmp_path: Path) -> None:
         added = self.load(
@@ -249,7 +248,7 @@ class TestExtra:
         assert [issue.id for issue in match_known_issues(failure, added)] == ["ours", "cuda-out-of-memory"]
 
     def test_an_id_is_taken(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="port-in-use: two entries"):
+        with pytest.raises(ConfigError, match=r"team.toml, line 1: the id 'port-in-use' is taken, by known_issues"):
             self.load(tmp_path, entry(id="'port-in-use'"))
 
     def test_refines_nothing(self, tmp_path: Path) -> None:
@@ -262,12 +261,12 @@ class TestExtra:
 
     def test_no_such_file(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="team.toml"):
-            load_catalogue(tmp_path / "team.toml")
+            load_catalogue([tmp_path / "team.toml"])
 
     def test_no_text(self, tmp_path: Path) -> None:
         (tmp_path / "team.toml").write_bytes(b"\xff\xfe\x00")
         with pytest.raises(ConfigError, match="team.toml"):
-            load_catalogue(tmp_path / "team.toml")
+            load_catalogue([tmp_path / "team.toml"])
 
 
 def test_describe_and_rule() -> None:

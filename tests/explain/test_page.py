@@ -8,11 +8,12 @@ import json
 import pytest
 
 from piecegraph.explain.advice import judge_suggestions
+from piecegraph.explain.as_json import SCHEMA, to_dict
 from piecegraph.explain.evidence import Evidence, Exit, Failure, Frame, Milestone, Process, Raised
 from piecegraph.explain.frames import place_of
 from piecegraph.explain.log.scan import Scanner
 from piecegraph.explain.page import Page, compose, fold
-from piecegraph.explain.render import SCHEMA, to_dict, to_html, to_markdown, to_text
+from piecegraph.explain.render import to_html, to_markdown, to_text
 from piecegraph.explain.root_cause import find_root_cause, triage
 from tests.explain.log.test_lines import TRACEBACK, prefixed, scan
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from piecegraph.explain.advice import Suggestion, judge_suggestions
+from piecegraph.explain.catalogue import load_catalogue
 from piecegraph.explain.evidence import (
     PHASES,
     Certainty,
@@ -21,7 +22,7 @@ from piecegraph.explain.evidence import (
     TreeLine,
 )
 from piecegraph.explain.frames import layers_of, phase_of, place_of
-from piecegraph.explain.known_issues import KnownIssue, load_catalogue, match_known_issues
+from piecegraph.explain.known_issues import KnownIssue, match_known_issues
 from piecegraph.explain.root_cause import RootCause, Triage, find_root_cause, triage
 
 Outcome = Literal["failure", "stopped", "exits", "call chains", "nothing"]

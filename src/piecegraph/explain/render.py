@@ -1,16 +1,12 @@
-"""A page as text, Markdown, HTML or a dictionary for JSON."""
+"""A page as text, Markdown or HTML."""
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
-from typing import Any
 
 from piecegraph.explain.page import Page
 from piecegraph.explain.wording import PageRow, Section, headline, sections
 
-SCHEMA = 1
-"""Raised when a field of :func:`to_dict` is renamed or removed."""
 WIDTH = 118
 _LABEL = 14
 _ANSI = {"strong": "\x1b[1m", "bad": "\x1b[31;1m", "good": "\x1b[32m", "quiet": "\x1b[2m", "": ""}
@@ -46,11 +42,6 @@ def to_html(page: Page) -> str:
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_TEMPLATE)
     html = template.render(page=page, headline=headline(page), about=_about(page), sections=sections(page))
     return "\n".join(map(_printable, html.split("\n")))
-
-
-def to_dict(page: Page) -> dict[str, Any]:
-    """The page's facts for programs, with the schema's version."""
-    return {"schema": SCHEMA, "headline": headline(page), **dataclasses.asdict(page)}
 
 
 def _about(page: Page) -> str:
