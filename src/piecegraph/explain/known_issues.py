@@ -67,6 +67,15 @@ class KnownIssue:
         return "; or ".join(clauses)
 
 
+@dataclass(frozen=True, slots=True)
+class Match:
+    """An entry whose rule holds."""
+
+    issue: KnownIssue
+    is_of_root: bool
+    """Whether it speaks of the failure itself. A line elsewhere in the log may tell of something beside it."""
+
+
 def match_known_issues(
     failure: Failure, catalogue: Iterable[KnownIssue], lines: Iterable[str] = ()
 ) -> tuple[KnownIssue, ...]:
@@ -77,30 +86,50 @@ def match_known_issues(
         catalogue: the entries to try.
         lines: lines of the log that belong to no exception, for the entries that know their cause by one.
     """
+    return tuple(match.issue for match in find_matches(failure, catalogue, lines))
+
+
+def find_matches(failure: Failure, catalogue: Iterable[KnownIssue], lines: Iterable[str] = ()) -> tuple[Match, ...]:
+    """The same with how they belong to the failure; those that only a line beside it tells of come last."""
     texts = [_exception_text(raised) for raised in failure.chain]
     frames = {
         f"{frame.file}:{frame.function}".replace("\\", "/") for raised in failure.chain for frame in raised.frames
     }
     first_related = _first_related(failure.chain, texts)
     catalogue = tuple(catalogue)
-    entries_of = log_line_matcher(catalogue)
-    by_line = {issue.id for line in lines for issue in entries_of(line)}
+    by_line = _matched_lines(catalogue, lines)
+    positions = {issue.id: _matched_at(issue, texts, frames) for issue in catalogue}
+    raised_ids = {name for name, position in positions.items() if position is not None}
     found = []
     for order, issue in enumerate(catalogue):
-        position = _matched_at(issue, texts, frames)
-        if position is None and issue.id in by_line:
-            position = len(texts)
-        if position is not None:
-            rank = (issue.echo, position < first_related, -issue.specificity, issue.frame is None, position, order)
-            found.append((rank, issue))
-    return tuple(issue for _, issue in sorted(found, key=lambda pair: pair[0]))
+        position = positions[issue.id]
+        if position is None and issue.id not in by_line:
+            continue
+        is_raised = position is not None or not raised_ids.isdisjoint(issue.refines)
+        is_quoted = any(line in text for line in by_line.get(issue.id, ()) for text in texts)
+        is_of_root = is_raised or is_quoted or not texts
+        at = len(texts) if position is None else position
+        tier = (not is_of_root, issue.echo, not is_raised)
+        found.append(
+            ((*tier, at < first_related, -issue.specificity, issue.frame is None, at, order), issue, is_of_root)
+        )
+    return tuple(Match(issue, is_of_root) for _, issue, is_of_root in sorted(found, key=lambda match: match[0]))
+
+
+def _matched_lines(catalogue: Sequence[KnownIssue], lines: Iterable[str]) -> dict[str, list[str]]:
+    """The lines by which entries know their cause, by the id of the entry."""
+    entries_of = log_line_matcher(catalogue)
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        for issue in entries_of(line):
+            found.setdefault(issue.id, []).append(line.strip())
+    return found
 
 
 def log_line_matcher(catalogue: Iterable[KnownIssue]) -> Callable[[str], tuple[KnownIssue, ...]]:
     """A function that takes a line and gives the entries that know their cause by it, the most specific first.
 
     Make it once and call it for every line of a log; nearly all of them are dismissed in a few microseconds.
-
     """
     rules = [(word, issue.log_line, issue) for issue in catalogue if issue.log_line for word in issue.line_words]
 

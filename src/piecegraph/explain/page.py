@@ -22,7 +22,7 @@ from piecegraph.explain.evidence import (
     TreeLine,
 )
 from piecegraph.explain.frames import layers_of, phase_of, place_of
-from piecegraph.explain.known_issues import KnownIssue, match_known_issues
+from piecegraph.explain.known_issues import KnownIssue, find_matches
 from piecegraph.explain.root_cause import RootCause, Triage, find_root_cause, triage
 
 Outcome = Literal["failure", "stopped", "exits", "call chains", "nothing"]
@@ -116,6 +116,8 @@ class KnownMatch:
     fixed_in: str
     source: str
     rule: str
+    is_of_root: bool
+    """Whether it speaks of the root cause, and not of something else in the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,8 +207,17 @@ def _known(evidence: Evidence, failure: Failure | None, catalogue: Sequence[Know
     failure = failure or Failure(chain=(), kind="killed")
     lines = [text for text, _ in evidence.known_issue_lines]
     return tuple(
-        KnownMatch(issue.id, issue.title, issue.meaning, issue.fix, issue.fixed_in, issue.source, issue.rule)
-        for issue in match_known_issues(failure, catalogue, lines)
+        KnownMatch(
+            (issue := match.issue).id,
+            issue.title,
+            issue.meaning,
+            issue.fix,
+            issue.fixed_in,
+            issue.source,
+            issue.rule,
+            match.is_of_root,
+        )
+        for match in find_matches(failure, catalogue, lines)
     )
 
 

@@ -57,7 +57,13 @@ _LABELS: dict[str, dict[str, str]] = {
     "PHASE": {"": "certain", "done": "certain", "begun": "certain", "passed": "likely", "FAILED": "phase"}
     | {"inside": "stack"},
     "STACK": {"": "stack"},
-    "ADVICE": {"known issue": "known", "also matches": "known", "rule": "certain", "source": "certain"},
+    "ADVICE": {
+        "known issue": "known",
+        "also matches": "known",
+        "elsewhere": "certain",
+        "rule": "certain",
+        "source": "certain",
+    },
     "ARTEFACTS": {"": "certain"},
 }
 """What decides on a statement: a certainty, or a field of :class:`Certainties`. What is not here is called likely."""

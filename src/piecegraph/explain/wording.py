@@ -335,10 +335,13 @@ def _tree_row(line: TreeLine) -> PageRow:
 
 
 def _advice_rows(page: Page) -> list[PageRow]:
-    rows = [row for known in page.known[:1] for row in _known_rows(known)]
-    rows += [PageRow("also matches", f"{known.title}  ({known.id})", "quiet") for known in page.known[1:]]
-    if page.outcome == "failure" and not page.known:
+    matching = [known for known in page.known if known.is_of_root]
+    rows = [row for known in matching[:1] for row in _known_rows(known)]
+    rows += [PageRow("also matches", f"{known.title}  ({known.id})", "quiet") for known in matching[1:]]
+    if page.outcome == "failure" and not matching:
         rows.append(PageRow("known issue", "none of the catalogue matches", "quiet"))
+    others = [known for known in page.known if not known.is_of_root]
+    rows += [PageRow("elsewhere", f"a line of this log tells of: {known.title}  ({known.id})") for known in others]
     for suggestion in page.suggestions:
         rows.append(_suggestion_row(suggestion))
     if page.outcome == "call chains":
