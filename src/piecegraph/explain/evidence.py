@@ -95,6 +95,8 @@ class Failure:
     time_ns: int | None = None
     death: Death | None = None
     """Set if a line tells it, and not an exception."""
+    last_lines: tuple[str, ...] = ()
+    """What the first of them printed last, where it left no exception."""
 
 
 @dataclass(frozen=True, slots=True)

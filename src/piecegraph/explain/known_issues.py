@@ -106,7 +106,7 @@ def find_matches(failure: Failure, catalogue: Iterable[KnownIssue], lines: Itera
         if position is None and issue.id not in by_line:
             continue
         is_raised = position is not None or not raised_ids.isdisjoint(issue.refines)
-        is_quoted = any(line in text for line in by_line.get(issue.id, ()) for text in texts)
+        is_quoted = any(line in text for line in by_line.get(issue.id, ()) for text in (*texts, *failure.last_lines))
         is_of_root = is_raised or is_quoted or not texts
         at = len(texts) if position is None else position
         tier = (not is_of_root, issue.echo, not is_raised)

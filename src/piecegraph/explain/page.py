@@ -46,6 +46,8 @@ class FailureGroup:
     death: Death | None = None
     num_unnamed: int = 0
     """How many of the prints carry no name."""
+    last_lines: tuple[str, ...] = ()
+    """What a process that left no exception printed last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +253,7 @@ def _group(failure: Failure, role: Literal["root", "other", "echo", "survived"])
         failure.count if failure.certainty == "recorded" else failure.num_writers,
         failure.death,
         failure.num_unnamed,
+        last_lines=failure.last_lines,
     )
 
 

@@ -50,7 +50,7 @@ _LABELS: dict[str, dict[str, str]] = {
         "only echoes": "roles",
     }
     | dict.fromkeys(("shown as", "then"), "stack")
-    | dict.fromkeys(("mind", "error line", "last line", "last lines"), "certain"),
+    | dict.fromkeys(("mind", "error line", "last line", "last printed"), "certain"),
     "WHO": dict.fromkeys(("", "failed", "seen", "also seen", "launcher", "ended", "certain"), "certain")
     | dict.fromkeys(("also failed", "echo", "survived"), "roles")
     | {"likely": "likely", "cannot tell": "unknown"},

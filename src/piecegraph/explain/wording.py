@@ -109,7 +109,7 @@ def _root_rows(page: Page) -> list[PageRow]:
     if root is None:
         return _no_root_rows(page)
     rows = _stop_rows(page) if page.outcome == "stopped" else []
-    if page.who.has_only_echoes:
+    if page.who.has_only_echoes and page.who.groups[0].certainty != "recorded":
         why = "such a failure comes when another process fails or hangs; nothing in this log reads like that"
         rows.append(PageRow("only echoes", why, "quiet"))
     tone: Tone = "bad" if page.outcome == "failure" else ""
@@ -138,6 +138,10 @@ def _root_rows(page: Page) -> list[PageRow]:
                     "", f"raised {how}" + (f", at {_at(shown.frame)}" if shown.frame else ""), "quiet", is_detail=True
                 )
             )
+    rows += [
+        PageRow("" if at else "last printed", line, "quiet", is_code=True, is_detail=at > 0)
+        for at, line in enumerate(page.who.groups[0].last_lines)
+    ]
     if root.is_asynchronous:
         rows.append(PageRow("mind", "the GPU reports such an error late: the frame may be innocent", "quiet"))
     return rows
@@ -212,7 +216,8 @@ def _who_rows(page: Page) -> list[PageRow]:
     if seen:
         rows.append(PageRow("also seen" if failing else "seen", _describe_processes(seen)))
     if who.exits and page.outcome != "exits":
-        rows.append(PageRow("launcher", _exits(page)))
+        is_recorded = all(group.certainty == "recorded" for group in groups)
+        rows.append(PageRow("ended" if is_recorded else "launcher", _exits(page)))
     rows += _certainty_rows(page)
     return rows or [PageRow("", "this log names no process")]
 
