@@ -133,7 +133,8 @@ def _unrecorded_children(record: ProcessRecord, records: Sequence[ProcessRecord]
         number = os.WTERMSIG(child.number)
         senders = [other for other in records for sent in other.sent if _hits(sent, child.pid, child.pid, number)]
         ending = _from_signal(None, number, child.time_ns, senders, ended)
-        yield replace(ending, pid=child.pid, child_of=record)
+        is_after_effect = ending.is_after_effect or _lived_on(record, child.time_ns)
+        yield replace(ending, pid=child.pid, child_of=record, is_after_effect=is_after_effect)
 
 
 def _from_exit(record: ProcessRecord, status: int | None, noticed_ns: int) -> Ending:
@@ -214,11 +215,15 @@ def _demote(ending: Ending, records: Sequence[ProcessRecord]) -> Ending:
     if record.name or record.ranks or record.rank is not None:
         return ending
     parent = next((other for other in reversed(records) if other.pid == record.ppid), None)
-    if parent is None:
+    if parent is None or not _lived_on(parent, ending.time_ns):
         return ending
+    return replace(ending, is_after_effect=True)
+
+
+def _lived_on(parent: ProcessRecord, time_ns: int) -> bool:
+    """Whether a process failed, if at all, long after one of its children did."""
     later = [exception for exception in parent.exceptions if exception.kind in ("exception", PRINTED)]
-    lived_on = bool(later) and later[-1].time_ns - ending.time_ns > _SOON_NS
-    return replace(ending, is_after_effect=True) if lived_on else ending
+    return bool(later) and later[-1].time_ns - time_ns > _SOON_NS
 
 
 def _hits(sent: RecordedSignal, pid: int, group: int, number: int) -> bool:
