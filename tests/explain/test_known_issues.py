@@ -10,7 +10,7 @@ import pytest
 from piecegraph.errors import ConfigError
 from piecegraph.explain.catalogue import load_catalogue, parse_catalogue
 from piecegraph.explain.evidence import Failure, Frame, Raised
-from piecegraph.explain.known_issues import KnownIssue, describe, log_line_matcher, match_known_issues
+from piecegraph.explain.known_issues import KnownIssue, describe, log_line_matcher, match_known_issues, watched_words
 from tests.cases.known_failures import COUNTER_EXAMPLES, EXAMPLES, LINES, NEAR_MISSES, QUIET_LINES
 from tests.cases.real_failures import REAL
 
@@ -256,6 +256,12 @@ def test_looking_for_plain_words_first_loses_no_line(pattern: str, line: str) ->
     (issue,) = parse_catalogue(entry(exception="", frame="", log_line=f"'{pattern}'"), "team.toml")
     assert log_line_matcher([issue])(line) == (issue,)
     assert log_line_matcher([issue])("another line") == ()
+
+
+def test_few_words_are_watched_for() -> None:
+    words = watched_words(CATALOGUE)
+    assert len(words) < 50
+    assert all(any(word in line for word in words) for _, line in LINES)
 
 
 class TestExtra:

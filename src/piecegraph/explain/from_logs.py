@@ -13,7 +13,7 @@ from piecegraph.base.progress import Bar, Progress
 from piecegraph.errors import InputError
 from piecegraph.explain.catalogue import load_catalogue
 from piecegraph.explain.evidence import Evidence
-from piecegraph.explain.known_issues import KnownIssue, log_line_matcher
+from piecegraph.explain.known_issues import KnownIssue, log_line_matcher, watched_words
 from piecegraph.explain.log.scan import Scanner
 from piecegraph.explain.log.source import STANDARD_INPUT, Log, name_logs
 from piecegraph.explain.page import Page, compose
@@ -80,7 +80,7 @@ def _read_evidence(
     scanner = Scanner(
         is_one_log=len(logs) == 1,
         is_known_issue=log_line_matcher(catalogue),
-        known_issue_words=dict.fromkeys(word for issue in catalogue for word in issue.line_words),
+        known_issue_words=watched_words(catalogue),
     )
     total = sum(log.num_bytes for log in logs) // _MIB
     with Progress(progress).bar("explain", total) as bar:

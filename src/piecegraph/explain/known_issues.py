@@ -141,6 +141,12 @@ def log_line_matcher(catalogue: Iterable[KnownIssue]) -> Callable[[str], tuple[K
     return entries_of
 
 
+def watched_words(catalogue: Iterable[KnownIssue]) -> tuple[str, ...]:
+    """The fewest words of which every line holds one that an entry knows its cause by: each costs a look at the log."""
+    words = dict.fromkeys(word for issue in catalogue for word in issue.line_words)
+    return tuple(word for word in words if not any(other in word for other in words if other != word))
+
+
 def describe(issue: KnownIssue) -> str:
     """An entry as a paragraph of a list."""
     rows = [
