@@ -31,7 +31,7 @@ class FollowedJob(io.RawIOBase):
     """The output of a job as a stream. It is passed on by a thread of its own, so that reading holds nothing up."""
 
     def __init__(self, source: int, target: int | None) -> None:
-        """Begin.
+        """Make one; nothing is passed on before the first read.
 
         Args:
             source: the descriptor that the job writes to.
@@ -39,12 +39,13 @@ class FollowedJob(io.RawIOBase):
         """
         self._source, self._target = source, target
         self._chunks: queue.Queue[bytes] = queue.Queue(MAX_CHUNKS)
+        self._passing = threading.Thread(target=self._pass_on, daemon=True)
         self._stop_at: float | None = None
+        self._num_left: int | None = None
         self._num_interrupts = 0
         self._has_ended = False
         self.refusal = ""
         """Why output could no longer be passed on."""
-        threading.Thread(target=self._pass_on, daemon=True).start()
 
     def readable(self) -> bool:
         return True
@@ -70,15 +71,23 @@ class FollowedJob(io.RawIOBase):
             self._stop_at = min(time.monotonic() + grace, self._stop_at or float("inf"))
 
     def _next(self) -> bytes:
-        while not self._has_ended:
-            try:
+        if self._passing.ident is None:
+            self._passing.start()
+        while not self._has_ended and not self._must_stop():
+            with contextlib.suppress(queue.Empty):
                 chunk = self._chunks.get(timeout=_POLL_SECONDS)
-            except queue.Empty:
-                self._has_ended = self._stop_at is not None and time.monotonic() >= self._stop_at
-                continue
-            self._has_ended = not chunk
-            return chunk
+                self._has_ended = not chunk
+                return chunk
         return b""
+
+    def _must_stop(self) -> bool:
+        """Whether it is time, and what had come by then is read; a job that prints on and on has no end of its own."""
+        if self._stop_at is None or time.monotonic() < self._stop_at:
+            return False
+        left = self._chunks.qsize() if self._num_left is None else self._num_left
+        self._num_left = left - 1
+        self._has_ended = left <= 0
+        return self._has_ended
 
     def _pass_on(self) -> None:
         chunk = b"..."

@@ -106,7 +106,7 @@ def _from_signal(
     frames = record.dump.frames if record is not None and record.dump is not None else ()
     name = signal_name(number)
     if number == ended.interrupted_by:
-        message, is_ours = f"{name} of {ended.sender} was sent to the run", True
+        message, is_ours = f"{name} of {ended.sender or 'somebody'} was sent to the run", True
     elif senders and senders[-1] is record:
         message, is_ours = "the process sent it to itself", False
     elif senders:

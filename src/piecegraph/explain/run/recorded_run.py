@@ -20,7 +20,7 @@ from pathlib import Path
 from piecegraph.errors import CommandError
 from piecegraph.explain.evidence import Evidence
 from piecegraph.explain.run import hook
-from piecegraph.explain.run.hook.recorder import FOLDER_VARIABLE, STACK_SIGNAL
+from piecegraph.explain.run.hook.recorder import FOLDER_VARIABLE, RECORDER_PACKAGE, STACK_SIGNAL
 from piecegraph.explain.run.launch import Ended, launch
 from piecegraph.explain.run.memory import count_oom_kills
 from piecegraph.explain.run.records import is_running, read_records
@@ -156,7 +156,7 @@ def _hook_folder() -> Iterator[Path]:
             raise CommandError(
                 "PG611", "the recorder cannot be laid out", where=str(folder), why=why, hint="set TMPDIR"
             )
-        source, package = Path(hook.__file__).parent, folder / "_piecegraph_recorder"
+        source, package = Path(hook.__file__).parent, folder / RECORDER_PACKAGE
         package.mkdir(mode=0o700)
         for file in sorted(source.glob("*.py")):
             target = (folder if file.name == "sitecustomize.py" else package) / file.name

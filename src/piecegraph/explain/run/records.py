@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from piecegraph.explain.evidence import Frame, Process, Raised
-from piecegraph.explain.run.hook.recorder import SCHEMA
+from piecegraph.explain.run.hook.recorder import RECORDER_PACKAGE, SCHEMA
 
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 """Variables that number the processes of a job, the most telling first."""
@@ -201,7 +201,7 @@ def last_dump(text: str) -> StackDump | None:
             if before:  # the threads of one dump are apart: here the next dump begins
                 fatal, threads = "", []
             threads.append((found[1] == "Current thread", []))
-        elif (found := _FRAME.match(line)) and threads:
+        elif (found := _FRAME.match(line)) and threads and f"/{RECORDER_PACKAGE}/" not in found[1]:
             file, number = found[1], int(found[2])
             threads[-1][1].append(Frame(file, number, found[3], linecache.getline(file, number).strip()))
         before = line

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 FOLDER_VARIABLE = "PIECEGRAPH_RECORDS"
+RECORDER_PACKAGE = "_piecegraph_recorder"
+"""What this folder is called where it is laid out."""
 SCHEMA = 1
 STACK_SIGNAL = _signal.SIGRTMAX - 5
 """Asks for the stacks of all threads. A real-time signal that nothing is known to use: SIGUSR1 stays the program's."""
@@ -41,6 +43,7 @@ class ProcessRecorder:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.owns_faulthandler = not faulthandler.is_enabled()
+        self.tail: Any = None
         self.begin()
 
     def begin(self) -> None:
@@ -68,6 +71,8 @@ class ProcessRecorder:
             "sent": [],
         }
         self.save()
+        if self.tail is not None:  # of the process that this one was forked from
+            os.close(self.tail.descriptor)
         self.tail = Tail(self.path + ".tail")
         self.arm()
 
