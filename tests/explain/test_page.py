@@ -438,27 +438,7 @@ def test_control_characters_of_a_log_do_not_reach_the_terminal() -> None:
     assert all(char.isprintable() or char == "\n" for char in text)
 
 
-# -- advice and known issues
-
-
-@pytest.mark.parametrize(
-    ("asked", "unused", "fit"),
-    [
-        ("260.00 MiB", "18.53 MiB", "does not fit"),
-        ("1.96 GiB", "991.50 KiB", "does not fit"),
-        ("112.00 MiB", "326.51 MiB", "fits"),
-        ("20.00 MiB", "1.10 GiB", "fits"),
-    ],
-)
-def test_larger_segments_help_only_if_enough_is_unused(asked: str, unused: str, fit: str) -> None:
-    advice = "try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    words = f"CUDA out of memory. Tried to allocate {asked}. {unused} is reserved by PyTorch but unallocated."
-    short = evidence(failing("torch.OutOfMemoryError", words), suggestions=((advice, 3),))
-    (judged,) = judge_suggestions(short, short.failures[0], None)
-    assert (judged.fit, judged.why) == (fit, f"{unused} are unused, {asked} were asked for")
-    silent = evidence(failing("torch.OutOfMemoryError", "CUDA out of memory."), suggestions=((advice, 3),))
-    (judged,) = judge_suggestions(silent, silent.failures[0], None)
-    assert judged.fit == "not judged"
+# -- known issues
 
 
 def test_a_known_issue_of_another_line_is_not_the_reason() -> None:

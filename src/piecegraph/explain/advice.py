@@ -19,9 +19,6 @@ _COMPILER = re.compile(r"torch.?compile|inductor|dynamo", re.I)
 _GRAPHS = re.compile(r"cuda.?graph|enforce.?eager", re.I)
 _DIAGNOSIS = re.compile(r"VERBOSE|LAUNCH_BLOCKING|NCCL_DEBUG|TORCH_LOGS|TORCH_USE_CUDA_DSA|DISTRIBUTED_DEBUG")
 _SHORTAGE = re.compile(r"(?i)out of ?memory|cannot allocate memory|bad_alloc|No available memory")
-_ASKED = re.compile(r"Tried to allocate (?P<number>[\d.]+) (?P<unit>[KMG]i?B|bytes)")
-_UNUSED = re.compile(r"(?P<number>[\d.]+) (?P<unit>[KMG]i?B|bytes) is reserved by PyTorch but unallocated")
-_UNITS = {"b": 0, "K": 1, "M": 2, "G": 3}
 _COMPILE_LAYERS = {"Dynamo", "Inductor", "AOTAutograd", "Triton", "thunder"}
 
 
@@ -55,8 +52,6 @@ def _judge(text: str, evidence: Evidence, root: Failure, phase: Phase | None) ->
     layers = set(layers_of(frame for raised in root.chain for frame in raised.frames))
     if _DIAGNOSIS.search(text):
         return "diagnosis", "tells more, mends nothing"
-    if "expandable_segments" in text:
-        return _judge_segments(root)
     if _MEMORY.search(text):
         shortage = _memory_shortage(evidence, root)
         if shortage:
@@ -71,23 +66,6 @@ def _judge(text: str, evidence: Evidence, root: Failure, phase: Phase | None) ->
             return "at a cost", "would go around the failing capture, and lose its speed"
         return "does not fit", "the failure is not in graph capture"
     return "not judged", ""
-
-
-def _judge_segments(root: Failure) -> tuple[Fit, str]:
-    """Larger segments help if enough is reserved and unused. The allocator prints the advice whether it is or not."""
-    words = "\n".join(raised.message for raised in root.chain)
-    asked, unused = _ASKED.search(words), _UNUSED.search(words)
-    if asked is None or unused is None:
-        return "not judged", "nothing says how much memory is reserved and unused"
-    amounts = f"{unused['number']} {unused['unit']} are unused, {asked['number']} {asked['unit']} were asked for"
-    return ("fits" if _num_bytes(unused) >= _num_bytes(asked) else "does not fit"), amounts
-
-
-def _num_bytes(amount: re.Match[str]) -> float:
-    try:
-        return float(amount["number"]) * float(1024 ** _UNITS[amount["unit"][0]])
-    except ValueError:  # digits and points that are no number
-        return 0.0
 
 
 def _free(evidence: Evidence) -> str:

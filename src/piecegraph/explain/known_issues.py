@@ -98,6 +98,7 @@ def find_matches(failure: Failure, catalogue: Iterable[KnownIssue], lines: Itera
     first_related = _first_related(failure.chain, texts)
     catalogue = tuple(catalogue)
     by_line = _matched_lines(catalogue, lines)
+    own_lines = (*(text.partition("\n")[0] for text in texts), *failure.last_lines)
     positions = {issue.id: _matched_at(issue, texts, frames) for issue in catalogue}
     raised_ids = {name for name, position in positions.items() if position is not None}
     found = []
@@ -106,7 +107,7 @@ def find_matches(failure: Failure, catalogue: Iterable[KnownIssue], lines: Itera
         if position is None and issue.id not in by_line:
             continue
         is_raised = position is not None or not raised_ids.isdisjoint(issue.refines)
-        is_quoted = any(line in text for line in by_line.get(issue.id, ()) for text in (*texts, *failure.last_lines))
+        is_quoted = any(line in own for line in by_line.get(issue.id, ()) for own in own_lines)
         is_of_root = is_raised or is_quoted or not texts
         at = len(texts) if position is None else position
         tier = (not is_of_root, issue.echo, not is_raised)

@@ -41,32 +41,26 @@ class Statement:
     """``unknown``: a statement of what the source cannot tell."""
 
 
-_LABELS: dict[str, dict[str, str]] = {
+_DECIDERS: dict[str, dict[str, tuple[str, ...]]] = {
     "ROOT CAUSE": {
-        "": "root",
-        "raised at": "place",
-        "reached from": "place",
-        "ends at": "place",
-        "only echoes": "roles",
-    }
-    | dict.fromkeys(("shown as", "then"), "stack")
-    | dict.fromkeys(("mind", "error line", "last line", "last printed"), "certain"),
-    "WHO": dict.fromkeys(("", "failed", "seen", "also seen", "launcher", "ended", "certain"), "certain")
-    | dict.fromkeys(("also failed", "echo", "survived"), "roles")
-    | {"likely": "likely", "cannot tell": "unknown"},
-    "PHASE": {"": "certain", "done": "certain", "begun": "certain", "passed": "likely", "FAILED": "phase"}
-    | {"inside": "stack"},
-    "STACK": {"": "stack"},
-    "ADVICE": {
-        "known issue": "known",
-        "also matches": "known",
-        "elsewhere": "certain",
-        "rule": "certain",
-        "source": "certain",
+        "root": ("",),
+        "place": ("raised at", "reached from", "user code", "ends at"),
+        "stack": ("shown as", "then"),
+        "roles": ("only echoes", "went on after"),
+        "certain": ("mind", "error line", "last line", "last printed", "told by", "the kernel said", "asked to end"),
     },
-    "ARTEFACTS": {"": "certain"},
+    "WHO": {
+        "certain": ("", "failed", "seen", "also seen", "launcher", "ended", "certain"),
+        "roles": ("also failed", "echo", "survived"),
+        "likely": ("likely",),
+        "unknown": ("cannot tell",),
+    },
+    "PHASE": {"certain": ("", "done", "begun"), "likely": ("passed",), "phase": ("FAILED",), "stack": ("inside",)},
+    "STACK": {"stack": ("",)},
+    "ADVICE": {"known": ("known issue", "also matches"), "certain": ("elsewhere", "rule", "source")},
+    "ARTEFACTS": {"certain": ("",)},
 }
-"""What decides on a statement: a certainty, or a field of :class:`Certainties`. What is not here is called likely."""
+"""By section, the labels that a certainty, or a field of :class:`Certainties`, decides on. The others are likely."""
 
 
 def certainties_of(page: Page) -> Certainties:
@@ -98,10 +92,14 @@ def _statements(page: Page, sure: Certainties) -> Iterator[Statement]:
         label = ""
         for row in section.rows:
             label = row.label if row.label or not row.is_detail else label
-            decider = _LABELS[section.title].get(label, "likely")
-            certainty: Sureness = getattr(sure, decider) if hasattr(sure, decider) else decider  # type: ignore[assignment]
-            yield Statement(section.title, row.label, row.text, certainty)
+            yield Statement(section.title, row.label, row.text, _certainty(section.title, label, sure))
     for note in page.notes:
         yield Statement("NOTES", "note", note, "certain")
     for run in page.other_runs:
         yield Statement("NOTES", "other run", run, "likely")
+
+
+def _certainty(section: str, label: str, sure: Certainties) -> Sureness:
+    decider = next((name for name, labels in _DECIDERS[section].items() if label in labels), "likely")
+    found: Sureness = getattr(sure, decider) if hasattr(sure, decider) else decider  # type: ignore[assignment]
+    return found
