@@ -10,7 +10,14 @@ import pytest
 from piecegraph.errors import ConfigError
 from piecegraph.explain.catalogue import load_catalogue, parse_catalogue
 from piecegraph.explain.evidence import Failure, Frame, Raised
-from piecegraph.explain.known_issues import KnownIssue, describe, log_line_matcher, match_known_issues, watched_words
+from piecegraph.explain.known_issues import (
+    KnownIssue,
+    describe,
+    find_matches,
+    log_line_matcher,
+    match_known_issues,
+    watched_words,
+)
 from tests.cases.known_failures import COUNTER_EXAMPLES, EXAMPLES, LINES, NEAR_MISSES, QUIET_LINES
 from tests.cases.real_failures import REAL
 
@@ -311,6 +318,12 @@ def test_describe_and_rule() -> None:
     assert oom.rule.count("; or a line matches /") == 1
     assert "any frame (only nvcc's header prints this)" in oom.rule
     assert "fixed in" not in describe(oom)
+
+
+def test_the_part_of_a_rule_that_holds_is_told() -> None:
+    by_line = find_matches(Failure(chain=()), CATALOGUE, ["Killed"])
+    raised_one = find_matches(Failure(chain=(raised("SIGKILL: sent by nobody", []),)), CATALOGUE)
+    assert [match.rule.partition(" matches")[0] for match in (*by_line, *raised_one)] == ["a line", "an exception"]
 
 
 def test_the_example_of_the_docs_works() -> None:

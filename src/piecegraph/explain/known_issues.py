@@ -58,13 +58,20 @@ class KnownIssue:
     @property
     def rule(self) -> str:
         """When this entry speaks up, for people."""
-        clauses = []
-        if self.exception:
-            also = f"a frame matches /{self.frame.pattern}/" if self.frame else f"any frame ({self.frame_free})"
-            clauses.append(f"an exception matches /{self.exception.pattern}/ and {also}")
-        if self.log_line:
-            clauses.append(f"a line matches /{self.log_line.pattern}/")
-        return "; or ".join(clauses)
+        return "; or ".join(filter(None, (self.exception_rule, self.line_rule)))
+
+    @property
+    def exception_rule(self) -> str:
+        """The part of the rule about exceptions."""
+        if self.exception is None:
+            return ""
+        also = f"a frame matches /{self.frame.pattern}/" if self.frame else f"any frame ({self.frame_free})"
+        return f"an exception matches /{self.exception.pattern}/ and {also}"
+
+    @property
+    def line_rule(self) -> str:
+        """The part of the rule about lines."""
+        return f"a line matches /{self.log_line.pattern}/" if self.log_line else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,8 @@ class Match:
     issue: KnownIssue
     is_of_root: bool
     """Whether it speaks of the failure itself. A line elsewhere in the log may tell of something beside it."""
+    rule: str
+    """The part of its rule that holds."""
 
 
 def match_known_issues(
@@ -111,10 +120,10 @@ def find_matches(failure: Failure, catalogue: Iterable[KnownIssue], lines: Itera
         is_of_root = is_raised or is_quoted or not texts
         at = len(texts) if position is None else position
         tier = (not is_of_root, issue.echo, not is_raised)
-        found.append(
-            ((*tier, at < first_related, -issue.specificity, issue.frame is None, at, order), issue, is_of_root)
-        )
-    return tuple(Match(issue, is_of_root) for _, issue, is_of_root in sorted(found, key=lambda match: match[0]))
+        rule = issue.line_rule if position is None else issue.exception_rule
+        rank = (*tier, at < first_related, -issue.specificity, issue.frame is None, at, order)
+        found.append((rank, Match(issue, is_of_root, rule)))
+    return tuple(match for _, match in sorted(found, key=lambda pair: pair[0]))
 
 
 def _matched_lines(catalogue: Sequence[KnownIssue], lines: Iterable[str]) -> dict[str, list[str]]:

@@ -216,7 +216,7 @@ def _known(evidence: Evidence, failure: Failure | None, catalogue: Sequence[Know
             issue.fix,
             issue.fixed_in,
             issue.source,
-            issue.rule,
+            match.rule,
             match.is_of_root,
         )
         for match in find_matches(failure, catalogue, lines)
