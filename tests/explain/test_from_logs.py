@@ -328,5 +328,13 @@ def test_a_cause_that_only_a_line_of_the_log_tells(tmp_path: Path) -> None:
     path.write_text("Out of memory: Killed process 4242 (python) total-vm:214748364kB\nbye\n")
     page = explain_logs([path])
     assert page.outcome == "failure"
-    assert [known.id for known in page.known] == ["host-oom-killed"]
+    assert [known.id for known in page.known] == ["host-oom-killed", "process-killed"]
     assert "host-oom-killed" in to_text(page)
+
+
+def test_a_line_is_found_behind_many_of_another_issue(tmp_path: Path) -> None:
+    path = tmp_path / "run.log"
+    watchdog = "[rank1]:[E626 a.cpp:616] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=8\n"
+    limit = "slurmstepd: error: *** JOB 8 ON n1 CANCELLED AT 2026-05-02T03:58:46 DUE TO TIME LIMIT ***\n"
+    path.write_text(watchdog * 100 + limit)
+    assert {known.id for known in explain_logs([path]).known} >= {"nccl-timeout", "scheduler-time-limit"}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from piecegraph.explain.evidence import Death, Evidence, Failure, FailureKind, Frame, Process, Raised, TreeLine
 from piecegraph.explain.log.failures import StreamFailures
+from piecegraph.explain.log.lines import Line
 from piecegraph.explain.log.observations import Observations, exits_of_table
 from piecegraph.explain.log.syntax import mask
 
@@ -19,6 +20,7 @@ MAX_DISTINCT_FAILURES = 200
 """More are counted and not kept."""
 MAX_PROCESSES = 4096
 MAX_CALL_CHAINS = 20
+MAX_LINES_OF_AN_ISSUE = 3
 
 
 class DistinctFailures:
@@ -70,6 +72,7 @@ class CollectedRun:
     num_cut_off: int = 0
     tree: tuple[TreeLine, ...] = ()
     known_issue_lines: list[tuple[str, int | None]] = field(default_factory=list)
+    known_issues: Counter[Hashable] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
 
     def add_failure(self, failure: Failure) -> None:
@@ -86,6 +89,12 @@ class CollectedRun:
         self.chains += found.call_chains[: MAX_CALL_CHAINS - len(self.chains)]
         self.tree = self.tree or found.tree
         self.notes.update(found.notes)
+
+    def keep_known_issue(self, found: Hashable, line: Line) -> None:
+        """A line by which known issues are recognised: the first few for the same ones, which may come in thousands."""
+        self.known_issues[found] += 1
+        if self.known_issues[found] <= MAX_LINES_OF_AN_ISSUE:
+            self.known_issue_lines.append((line.text, line.number))
 
     def add_processes(self, processes: Iterable[Process]) -> None:
         for process in processes:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from piecegraph.explain.evidence import Evidence, Failure, Process
-from piecegraph.explain.log.collected import MAX_CALL_CHAINS, CollectedRun
+from piecegraph.explain.log.collected import CollectedRun
 from piecegraph.explain.log.failures import find_failures
 from piecegraph.explain.log.lines import Line, PrefixReader
 from piecegraph.explain.log.observations import (
@@ -79,14 +79,14 @@ class Scanner:
         self,
         *,
         is_one_log: bool = True,
-        is_known_issue: Callable[[str], object] = lambda line: False,
+        is_known_issue: Callable[[str], Hashable] = lambda line: False,
         known_issue_words: Iterable[str] = (),
     ) -> None:
         """Make one.
 
         Args:
             is_one_log: whether all lines come from one log, which may hold several runs.
-            is_known_issue: whether a known issue is recognised by a line outside of tracebacks.
+            is_known_issue: which known issues are recognised by a line outside of tracebacks.
             known_issue_words: every such line holds one of these.
         """
         self._is_one_log, self._is_known_issue = is_one_log, is_known_issue
@@ -244,8 +244,9 @@ class Scanner:
         if milestone is not None:
             seen.keep(milestone)
         seen.observe(line, raw)
-        if len(self._run.known_issue_lines) < MAX_CALL_CHAINS and self._is_known_issue(line.text):
-            self._run.known_issue_lines.append((line.text, line.number))
+        found = self._is_known_issue(line.text)
+        if found:
+            self._run.keep_known_issue(found, line)
 
     def _is_first_line_again(self, line: Line, raw: str) -> bool:
         if not self._first_line or self._first_line not in raw or line.number <= self._run.first_line:
