@@ -17,7 +17,7 @@ PHASES: tuple[Phase, ...] = ("init", "load", "kv cache", "compile", "capture", "
 
 Certainty = Literal["recorded", "printed", "unwoven", "reconstructed"]
 FailureKind = Literal["exception", "thread", "signal", "killed", "interrupted", "ignored", "logged"]
-Teller = Literal["process", "shell", "kernel", "launcher", "scheduler"]
+Teller = Literal["process", "shell", "kernel", "launcher", "scheduler", "parent"]
 
 
 @dataclass(frozen=True, slots=True)

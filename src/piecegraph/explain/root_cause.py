@@ -50,7 +50,7 @@ _ECHO_MESSAGES = re.compile(
     r"|[Ss]ee (?:the )?(?:stack ?trace|errors?|logs?) (?:\(above\)|above|for the root cause|to find the original error)"
     r"|^Command .*(?:python|torchrun|accelerate).* returned non-zero exit status|[Cc]heck server logs for errors"
 )
-_ENDED_BY_OTHERS = re.compile(r"^sent by (?!no recorded process)|was sent to the run$")
+_ENDED_BY_OTHERS = re.compile(r"^sent by (?!no recorded process)|^sent to the run by ")
 """How a record says that a process was ended by its launcher, or together with the whole run."""
 _WRAPPERS = re.compile(
     r"(?:BackendCompilerFailed|InductorError|LoweringException|TorchRuntimeError|RayTaskError\(.*\)|RemoteError"

@@ -162,8 +162,9 @@ def _kernel_words(page: Page) -> tuple[tuple[str, int | None], ...]:
 def _death_rows(group: FailureGroup) -> list[PageRow]:
     if group.death is None:
         return []
-    teller = {"process": "the process's own crash handler", "launcher": "its launcher"}.get(group.death.teller)
-    return [PageRow("told by", f"{teller or f'the {group.death.teller}'}, {_line(group.death.line)}")]
+    own = {"process": "the process's own crash handler", "launcher": "its launcher", "parent": "its parent process"}
+    where = f", {_line(group.death.line)}" if group.death.line is not None else ""
+    return [PageRow("told by", own.get(group.death.teller, f"the {group.death.teller}") + where)]
 
 
 def _no_root_rows(page: Page) -> list[PageRow]:

@@ -50,6 +50,8 @@ class Ending:
     time_ns: int
     wall_ns: int | None = None
     exception: RecordedException | None = None
+    signal: int | None = None
+    """What it died of."""
     is_after_effect: bool = False
 
 
@@ -106,7 +108,7 @@ def _from_signal(
     frames = record.dump.frames if record is not None and record.dump is not None else ()
     name = signal_name(number)
     if number == ended.interrupted_by:
-        message, is_ours = f"{name} of {ended.sender or 'somebody'} was sent to the run", True
+        message, is_ours = f"sent to the run by {ended.sender or 'somebody'}", True
     elif senders and senders[-1] is record:
         message, is_ours = "the process sent it to itself", False
     elif senders:
@@ -116,7 +118,7 @@ def _from_signal(
     kind: EndingKind = "interrupted" if number in _STOPS else "killed" if number == signal.SIGKILL else "signal"
     raised = Raised(type=name, message=message, frames=frames)
     time_ns = noticed_ns if is_ours else noticed_ns - _SOON_NS
-    return Ending(record=record, kind=kind, chain=(raised,), time_ns=time_ns, is_after_effect=is_ours)
+    return Ending(record=record, kind=kind, chain=(raised,), time_ns=time_ns, signal=number, is_after_effect=is_ours)
 
 
 def _senders(record: ProcessRecord, status: int, records: Sequence[ProcessRecord]) -> list[ProcessRecord]:

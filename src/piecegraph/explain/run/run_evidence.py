@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from piecegraph.base.text import count_of
-from piecegraph.explain.evidence import Evidence, Exit, Failure, Milestone, Phase, Process, Raised, signal_name
+from piecegraph.explain.evidence import Death, Evidence, Exit, Failure, Milestone, Phase, Process, Raised, signal_name
 from piecegraph.explain.run.endings import NO_SENDER, Ending, endings_of_all, status_of
 from piecegraph.explain.run.launch import Ended
 from piecegraph.explain.run.memory import OomKills
@@ -94,6 +94,7 @@ def _merge(endings: Sequence[Ending], who: dict[Path, Process]) -> tuple[Failure
                 certainty="recorded",
                 time_ns=first.wall_ns,
                 last_lines=_last_lines(first)[-MAX_LAST_LINES:],
+                death=_death_of(first, _process_of(first, who)),
             )
         )
     return tuple(failures)
@@ -105,6 +106,21 @@ def _process_of(ending: Ending, who: dict[Path, Process]) -> Process:
     if ending.child_of is not None:
         return Process(f"a child of {who[ending.child_of.file].label}, without a record", pid=ending.pid)
     return Process("the command", pid=ending.pid)
+
+
+def _death_of(ending: Ending, process: Process) -> Death | None:
+    """The end of a process as its parent saw it, where it could raise nothing itself."""
+    if ending.signal is None:
+        return None
+    raised = ending.chain[0]
+    return Death(
+        name=raised.type,
+        teller="parent",
+        text=raised.message,
+        signal=ending.signal,
+        code=-ending.signal,
+        process=process,
+    )
 
 
 def _last_lines(ending: Ending) -> tuple[str, ...]:
