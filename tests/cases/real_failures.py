@@ -10,6 +10,8 @@ import multiprocessing
 import multiprocessing.spawn
 import resource
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -295,3 +297,119 @@ def other_vocabulary(folder: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).save_pretrained(folder)
     LlamaForCausalLM.from_pretrained(folder, vocab_size=48)
+
+
+# -- tensors and training
+
+
+@explained_by("nan-when-sampling")
+def sample_of_nothing(folder: Path) -> None:
+    torch.multinomial(torch.tensor([float("nan"), 1.0]), 1)
+
+
+@explained_by("tensor-on-meta-device")
+def move_what_was_never_loaded(folder: Path) -> None:
+    nn.Linear(2, 2, device="meta").to("cpu")
+
+
+@explained_by("tensor-on-meta-device")
+def add_what_was_never_loaded(folder: Path) -> None:
+    torch.ones(2) + torch.ones(2, device="meta")
+
+
+@explained_by("tensor-types-differ")
+def half_into_float(folder: Path) -> None:
+    nn.Linear(2, 2)(torch.ones(2, 2).half())
+
+
+@explained_by("tensor-types-differ")
+def half_into_convolution(folder: Path) -> None:
+    nn.Conv2d(1, 1, 1)(torch.ones(1, 1, 2, 2).half())
+
+
+@explained_by("custom-op-missing")
+def op_that_was_not_loaded(folder: Path) -> None:
+    _ = torch.ops.nobody_loaded_this.scale
+
+
+@explained_by("custom-op-missing")
+def class_that_was_not_loaded(folder: Path) -> None:
+    _ = torch.classes.nobody_loaded_this.Scalar
+
+
+@explained_by("backward-twice")
+def backward_again(folder: Path) -> None:
+    loss = (torch.ones(2, requires_grad=True) ** 2).sum()
+    loss.backward()
+    loss.backward()
+
+
+@explained_by("backward-inplace")
+def backward_over_written(folder: Path) -> None:
+    value = torch.ones(2, requires_grad=True).exp()
+    value.add_(1)
+    value.sum().backward()
+
+
+@explained_by("loss-without-graph")
+def frozen(folder: Path) -> None:
+    torch.ones(2).sum().backward()
+
+
+@explained_by("amp-scaled-half")
+def scaler_of_half(folder: Path) -> None:
+    layer, scaler = nn.Linear(1, 1).half(), torch.amp.GradScaler("cpu")
+    scaler.scale(layer(torch.ones(1, 1).half()).sum()).backward()
+    scaler.unscale_(torch.optim.SGD(layer.parameters(), 1.0))
+
+
+@explained_by("process-group-missing")
+def barrier_of_nobody(folder: Path) -> None:
+    torch.distributed.barrier()
+
+
+@explained_by("launcher-missing")
+def no_launcher(folder: Path) -> None:
+    torch.distributed.init_process_group("gloo")
+
+
+@explained_by("worker-cannot-pickle")
+def lambda_for_a_worker(folder: Path) -> None:
+    multiprocessing.get_context("spawn").Process(target=lambda: None).start()
+
+
+@explained_by("process-killed")
+def killed_subprocess(folder: Path) -> None:
+    subprocess.run(["sh", "-c", "kill -9 $$"], check=True)
+
+
+@explained_by("circular-import")
+def modules_in_a_circle(folder: Path) -> None:
+    (folder / "circle_a.py").write_text("from circle_b import there\nhere = 1\n")
+    (folder / "circle_b.py").write_text("from circle_a import here\nthere = 1\n")
+    sys.path.insert(0, str(folder))
+    try:
+        import circle_a  # noqa: F401
+    finally:
+        sys.path.remove(str(folder))
+
+
+@explained_by("name-resolution")
+def host_of_no_name(folder: Path) -> None:
+    socket.create_connection(("no-such-host.invalid", 80))
+
+
+@explained_by("hf-model-not-found")
+def path_that_is_no_name(folder: Path) -> None:
+    from huggingface_hub import hf_hub_download
+
+    hf_hub_download("no/such/folder", "config.json")
+
+
+@explained_by("padding-token-missing")
+def batch_without_padding(folder: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    tokenizer(["a", "b"], padding=True)

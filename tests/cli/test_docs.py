@@ -32,7 +32,10 @@ EXPLAIN = {
     "piecegraph explain logs/*/stderr.log",
     "piecegraph explain run.log -o page.html",
     "piecegraph explain run.log --json",
+    "piecegraph explain --schema",
     "piecegraph explain --list",
+    "piecegraph explain run.log --known team.toml",
+    "piecegraph explain --check team.toml",
     "piecegraph explain tests/logs/eight_ranks_capture.log.gz",
 }
 
@@ -258,13 +261,17 @@ def test_piecegraph_explain(command: str, tmp_path: Path) -> None:
     for place in ("run.log", "logs/0/stderr.log", "logs/1/stderr.log", log.relative_to(ROOT)):
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / place).write_bytes(log.read_bytes())
+    page = (ROOT / "docs" / "known-issues.md").read_text()
+    (tmp_path / "team.toml").write_text(page.partition("```toml\n")[2].partition("```")[0])
     main = f'{sys.executable} -c "from piecegraph.cli.main import main; main()"'
     shell = command.replace("piecegraph", main, 1)
     with log.open("rb") as text:
         done = subprocess.run(shell, shell=True, cwd=tmp_path, stdin=text, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    page = tmp_path / "page.html"
-    assert "NotImplementedError" in (page.read_text() if page.exists() else done.stdout)
+    written = tmp_path / "page.html"
+    shown = written.read_text() if written.exists() else done.stdout
+    others = {"--schema": '"$schema"', "--check": "acme-page-table-full: 1 example and 1 counter-example"}
+    assert next((words for option, words in others.items() if option in command), "NotImplementedError") in shown
 
 
 def test_the_page_in_the_docs_is_what_is_printed() -> None:

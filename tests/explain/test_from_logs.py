@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from piecegraph.errors import InputError, PiecegraphError
+from piecegraph.explain.as_json import to_dict
 from piecegraph.explain.from_logs import explain_logs
 from piecegraph.explain.log import collected, scan, source
-from piecegraph.explain.render import to_dict, to_html, to_markdown, to_text
+from piecegraph.explain.render import to_html, to_markdown, to_text
 from tests.cli.test_cli import run
 from tests.explain.log.test_interleaved import CAPTURE
 from tests.explain.log.test_lines import FATAL, OTHER, PREFIXES, TRACEBACK
@@ -316,9 +317,9 @@ source = "seen with acme 2.3"
 def test_known_issues_of_ones_own(log: Path) -> None:
     issues = log.with_name("team.toml")
     issues.write_text(OURS)
-    done = run("explain", str(log), "--issues", str(issues))
+    done = run("explain", str(log), "--known", str(issues))
     assert "known issue   The loss is not a number  (acme-nan)" in done.stdout
-    assert "acme-nan" in run("explain", "--list", "--issues", str(issues)).stdout
+    assert "acme-nan" in run("explain", "--list", "--known", str(issues)).stdout
     assert "none of the catalogue matches" in run("explain", str(log)).stdout
 
 
@@ -326,6 +327,14 @@ def test_a_cause_that_only_a_line_of_the_log_tells(tmp_path: Path) -> None:
     path = tmp_path / "run.log"
     path.write_text("Out of memory: Killed process 4242 (python) total-vm:214748364kB\nbye\n")
     page = explain_logs([path])
-    assert page.outcome == "nothing"
-    assert [known.id for known in page.known] == ["host-oom-killed"]
+    assert page.outcome == "failure"
+    assert [known.id for known in page.known] == ["host-oom-killed", "process-killed"]
     assert "host-oom-killed" in to_text(page)
+
+
+def test_a_line_is_found_behind_many_of_another_issue(tmp_path: Path) -> None:
+    path = tmp_path / "run.log"
+    watchdog = "[rank1]:[E626 a.cpp:616] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=8\n"
+    limit = "slurmstepd: error: *** JOB 8 ON n1 CANCELLED AT 2026-05-02T03:58:46 DUE TO TIME LIMIT ***\n"
+    path.write_text(watchdog * 100 + limit)
+    assert {known.id for known in explain_logs([path]).known} >= {"nccl-timeout", "scheduler-time-limit"}

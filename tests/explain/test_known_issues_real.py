@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from piecegraph.explain.catalogue import load_catalogue
 from piecegraph.explain.evidence import Failure, Frame, Raised
-from piecegraph.explain.known_issues import load_catalogue, match_known_issues
+from piecegraph.explain.known_issues import match_known_issues
 from tests.cases.real_failures import REAL, Failing
 
 CATALOGUE = load_catalogue()

@@ -8,11 +8,12 @@ import json
 import pytest
 
 from piecegraph.explain.advice import judge_suggestions
+from piecegraph.explain.as_json import SCHEMA, to_dict
 from piecegraph.explain.evidence import Evidence, Exit, Failure, Frame, Milestone, Process, Raised
 from piecegraph.explain.frames import place_of
 from piecegraph.explain.log.scan import Scanner
 from piecegraph.explain.page import Page, compose, fold
-from piecegraph.explain.render import SCHEMA, to_dict, to_html, to_markdown, to_text
+from piecegraph.explain.render import to_html, to_markdown, to_text
 from piecegraph.explain.root_cause import find_root_cause, triage
 from tests.explain.log.test_lines import TRACEBACK, prefixed, scan
 
@@ -60,7 +61,7 @@ def test_a_log_with_neither_says_what_it_holds() -> None:
     page = page_of("loading\nERROR 05-08 19:06:38 [a.py:7] no such model: foo\nbye")
     text = to_text(page)
     assert page.outcome == "nothing"
-    assert "none found: no traceback, no fatal signal in 3 lines" in text
+    assert "none found: nothing in 3 lines reads like a traceback or like the end of a process" in text
     assert "error line    line 2: no such model: foo" in text
     assert "last line     line 3: bye" in text
 
@@ -68,7 +69,10 @@ def test_a_log_with_neither_says_what_it_holds() -> None:
 def test_a_traceback_that_was_cut_off_says_so() -> None:
     page = page_of(TRACEBACK.rpartition("\n")[0])
     assert page.outcome == "call chains"
-    assert "has no exception text: it was cut off" in to_text(page)
+    text = to_text(page)
+    assert "has no exception text: it was cut off" in text
+    assert text.startswith("something failed: a traceback whose exception is not in this log")
+    assert not to_text(page_of(CALL_CHAIN)).startswith("something failed")
 
 
 # -- first failures and echoes
@@ -95,10 +99,25 @@ def test_an_echo_is_not_the_root_even_if_it_is_printed_first(type: str, message:
     assert found.echoes == (echo,)
 
 
-def test_a_log_of_echoes_alone_is_called_that() -> None:
-    page = compose(evidence(failing("BrokenPipeError", "[Errno 32] Broken pipe")), ())
-    assert page.who.has_only_echoes
-    assert "only what a failure elsewhere caused" in to_text(page)
+@pytest.mark.parametrize(
+    ("failure", "is_echo"),
+    [
+        (
+            failing(
+                "BrokenPipeError", "[Errno 32] Broken pipe", file="/usr/lib/python3.11/multiprocessing/connection.py"
+            ),
+            True,
+        ),
+        (failing("torch.distributed.DistBackendError", "NCCL error: remote process exited"), True),
+        (failing("EOFError", "Ran out of input", file="/x/site-packages/torch/serialization.py"), False),
+        (failing("ConnectionRefusedError", "[Errno 111]", file="/usr/lib/python3.11/http/client.py"), False),
+        (failing("ValueError", "bad"), False),
+    ],
+)
+def test_a_log_of_echoes_alone_is_called_that(failure: Failure, is_echo: bool) -> None:
+    page = compose(evidence(failure), ())
+    assert page.who.has_only_echoes == is_echo
+    assert ("such a failure comes when another process fails or hangs" in to_text(page)) == is_echo
 
 
 def test_a_failure_after_which_the_run_went_on_is_not_the_root() -> None:
@@ -162,8 +181,17 @@ def test_a_launcher_that_saw_a_process_killed_and_no_traceback() -> None:
     page = page_of(
         "E1021 19:07:57.030000 12 torch/distributed/elastic/api.py:882] failed (exitcode: -9) local_rank: 3 (pid: 77)"
     )
+    assert page.root is not None
+    assert page.root.type == "SIGKILL"
+    assert [exit.code for exit in page.who.exits] == [-9]
+
+
+def test_a_launcher_that_saw_a_process_fail_and_no_traceback() -> None:
+    page = page_of("srun: error: n1: task 0: Exited with exit code 1\nbye")
     assert page.outcome == "exits"
-    assert "1 x killed by SIGKILL" in to_text(page)
+    text = to_text(page)
+    assert "a launcher saw processes fail; no exception in this log" in text
+    assert "1 x exit code 1" in text
 
 
 def engine_log() -> str:
@@ -408,3 +436,15 @@ def test_json_names_its_schema_and_holds_the_facts() -> None:
 def test_control_characters_of_a_log_do_not_reach_the_terminal() -> None:
     text = to_text(page_of(TRACEBACK.replace("nan", "nan\x07\x1b]0;owned\x07 \x9b31m")))
     assert all(char.isprintable() or char == "\n" for char in text)
+
+
+# -- known issues
+
+
+def test_a_known_issue_of_another_line_is_not_the_reason() -> None:
+    line = "train.py: error: unrecognized arguments: --lrr"
+    text = to_text(compose(evidence(failing("KeyError", "'weights'"), known_issue_lines=((line, 7),))))
+    assert "known issue   none of the catalogue matches" in text
+    assert "elsewhere     a line of this log tells of: The command line is not one that" in text
+    alone = to_text(compose(evidence(known_issue_lines=((line, 7),))))
+    assert "known issue   The command line is not one that the program knows  (argument-invalid)" in alone

@@ -16,6 +16,8 @@ PHASES: tuple[Phase, ...] = ("init", "load", "kv cache", "compile", "capture", "
 """In the order in which a healthy start passes them."""
 
 Certainty = Literal["recorded", "printed", "unwoven", "reconstructed"]
+FailureKind = Literal["exception", "thread", "signal", "killed", "interrupted", "ignored", "logged"]
+Teller = Literal["process", "shell", "kernel", "launcher", "scheduler", "parent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +57,46 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """The end of a process, or of a whole job, that a line of the log tells; the process itself could raise nothing."""
+
+    name: str
+    """``SIGKILL``; where no signal is named, the scheduler's word for the state of the job (``TIMEOUT``)."""
+    teller: Teller
+    text: str
+    """The line that tells it."""
+    signal: int | None = None
+    code: int | None = None
+    """The exit code as printed, where there is one."""
+    process: Process = Process()
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """One way in which one or more processes failed."""
 
     chain: tuple[Raised, ...]
     """In the order in which they were raised; the last is what the process died of. Empty for a fatal signal alone."""
-    kind: Literal["exception", "thread", "signal", "killed", "interrupted", "ignored"] = "exception"
-    """``ignored``: printed by Python itself, which went on (an exception in ``__del__``, in logging)."""
+    kind: FailureKind = "exception"
+    """``ignored``: printed by Python itself, which went on (an exception in ``__del__``, in logging).
+    ``logged``: printed by a logger, as something less than an error."""
     count: int = 1
-    """How many processes printed it."""
+    """How often it was printed; how many processes had it, if it is recorded."""
+    num_writers: int = 1
+    """How many processes are known to have printed it: named apart, or at the same time."""
+    num_unnamed: int = 0
+    """How many of the prints carry no name."""
     processes: tuple[Process, ...] = ()
-    """Those of the ``count`` that are known."""
+    """Those that are known."""
     certainty: Certainty = "printed"
     line: int | None = None
     """The line of the log at which the first of them was complete; None for a record."""
     time_ns: int | None = None
+    death: Death | None = None
+    """Set if a line tells it, and not an exception."""
+    last_lines: tuple[str, ...] = ()
+    """What the first of them printed last, where it left no exception."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +156,17 @@ class Evidence:
     """Files the source names: dumps, logs, reproducers."""
     num_call_chains: int = 0
     """Stacks that belong to no exception."""
+    num_cut_off: int = 0
+    """Those of them that are tracebacks whose exception is missing."""
     call_chains: tuple[tuple[Frame, ...], ...] = ()
     """The first few of them, outermost frame first."""
     exits: tuple[Exit, ...] = ()
     free_memory: tuple[str, int | None] | None = None
     """The last statement about free device memory: ``12.33 GB``."""
+    stop: tuple[str, int | None] | None = None
+    """The first line that says the run was asked to end."""
+    device_asserts: tuple[tuple[str, int | None], ...] = ()
+    """Checks that failed inside kernels, each once."""
     error_lines: tuple[tuple[str, int | None], ...] = ()
     """The first lines logged as errors outside of any traceback."""
     known_issue_lines: tuple[tuple[str, int | None], ...] = ()

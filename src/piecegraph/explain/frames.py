@@ -52,11 +52,19 @@ _LAYERS: tuple[tuple[str, Phase | None, str], ...] = (
     ("AOTAutograd", "compile", r"torch/_functorch/"),
     ("FX tracing", "compile", r"torch/fx/"),
     ("Triton", "compile", r"/triton/"),
-    ("weight loading", "load", r"model_loader|weight_utils|safetensors/|transformers/modeling_utils"),
-    ("process group", "init", r"parallel_state\.py|torch/distributed/(?:distributed_c10d|rendezvous)"),
-    ("KV cache", "kv cache", r"memory_pool\.py|kv_cache_\w+\.py|kv_cache\.py|:determine_available_memory|:profile_run"
-                             r"|:init_memory_pool|:initialize_kv_cache"),
+    ("weight loading", "load", r"model_loader|weight_utils|safetensors/\S*:(?:load|safe_open|get_)|checkpoint\S*:load"
+                               r"|transformers/modeling_utils\.py:\w*(?:load|from_pretrained)"),
+    ("process group", "init", r"parallel_state\.py:\w*init|torch/distributed/rendezvous"
+                              r"|torch/distributed/distributed_c10d\.py:(?:\w*init_process_group|_new_process_group_helper)"),
+    ("KV cache", "kv cache", r"memory_pool\w*\.py:(?:__init__|_create_buffers)|kv_cache(?:_utils|_manager)?\.py"
+                             r"|:determine_available_memory|:profile_run|:init_memory_pool|:initialize_kv_cache"),
 )  # fmt: skip
+_RUN_TIME = re.compile(
+    r"torch/_dynamo/(?:eval_frame|external_utils)\.py|torch/_functorch/(?:aot_autograd\.py:forward|_aot_autograd/(?:runtime"
+    r"_wrappers|utils)\.py)|torch/_inductor/(?:output_code|utils|runtime/(?!compile))\S*|torch/fx/(?:graph_module"
+    r"|_lazy_graph_module|interpreter)\.py|/triton/runtime/(?!\S*:(?:compile|_do_compile))|:\w*replay\w*$"
+)
+"""Frames of these layers that every later call goes through, too: they are no sign of the phase."""
 _COMPILED_LAYERS = tuple((name, phase, re.compile(pattern)) for name, phase, pattern in _LAYERS)
 
 
@@ -110,5 +118,8 @@ def phase_of(frames: Iterable[Frame]) -> Phase | None:
 
 
 def _layer(frame: Frame) -> tuple[str, Phase | None]:
-    where = f"{frame.file}:{frame.function}"
-    return next(((name, phase) for name, phase, pattern in _COMPILED_LAYERS if pattern.search(where)), ("", None))
+    where = f"{frame.file}:{frame.function}".replace("\\", "/")
+    name, phase = next(
+        ((name, phase) for name, phase, pattern in _COMPILED_LAYERS if pattern.search(where)), ("", None)
+    )
+    return name, None if _RUN_TIME.search(where) else phase

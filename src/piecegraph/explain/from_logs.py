@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal, cast
 
 from piecegraph.base.progress import Bar, Progress
 from piecegraph.errors import InputError
+from piecegraph.explain.catalogue import load_catalogue
 from piecegraph.explain.evidence import Evidence
-from piecegraph.explain.known_issues import KnownIssue, load_catalogue, log_line_matcher
+from piecegraph.explain.known_issues import KnownIssue, log_line_matcher, watched_words
 from piecegraph.explain.log.scan import Scanner
-from piecegraph.explain.log.source import Log, name_logs
+from piecegraph.explain.log.source import STANDARD_INPUT, Log, name_logs
 from piecegraph.explain.page import Page, compose
 from piecegraph.explain.root_cause import triage
 
@@ -22,38 +25,62 @@ _MIB = 1 << 20
 def explain_logs(
     paths: Sequence[str | os.PathLike[str]],
     *,
-    issues: Path | None = None,
+    known: Iterable[Path] = (),
     progress: bool | Literal["auto"] = "auto",
 ) -> Page:
     """Explain a failing run from its logs.
 
     Args:
         paths: one log, or one for each process of a run; ``-`` is standard input, gzip is unpacked.
-        issues: a file of known issues, beside those that come with piecegraph.
+        known: files of known issues, beside those that come with piecegraph.
         progress: whether to show a bar on standard error; ``auto`` shows it on a terminal.
 
     Raises:
         InputError: a log cannot be read, is no text, or all of them are empty.
-        ConfigError: the file of known issues is malformed.
+        ConfigError: a file of known issues is malformed.
     """
-    catalogue = load_catalogue(issues)
-    runs = _read_evidence([os.fspath(path) for path in paths], catalogue, progress=progress)
+    catalogue = load_catalogue(known)
+    return _explain([Log(os.fspath(path)) for path in paths], catalogue, progress=progress)
+
+
+def explain_stream(stream: io.IOBase, catalogue: Sequence[KnownIssue]) -> Page:
+    """Explain a failing run from what it prints, read until it ends. Raises what :func:`explain_logs` does."""
+    return _explain([_StreamLog(stream=stream)], catalogue)
+
+
+def explain_text(text: str, catalogue: Sequence[KnownIssue]) -> Page:
+    """Explain a failing run from the text of its log."""
+    return explain_stream(io.BytesIO(text.encode("utf-8", "replace")), catalogue)
+
+
+@dataclass(slots=True, kw_only=True)
+class _StreamLog(Log):
+    """A log that is no file."""
+
+    path: str = STANDARD_INPUT
+    stream: io.IOBase
+
+    def _open(self) -> IO[bytes]:
+        return cast("IO[bytes]", self.stream)
+
+
+def _explain(logs: Sequence[Log], catalogue: Sequence[KnownIssue], *, progress: bool | Literal["auto"] = False) -> Page:
+    runs = _read_evidence(logs, catalogue, progress=progress)
     # Of several runs in one log, the last that failed is the one somebody is waiting for.
-    failed = [run for run in runs if triage(run).root is not None]
+    failed = [run for run in runs if (found := triage(run)).root is not None and not found.is_stopped]
     chosen = failed[-1] if failed else runs[-1]
     return compose(chosen, catalogue, other_runs=[run for run in runs if run is not chosen])
 
 
 def _read_evidence(
-    paths: Sequence[str], catalogue: Sequence[KnownIssue], *, progress: bool | Literal["auto"] = False
+    logs: Sequence[Log], catalogue: Sequence[KnownIssue], *, progress: bool | Literal["auto"]
 ) -> tuple[Evidence, ...]:
     """What the logs prove, a value for each run."""
-    logs = [Log(path) for path in paths]
-    names = name_logs(logs)
+    names = name_logs(list(logs))
     scanner = Scanner(
         is_one_log=len(logs) == 1,
         is_known_issue=log_line_matcher(catalogue),
-        known_issue_words=dict.fromkeys(word for issue in catalogue for word in issue.line_words),
+        known_issue_words=watched_words(catalogue),
     )
     total = sum(log.num_bytes for log in logs) // _MIB
     with Progress(progress).bar("explain", total) as bar:

@@ -1,33 +1,21 @@
 """The catalogue of known issues: a failure comes in, the entries that explain it go out, the most specific first.
 
-The entries are data (``known_issues.toml``; a team may add a file of its own). The one invariant: an entry matches what
-the source printed, the exception AND a frame, so that it does not speak up about an unrelated failure. Where the
+The entries are data, read by :mod:`catalogue` (a user may add files of their own). The one invariant: an entry matches
+what the source printed, the exception AND a frame, so that it does not speak up about an unrelated failure. Where the
 exception alone is decisive the entry says why; causes that raise nothing in Python are found by a line of the log.
 """
 
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from importlib.resources import files
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from piecegraph.errors import ConfigError
 from piecegraph.explain.evidence import Failure, Raised
 
-REQUIRED = ("id", "title", "meaning", "fix", "source")
-PATTERNS = ("exception", "frame", "log_line")
-TEXTS = (*REQUIRED, "frame_free", "fixed_in")
-OPTIONAL = (*PATTERNS, "frame_free", "fixed_in", "refines", "echo")
 EDGE_CHARS = 65_536
 """A longer text is searched at both ends only: a build log of megabytes names its cause at one of them."""
 LINE_CHARS = 4_096
-MIN_WORD = 6
-GAP = "\x00"
-"""Stands for what varies in a pattern."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,49 +46,43 @@ class KnownIssue:
     """Entries that this one is a special case of; it is named before them."""
     echo: bool = False
     """It tells of another failure's consequence, and is named after entries that tell of a cause."""
+    examples: tuple[str, ...] = ()
+    """Logs for which it must be named; ``explain --check`` tries them."""
+    counter_examples: tuple[str, ...] = ()
+    """Logs that look like it, for which it must not be."""
+    defined_at: str = ""
+    """The file, and the line of it."""
     specificity: int = 0
     """The length of the longest chain of ``refines`` below this entry."""
 
     @property
     def rule(self) -> str:
         """When this entry speaks up, for people."""
-        clauses = []
-        if self.exception:
-            also = f"a frame matches /{self.frame.pattern}/" if self.frame else f"any frame ({self.frame_free})"
-            clauses.append(f"an exception matches /{self.exception.pattern}/ and {also}")
-        if self.log_line:
-            clauses.append(f"a line matches /{self.log_line.pattern}/")
-        return "; or ".join(clauses)
+        return "; or ".join(filter(None, (self.exception_rule, self.line_rule)))
+
+    @property
+    def exception_rule(self) -> str:
+        """The part of the rule about exceptions."""
+        if self.exception is None:
+            return ""
+        also = f"a frame matches /{self.frame.pattern}/" if self.frame else f"any frame ({self.frame_free})"
+        return f"an exception matches /{self.exception.pattern}/ and {also}"
+
+    @property
+    def line_rule(self) -> str:
+        """The part of the rule about lines."""
+        return f"a line matches /{self.log_line.pattern}/" if self.log_line else ""
 
 
-def load_catalogue(extra: Path | None = None) -> tuple[KnownIssue, ...]:
-    """The entries that come with piecegraph, and those of the file ``extra``.
+@dataclass(frozen=True, slots=True)
+class Match:
+    """An entry whose rule holds."""
 
-    >>> len(load_catalogue()) >= 30
-    True
-    """
-    shipped = files("piecegraph.explain").joinpath("known_issues.toml")
-    issues = parse_catalogue(shipped.read_text(encoding="utf-8"), "known_issues.toml")
-    if extra is not None:
-        try:
-            text = extra.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise _malformed(str(extra), str(error), "give the path of a TOML file in UTF-8") from error
-        issues += parse_catalogue(text, str(extra))
-    return _ranked(issues)
-
-
-def parse_catalogue(text: str, name: str) -> tuple[KnownIssue, ...]:
-    """The entries of one file. What they refine may be in another."""
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise _malformed(name, str(error), "write TOML: one [[issue]] table for each entry") from error
-    entries = document.pop("issue", [])
-    if document or not isinstance(entries, list):
-        odd = ", ".join(map(repr, document)) or "'issue', which is no list of tables"
-        raise _malformed(name, f"it holds {odd}", "one [[issue]] table for each entry, and nothing else")
-    return tuple(_entry(entry, f"{name}, entry {number}") for number, entry in enumerate(entries, 1))
+    issue: KnownIssue
+    is_of_root: bool
+    """Whether it speaks of the failure itself. A line elsewhere in the log may tell of something beside it."""
+    rule: str
+    """The part of its rule that holds."""
 
 
 def match_known_issues(
@@ -113,33 +95,51 @@ def match_known_issues(
         catalogue: the entries to try.
         lines: lines of the log that belong to no exception, for the entries that know their cause by one.
     """
+    return tuple(match.issue for match in find_matches(failure, catalogue, lines))
+
+
+def find_matches(failure: Failure, catalogue: Iterable[KnownIssue], lines: Iterable[str] = ()) -> tuple[Match, ...]:
+    """The same with how they belong to the failure; those that only a line beside it tells of come last."""
     texts = [_exception_text(raised) for raised in failure.chain]
     frames = {
         f"{frame.file}:{frame.function}".replace("\\", "/") for raised in failure.chain for frame in raised.frames
     }
     first_related = _first_related(failure.chain, texts)
     catalogue = tuple(catalogue)
-    entries_of = log_line_matcher(catalogue)
-    by_line = {issue.id for line in lines for issue in entries_of(line)}
+    by_line = _matched_lines(catalogue, lines)
+    own_lines = (*(text.partition("\n")[0] for text in texts), *failure.last_lines)
+    positions = {issue.id: _matched_at(issue, texts, frames) for issue in catalogue}
+    raised_ids = {name for name, position in positions.items() if position is not None}
     found = []
     for order, issue in enumerate(catalogue):
-        position = _matched_at(issue, texts, frames)
-        if position is None and issue.id in by_line:
-            position = len(texts)
-        if position is not None:
-            rank = (issue.echo, position < first_related, -issue.specificity, issue.frame is None, position, order)
-            found.append((rank, issue))
-    return tuple(issue for _, issue in sorted(found, key=lambda pair: pair[0]))
+        position = positions[issue.id]
+        if position is None and issue.id not in by_line:
+            continue
+        is_raised = position is not None or not raised_ids.isdisjoint(issue.refines)
+        is_quoted = any(line in own for line in by_line.get(issue.id, ()) for own in own_lines)
+        is_of_root = is_raised or is_quoted or not texts
+        at = len(texts) if position is None else position
+        tier = (not is_of_root, issue.echo, not is_raised)
+        rule = issue.line_rule if position is None else issue.exception_rule
+        rank = (*tier, at < first_related, -issue.specificity, issue.frame is None, at, order)
+        found.append((rank, Match(issue, is_of_root, rule)))
+    return tuple(match for _, match in sorted(found, key=lambda pair: pair[0]))
+
+
+def _matched_lines(catalogue: Sequence[KnownIssue], lines: Iterable[str]) -> dict[str, list[str]]:
+    """The lines by which entries know their cause, by the id of the entry."""
+    entries_of = log_line_matcher(catalogue)
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        for issue in entries_of(line):
+            found.setdefault(issue.id, []).append(line.strip())
+    return found
 
 
 def log_line_matcher(catalogue: Iterable[KnownIssue]) -> Callable[[str], tuple[KnownIssue, ...]]:
     """A function that takes a line and gives the entries that know their cause by it, the most specific first.
 
     Make it once and call it for every line of a log; nearly all of them are dismissed in a few microseconds.
-
-    >>> entries_of = log_line_matcher(load_catalogue())
-    >>> [issue.id for issue in entries_of("Out of memory: Killed process 4242 (python) total-vm:214748364kB")]
-    ['host-oom-killed']
     """
     rules = [(word, issue.log_line, issue) for issue in catalogue if issue.log_line for word in issue.line_words]
 
@@ -149,6 +149,12 @@ def log_line_matcher(catalogue: Iterable[KnownIssue]) -> Callable[[str], tuple[K
         return tuple(sorted(found.values(), key=lambda issue: (issue.echo, -issue.specificity)))
 
     return entries_of
+
+
+def watched_words(catalogue: Iterable[KnownIssue]) -> tuple[str, ...]:
+    """The fewest words of which every line holds one that an entry knows its cause by: each costs a look at the log."""
+    words = dict.fromkeys(word for issue in catalogue for word in issue.line_words)
+    return tuple(word for word in words if not any(other in word for other in words if other != word))
 
 
 def describe(issue: KnownIssue) -> str:
@@ -191,135 +197,3 @@ def _matched_at(issue: KnownIssue, texts: Sequence[str], frames: Iterable[str]) 
     if position is None or issue.frame is None or any(issue.frame.search(frame) for frame in frames):
         return position
     return None
-
-
-def _entry(entry: Any, where: str) -> KnownIssue:
-    if not isinstance(entry, Mapping):
-        raise _malformed(where, "it is no table", "write [[issue]] above its fields")
-    where = f"{where} ({entry['id']})" if isinstance(entry.get("id"), str) else where
-    _check_fields(entry, where)
-    _check_clauses(entry, where)
-    patterns = {name: _pattern(entry[name], name, where) for name in PATTERNS if name in entry}
-    texts = {name: " ".join(entry.get(name, "").split()) for name in TEXTS}
-    return KnownIssue(
-        id=texts["id"],
-        title=texts["title"],
-        meaning=texts["meaning"],
-        fix=texts["fix"],
-        fixed_in=texts["fixed_in"],
-        source=texts["source"],
-        exception=patterns.get("exception"),
-        frame=patterns.get("frame"),
-        frame_free=texts["frame_free"],
-        log_line=patterns.get("log_line"),
-        line_words=_plain_words(entry.get("log_line", ""), where),
-        refines=tuple(entry.get("refines", ())),
-        echo=entry.get("echo", False),
-    )
-
-
-def _check_fields(entry: Mapping[str, Any], where: str) -> None:
-    """Every field is known, present and of its type."""
-    unknown = sorted(set(entry) - {*REQUIRED, *OPTIONAL})
-    if unknown:
-        raise _malformed(where, f"unknown field {unknown[0]!r}", f"the fields are {', '.join((*REQUIRED, *OPTIONAL))}")
-    for name in REQUIRED:
-        if name not in entry:
-            raise _malformed(where, f"no field {name!r}", f"every entry has {', '.join(REQUIRED)}")
-    for name, value in entry.items():
-        if name == "refines":
-            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-                raise _malformed(where, "'refines' is no list of ids", 'write refines = ["some-id"]')
-        elif name == "echo":
-            if not isinstance(value, bool):
-                raise _malformed(where, "'echo' is neither true nor false", "write echo = true, or leave it out")
-        elif not isinstance(value, str) or (not value.strip() and name != "fixed_in"):
-            raise _malformed(where, f"{name!r} is empty or no string", "write a sentence, or leave the field out")
-    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", entry["id"]):
-        raise _malformed(where, f"the id {entry['id']!r} is not kebab-case", "use lower-case words joined by '-'")
-
-
-def _check_clauses(entry: Mapping[str, Any], where: str) -> None:
-    """The rule is one that can be precise."""
-    if "exception" not in entry and "log_line" not in entry:
-        raise _malformed(where, "it has neither 'exception' nor 'log_line'", "say what is printed when it happens")
-    if "exception" not in entry and ("frame" in entry or "frame_free" in entry):
-        raise _malformed(where, "a frame without 'exception'", "add the exception that comes with it")
-    if "exception" in entry and ("frame" in entry) == ("frame_free" in entry):
-        raise _malformed(
-            where,
-            "it needs one of 'frame' and 'frame_free'",
-            "name the frame it is raised through, or say in frame_free why the exception alone is decisive",
-        )
-
-
-def _pattern(text: str, name: str, where: str) -> re.Pattern[str]:
-    try:
-        pattern = re.compile(text, re.MULTILINE)
-    except re.error as error:
-        raise _malformed(where, f"{name!r} is no regular expression: {error}", "see Python's re syntax") from error
-    if pattern.flags != re.compile("", re.MULTILINE).flags:
-        raise _malformed(where, f"{name!r} sets flags", "spell out both cases: [Oo]ut of memory")
-    # Note [Every repeat has an upper bound]: an unbounded one can take quadratic time, and nested ones exponential
-    # time, on the text of a failure, which nobody controls.
-    if re.search(r"[*+]|\{\d*,\}", _without_escapes_and_classes(text)):
-        raise _malformed(
-            where, f"{name!r} has a repeat without an upper bound", r"write .{0,200}, \d{1,20}, [\w.]{0,80}"
-        )
-    if pattern.search(""):
-        raise _malformed(where, f"{name!r} matches everything", "write what is printed only when this happens")
-    return pattern
-
-
-def _plain_words(pattern: str, where: str) -> tuple[str, ...]:
-    r"""For each alternative of a pattern, the longest text that every match of it holds.
-
-    >>> _plain_words(r"[Oo]ut of memory: Killed process \d{1,9}|oom-kill( event)?:", "")
-    ('ut of memory: Killed process ', 'oom-kill')
-    """
-    if not pattern:
-        return ()
-    fixed = _without_escapes_and_classes(pattern)
-    while "(" in fixed:  # from the inside out; the pattern is valid, so they balance
-        fixed = re.sub(r"\([^()]*\)", GAP, fixed)
-    fixed = re.sub(r".(\?|\{[\d,]*\})", GAP, fixed)
-    words = tuple(max(re.split(rf"[{GAP}.^$]", part), key=len) for part in fixed.split("|"))
-    if any(len(word) < MIN_WORD for word in words):
-        raise _malformed(where, "an alternative of 'log_line' has no plain words", "add words that do not vary")
-    return words
-
-
-def _without_escapes_and_classes(pattern: str) -> str:
-    return re.sub(r"\[\^?\]?[^\]]*\]", GAP, re.sub(r"\\.", GAP, pattern, flags=re.DOTALL))
-
-
-def _ranked(issues: Sequence[KnownIssue]) -> tuple[KnownIssue, ...]:
-    """The same entries with their specificity; ids are unique and what they refine exists."""
-    by_id: dict[str, KnownIssue] = {}
-    for issue in issues:
-        if issue.id in by_id:
-            raise _malformed(issue.id, "two entries have this id", "choose another id for one of them")
-        by_id[issue.id] = issue
-    for issue in issues:
-        for refined in issue.refines:
-            if refined not in by_id:
-                raise _malformed(issue.id, f"it refines {refined!r}, which does not exist", "name the id of an entry")
-    depths: dict[str, int] = {}
-    for issue in issues:
-        _depth(issue.id, by_id, depths, ())
-    return tuple(replace(issue, specificity=depths[issue.id]) for issue in issues)
-
-
-def _depth(name: str, by_id: Mapping[str, KnownIssue], depths: dict[str, int], above: tuple[str, ...]) -> int:
-    if name in above:
-        raise _malformed(
-            name, f"it refines itself: {' -> '.join((*above, name))}", "take one of these out of 'refines'"
-        )
-    if name not in depths:
-        below = [_depth(refined, by_id, depths, (*above, name)) + 1 for refined in by_id[name].refines]
-        depths[name] = max(below, default=0)
-    return depths[name]
-
-
-def _malformed(where: str, why: str, hint: str) -> ConfigError:
-    return ConfigError("PG120", "a catalogue of known issues cannot be used", where=where, why=why, hint=hint)

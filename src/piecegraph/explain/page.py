@@ -7,12 +7,26 @@ from dataclasses import dataclass
 from typing import Literal
 
 from piecegraph.explain.advice import Suggestion, judge_suggestions
-from piecegraph.explain.evidence import PHASES, Certainty, Evidence, Exit, Failure, Frame, Phase, Process, TreeLine
+from piecegraph.explain.catalogue import load_catalogue
+from piecegraph.explain.evidence import (
+    PHASES,
+    Certainty,
+    Death,
+    Evidence,
+    Exit,
+    Failure,
+    FailureKind,
+    Frame,
+    Phase,
+    Process,
+    TreeLine,
+)
 from piecegraph.explain.frames import layers_of, phase_of, place_of
-from piecegraph.explain.known_issues import KnownIssue, load_catalogue, match_known_issues
+from piecegraph.explain.known_issues import KnownIssue, find_matches
 from piecegraph.explain.root_cause import RootCause, Triage, find_root_cause, triage
 
-Outcome = Literal["failure", "exits", "call chains", "nothing"]
+Outcome = Literal["failure", "stopped", "exits", "call chains", "nothing"]
+"""``stopped``: asked to end, and nothing had failed before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +40,14 @@ class FailureGroup:
     role: Literal["root", "other", "echo", "survived"]
     line: int | None
     certainty: Certainty
+    kind: FailureKind = "exception"
+    num_processes: int = 1
+    """How many processes had it for certain; ``count`` is how often it was printed."""
+    death: Death | None = None
+    num_unnamed: int = 0
+    """How many of the prints carry no name."""
+    last_lines: tuple[str, ...] = ()
+    """What a process that left no exception printed last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +74,8 @@ class PhaseRow:
 
     phase: Phase
     state: Literal["done", "passed", "begun", "failed"]
-    """``passed``: begun, never said to be done, but a later phase was reached."""
+    """``passed``: begun, never said to be done, but a later phase was reached. ``failed``: the stack or a record
+    says so."""
     line: int | None
     size: str = ""
 
@@ -95,6 +118,8 @@ class KnownMatch:
     fixed_in: str
     source: str
     rule: str
+    is_of_root: bool
+    """Whether it speaks of the root cause, and not of something else in the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +139,17 @@ class Page:
     suggestions: tuple[Suggestion, ...]
     artefacts: tuple[str, ...]
     num_call_chains: int
+    num_cut_off: int
+    """Those of them that are tracebacks whose exception is missing."""
     error_lines: tuple[tuple[str, int | None], ...]
     last_line: tuple[str, int | None] | None
     other_runs: tuple[str, ...]
     """The other runs in the same log, a line each."""
+    run_number: int
+    """Which of the runs in the log this is."""
+    stop: tuple[str, int | None] | None
+    """The line that asked the run to end."""
+    device_asserts: tuple[tuple[str, int | None], ...]
     notes: tuple[str, ...]
 
 
@@ -136,29 +168,36 @@ def compose(
     """
     found = triage(evidence)
     failure = found.root
-    phase = _phases(evidence, failure)
+    phase = _phases(evidence, failure, is_stopped=found.is_stopped)
+    catalogue = load_catalogue() if catalogue is None else catalogue
     return Page(
         sources=evidence.sources,
         num_lines=evidence.num_lines,
-        outcome=_outcome(evidence, failure),
+        outcome=_outcome(evidence, found),
         root=find_root_cause(failure) if failure is not None and failure.chain else None,
         who=_who(evidence, found),
         phase=phase,
         stack=_stack(evidence, failure),
         tree=evidence.tree if failure is not None and failure.certainty == "reconstructed" else (),
-        known=_known(evidence, failure, load_catalogue() if catalogue is None else catalogue),
-        suggestions=judge_suggestions(evidence, failure, phase.failed) if failure is not None else (),
+        known=() if found.is_stopped else _known(evidence, failure, catalogue),
+        suggestions=judge_suggestions(evidence, failure, phase.failed) if failure and not found.is_stopped else (),
         artefacts=evidence.artefacts,
         num_call_chains=evidence.num_call_chains,
+        num_cut_off=evidence.num_cut_off,
         error_lines=evidence.error_lines,
         last_line=evidence.last_line,
         other_runs=tuple(_summary(run) for run in other_runs),
+        run_number=1 + sum(run.first_line < evidence.first_line for run in other_runs),
+        stop=evidence.stop,
+        device_asserts=evidence.device_asserts,
         notes=evidence.notes,
     )
 
 
-def _outcome(evidence: Evidence, failure: Failure | None) -> Outcome:
-    if failure is not None:
+def _outcome(evidence: Evidence, found: Triage) -> Outcome:
+    if found.is_stopped:
+        return "stopped"
+    if found.root is not None:
         return "failure"
     if any(exit.code for exit in evidence.exits):
         return "exits"
@@ -170,8 +209,17 @@ def _known(evidence: Evidence, failure: Failure | None, catalogue: Sequence[Know
     failure = failure or Failure(chain=(), kind="killed")
     lines = [text for text, _ in evidence.known_issue_lines]
     return tuple(
-        KnownMatch(issue.id, issue.title, issue.meaning, issue.fix, issue.fixed_in, issue.source, issue.rule)
-        for issue in match_known_issues(failure, catalogue, lines)
+        KnownMatch(
+            (issue := match.issue).id,
+            issue.title,
+            issue.meaning,
+            issue.fix,
+            issue.fixed_in,
+            issue.source,
+            match.rule,
+            match.is_of_root,
+        )
+        for match in find_matches(failure, catalogue, lines)
     )
 
 
@@ -193,16 +241,29 @@ def _who(evidence: Evidence, found: Triage) -> Who:
 def _group(failure: Failure, role: Literal["root", "other", "echo", "survived"]) -> FailureGroup:
     cause = find_root_cause(failure) if failure.chain else None
     name, message = (cause.type, cause.message) if cause else (failure.kind, "")
-    return FailureGroup(name, message, failure.count, failure.processes, role, failure.line, failure.certainty)
+    return FailureGroup(
+        name,
+        message,
+        failure.count,
+        failure.processes,
+        role,
+        failure.line,
+        failure.certainty,
+        failure.kind,
+        failure.count if failure.certainty == "recorded" else failure.num_writers,
+        failure.death,
+        failure.num_unnamed,
+        last_lines=failure.last_lines,
+    )
 
 
-def _phases(evidence: Evidence, failure: Failure | None) -> PhaseReport:
+def _phases(evidence: Evidence, failure: Failure | None, *, is_stopped: bool) -> PhaseReport:
     frames = [frame for raised in failure.chain for frame in raised.frames] if failure is not None else []
     if failure is not None and failure.certainty == "reconstructed":
         frames = [line.frame for line in evidence.tree if line.frame is not None]
     if failure is None:
         frames = [frame for chain in evidence.call_chains[:1] for frame in chain]
-    failed = _failed_phase(evidence, frames) if failure is not None else None
+    failed = _failed_phase(evidence, frames) if failure is not None and not is_stopped else None
     rows = [row for phase in PHASES if (row := _phase_row(phase, evidence, failed)) is not None]
     return PhaseReport(tuple(rows), failed, layers_of(frames))
 
@@ -227,16 +288,11 @@ def _furthest(evidence: Evidence) -> int:
 
 
 def _failed_phase(evidence: Evidence, frames: Sequence[Frame]) -> Phase | None:
-    """Where it failed: recorded as such, seen in the stack, or the last that was begun and not done."""
+    """Where it failed: recorded as such, or seen in the stack. That a phase had begun is no proof."""
     noted = [milestone.phase for milestone in evidence.milestones if milestone.state == "failed"]
     if noted:
         return "capture" if "capture" in noted else noted[-1]
-    done = {milestone.phase for milestone in evidence.milestones if milestone.state == "done"}
-    by_stack = phase_of(frames)
-    if by_stack is not None and by_stack not in done:
-        return by_stack
-    last = PHASES[_furthest(evidence)]
-    return last if evidence.milestones and last not in done else by_stack
+    return phase_of(frames)
 
 
 def _stack(evidence: Evidence, failure: Failure | None) -> tuple[StackPart, ...]:
@@ -278,8 +334,10 @@ def _folded(run: Sequence[Frame]) -> StackLine:
 
 def _summary(run: Evidence) -> str:
     where = f"lines {run.first_line} to {run.first_line + run.num_lines - 1}"
-    root = triage(run).root
-    if root is None or not root.chain:
+    found = triage(run)
+    if found.is_stopped:
+        return f"{where}: stopped on request"
+    if found.root is None or not found.root.chain:
         return f"{where}: no failure"
-    cause = find_root_cause(root)
+    cause = find_root_cause(found.root)
     return f"{where}: {cause.type}: {cause.message}"

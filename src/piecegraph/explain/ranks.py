@@ -23,9 +23,9 @@ from typing import Any
 from piecegraph.explain.evidence import Evidence, Failure, Process
 from piecegraph.explain.page import compose
 from piecegraph.explain.render import to_text
-from piecegraph.explain.run import hook
-from piecegraph.explain.run.endings import likeness, milestones_of
+from piecegraph.explain.run.hook.data import chain_of, now, phases_in, to_json
 from piecegraph.explain.run.records import RecordedException, read_exception
+from piecegraph.explain.run.run_evidence import likeness, milestones_of
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +90,9 @@ def _summary(subject: str, failed: list[int], num_ranks: int, error: BaseExcepti
 
 def write_failure(error: BaseException) -> str:
     """An exception and the process it was raised in, as one line of JSON for a peer to read."""
-    chain = hook.chain_of(error)
-    exception = {"kind": "exception", "thread": "", "time": hook.now(), "phase": hook.phases_in(chain), "chain": chain}
-    return hook.to_json({"pid": os.getpid(), "host": os.uname().nodename, "exception": exception})
+    chain = chain_of(error)
+    exception = {"kind": "exception", "thread": "", "time": now(), "phase": phases_in(chain), "chain": chain}
+    return to_json({"pid": os.getpid(), "host": os.uname().nodename, "exception": exception})
 
 
 def evidence_of_ranks(written: Mapping[int, str], num_ranks: int) -> Evidence:

@@ -1,16 +1,12 @@
-"""A page as text, Markdown, HTML or a dictionary for JSON."""
+"""A page as text, Markdown or HTML."""
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
-from typing import Any
 
 from piecegraph.explain.page import Page
 from piecegraph.explain.wording import PageRow, Section, headline, sections
 
-SCHEMA = 1
-"""Raised when a field of :func:`to_dict` is renamed or removed."""
 WIDTH = 118
 _LABEL = 14
 _ANSI = {"strong": "\x1b[1m", "bad": "\x1b[31;1m", "good": "\x1b[32m", "quiet": "\x1b[2m", "": ""}
@@ -48,15 +44,14 @@ def to_html(page: Page) -> str:
     return "\n".join(map(_printable, html.split("\n")))
 
 
-def to_dict(page: Page) -> dict[str, Any]:
-    """The page's facts for programs, with the schema's version."""
-    return {"schema": SCHEMA, "headline": headline(page), **dataclasses.asdict(page)}
-
-
 def _about(page: Page) -> str:
     names = page.sources
     shown = ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} more"
-    return f"{shown}: {page.num_lines:,} lines" if page.num_lines else shown
+    about = f"{shown}: {page.num_lines:,} lines" if page.num_lines else shown
+    if not page.other_runs:
+        return about
+    which = "the last that failed" if page.outcome == "failure" else "the last"
+    return f"{about}; run {page.run_number} of {1 + len(page.other_runs)} in this log, {which}"
 
 
 def _text_lines(row: PageRow, width: int) -> list[str]:

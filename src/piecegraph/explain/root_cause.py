@@ -7,6 +7,7 @@ borrow its traceback.
 from __future__ import annotations
 
 import re
+import signal
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,11 +16,25 @@ from piecegraph.explain.frames import place_of
 from piecegraph.explain.log.syntax import exception_of, frame_of
 
 _ECHO_TYPES = re.compile(
-    r"(?:ChildFailedError|ProcessRaisedException|ProcessExitedException|BrokenPipeError|ConnectionResetError"
-    r"|ConnectionRefusedError|ConnectionAbortedError|EOFError|EngineDeadError|ActorDiedError|RayActorError"
-    r"|WorkerCrashedError|BrokenProcessPool|CancelledError|BrokenBarrierError|DistStoreError|DistNetworkError|KeyboardInterrupt|SystemExit"
-    r"|ExceptionGroup|IncompleteReadError)$"
+    r"(?:ChildFailedError|ProcessRaisedException|ProcessExitedException|EngineDeadError|ActorDiedError|RayActorError"
+    r"|WorkerCrashedError|BrokenProcessPool|CancelledError|BrokenBarrierError|DistStoreError|DistNetworkError|SystemExit"
+    r"|ExceptionGroup|CellExecutionError|PapermillExecutionError)$"
 )
+_LOST_PEERS = re.compile(
+    r"(?:BrokenPipeError|ConnectionResetError|ConnectionRefusedError|ConnectionAbortedError|EOFError|IncompleteReadError)$"
+)
+"""Raised for a lost peer, and as often for a server that is down or a file that ends early: the frames tell which."""
+_PEER_FRAMES = re.compile(
+    r"multiprocessing[/\\]|torch[/\\]distributed|[/\\]ray[/\\]|[/\\]zmq[/\\]|asyncio[/\\]|uvloop|mpi4py"
+)
+_TOLD_DEATH = re.compile(
+    r"(?:terminated|killed|died) (?:with|by) (?:signal:? |<Signals\.)|exited with code -\d"
+    r"|Failed core proc\(s\): \{.*: -\d"
+)
+_AFTERMATH = (signal.SIGTERM, signal.SIGABRT, signal.SIGINT, signal.SIGHUP)
+"""Signals that follow from a failure: an abort in the same process, the end of its peers."""
+_WENT_ON_LINES = 3
+_MIN_QUOTE = 16
 _ECHO_MESSAGES = re.compile(
     r"(?i:connection (?:was )?(?:closed|reset) by (?:remote )?peer|broken pipe|socket closed|remote process exited"
     r"|failed to recv, got 0 bytes|connection was likely closed|watchdog caught collective operation timeout"
@@ -29,14 +44,24 @@ _ECHO_MESSAGES = re.compile(
     r"|EngineCore encountered an issue|WorkerProc initialization failed"
     r"|(?:[Ss]ee|check) (?:the )?(?:root cause|stack trace) above|EngineCore failed to start"
     r"|Rank \d+ scheduler died|Initialization failed\. Please see the error messages above"
+    r"|Engine process failed to start"
+    r"|[Ee]ngine loop is not running|Background loop (?:has errored|is not running|is stopped)"
+    r"|Executor worker (?:died|returned error)"
+    r"|[Ss]ee (?:the )?(?:stack ?trace|errors?|logs?) (?:\(above\)|above|for the root cause|to find the original error)"
+    r"|^Command .*(?:python|torchrun|accelerate).* returned non-zero exit status|[Cc]heck server logs for errors"
 )
-_ENDED_BY_OTHERS = re.compile(r"^sent by (?!no recorded process)|was sent to the run$")
+_ENDED_BY_OTHERS = re.compile(r"^sent by (?!no recorded process)|^sent to the run by ")
 """How a record says that a process was ended by its launcher, or together with the whole run."""
 _WRAPPERS = re.compile(
     r"(?:BackendCompilerFailed|InductorError|LoweringException|TorchRuntimeError|RayTaskError\(.*\)|RemoteError"
     r"|ActorDiedError|UserError)$"
 )
 _MAX_QUOTED = 60
+_MAX_DETAILS = 4
+_MAX_DETAIL = 220
+_LONG_MESSAGE = 8
+_FIELDS = re.compile(r"\bvalidation errors? for\b")
+_ERROR_INSIDE = re.compile(r"\b(?:fatal )?error: ")
 _ASYNC = re.compile(r"CUDA error: (?!out of memory)|cudaError|illegal memory access|device-side assert")
 
 
@@ -51,6 +76,9 @@ class Triage:
     survived: tuple[Failure, ...]
     """Those of the others after which the run went on."""
     has_only_echoes: bool
+    """Whether the root itself says that something else failed."""
+    is_stopped: bool = False
+    """Whether the run was asked to end, and nothing had failed before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +106,10 @@ class RootCause:
     shown_as: tuple[ShownAs, ...] = ()
     is_asynchronous: bool = False
     """Whether the GPU reports such errors late, so that the frame may be innocent."""
+    details: tuple[str, ...] = ()
+    """Further lines of the message that say more."""
+    user_code: Frame | None = None
+    """The innermost line that Dynamo quotes as the user's."""
 
 
 def _is_echo(failure: Failure) -> bool:
@@ -90,29 +122,120 @@ def _is_echo(failure: Failure) -> bool:
     first = failure.chain[0]
     if failure.kind in ("killed", "interrupted") and _ENDED_BY_OTHERS.search(first.message):
         return True
+    if _tells_death(failure):
+        return False  # nothing else may tell of this death
+    if _LOST_PEERS.search(first.type):
+        return any(_PEER_FRAMES.search(frame.file) for frame in first.frames)
     return bool(_ECHO_TYPES.search(first.type) or _ECHO_MESSAGES.search(first.message.partition("\n")[0]))
 
 
 def triage(evidence: Evidence) -> Triage:
     """The root is the first failure that is no echo and after which the run made no further progress."""
-    serious = [failure for failure in evidence.failures if failure.kind != "ignored"]
-    ignored = [failure for failure in evidence.failures if failure.kind == "ignored"]
+    unserious = [failure for failure in evidence.failures if _is_lived_with(failure, evidence)]
+    serious = [failure for failure in evidence.failures if failure not in unserious]
     echoes = [failure for failure in serious if _is_echo(failure)]
-    candidates = [failure for failure in serious if not _is_echo(failure)]
-    if not serious:
-        return Triage(None, (), tuple(ignored), tuple(ignored), False)
+    candidates = [failure for failure in serious if failure not in echoes]
+    lost = [failure for failure in candidates if failure.chain and _LOST_PEERS.search(failure.chain[0].type)]
+    if len(lost) < len(candidates):
+        echoes, candidates = [*echoes, *lost], [failure for failure in candidates if failure not in lost]
+    passed_on = [failure for failure in candidates if any(_passes_on(failure, other) for other in candidates)]
+    if any(failure.death is not None and failure.death.signal is not None for failure in candidates):
+        passed_on += [failure for failure in candidates if failure.death is None and _tells_death(failure)]
+    echoes += passed_on
+    candidates = [failure for failure in candidates if failure not in passed_on]
+    interrupts = [failure for failure in candidates if _is_interrupt(failure)]
+    candidates = [failure for failure in candidates if failure not in interrupts]
+    asked = _asked_to_end(evidence, interrupts)
+    is_asked = asked is not None and bool(serious) and not any(_is_before(failure, asked) for failure in candidates)
+    if is_asked or (interrupts and not candidates):
+        return _stopped(interrupts, serious, unserious)
+    echoes += interrupts
+    consequences = _deaths_behind(candidates, serious)
+    candidates = [failure for failure in candidates if failure not in consequences]
+    echoes += consequences
     progress = max((milestone.line for milestone in evidence.milestones if milestone.line is not None), default=0)
     late = [failure for failure in candidates if failure.line is None or failure.line > progress]
     survived = [failure for failure in candidates if failure not in late] if late else []
-    pool = late or candidates or echoes
-    root = pool[0]
+    root = next(iter(late or candidates or echoes), None)
     return Triage(
         root,
         tuple(failure for failure in echoes if failure is not root),
-        tuple(failure for failure in (*candidates, *ignored) if failure is not root),
-        (*survived, *ignored),
-        not candidates,
+        tuple(failure for failure in (*candidates, *unserious) if failure is not root),
+        (*survived, *unserious),
+        root is not None and not candidates,
     )
+
+
+def _is_lived_with(failure: Failure, evidence: Evidence) -> bool:
+    """Whether the process went on: Python says so, or a logger or a side thread printed it and output followed."""
+    if failure.kind == "ignored":
+        return True
+    last = evidence.last_line[1] if evidence.last_line is not None else None
+    went_on = last is not None and failure.line is not None and last - failure.line >= _WENT_ON_LINES
+    return failure.kind in ("logged", "thread") and went_on
+
+
+def _passes_on(failure: Failure, other: Failure) -> bool:
+    """Whether a failure quotes another one's message in its own, as servers and launchers do."""
+    if failure is other or not failure.chain or not other.chain:
+        return False
+    cause = other.chain[0]
+    words = _first_line(cause.message)
+    told = [raised.message for raised in failure.chain]
+    if len(words) < _MIN_QUOTE or any(words == _first_line(raised.message) for raised in failure.chain):
+        return False
+    return any(words in text for text in told)
+
+
+def _tells_death(failure: Failure) -> bool:
+    """Whether an exception tells of another process's death by a signal."""
+    return bool(failure.chain) and _TOLD_DEATH.search(failure.chain[0].message) is not None
+
+
+def _asked_to_end(evidence: Evidence, interrupts: list[Failure]) -> int | None:
+    """The line at which the run was asked to end."""
+    lines = [failure.line for failure in interrupts if failure.line is not None]
+    if evidence.stop is not None and evidence.stop[1] is not None:
+        lines.append(evidence.stop[1])
+    return min(lines, default=None)
+
+
+def _is_interrupt(failure: Failure) -> bool:
+    """Whether a person stopped it: every exception of the chain says so."""
+    return bool(failure.chain) and all(raised.type.endswith("KeyboardInterrupt") for raised in failure.chain)
+
+
+def _is_before(failure: Failure, line: int) -> bool:
+    """Whether something failed before the run was asked to end; a scheduler's limit is no such request."""
+    return failure.line is None or failure.line < line or _by_scheduler(failure)
+
+
+def _by_scheduler(failure: Failure) -> bool:
+    return failure.death is not None and failure.death.teller in ("scheduler", "kernel")
+
+
+def _stopped(interrupts: list[Failure], serious: list[Failure], unserious: list[Failure]) -> Triage:
+    root = next(iter(interrupts), None)
+    others = tuple(failure for failure in (*serious, *unserious) if failure is not root)
+    return Triage(root, (), others, others, False, is_stopped=True)
+
+
+def _deaths_behind(candidates: list[Failure], serious: list[Failure]) -> list[Failure]:
+    """Deaths that another failure explains: an abort behind it, a launcher that ends the others, news of a death."""
+    is_by_scheduler = any(_by_scheduler(failure) and failure.kind != "interrupted" for failure in candidates)
+    has_signal = any(f.death is not None and f.death.signal not in (None, *_AFTERMATH) for f in candidates)
+    found, is_explained = [], False
+    for failure in serious:
+        death = failure.death
+        if death is None:
+            is_explained = True
+        elif failure in candidates and (
+            (death.signal in _AFTERMATH and (is_explained or is_by_scheduler))
+            or (death.name == "CANCELLED" and is_explained)
+            or (death.name == "process died" and (is_explained or has_signal))
+        ):
+            found.append(failure)
+    return found
 
 
 def find_root_cause(failure: Failure) -> RootCause:
@@ -138,6 +261,8 @@ def find_root_cause(failure: Failure) -> RootCause:
         reached if reached != frame else None,
         tuple(shown),
         bool(_ASYNC.search(origin.message)) and "NotSupported" not in origin.message,
+        _details(origin.message),
+        next(filter(None, (_user_code(raised.message) for raised in failure.chain)), None),
     )
 
 
@@ -160,6 +285,28 @@ def _wrapped(raised: Raised) -> Raised | None:
 def _first_line(message: str) -> str:
     """The first line that says something."""
     return next((line.strip() for line in message.split("\n") if line.strip()), "")
+
+
+def _details(message: str) -> tuple[str, ...]:
+    """The lines indented right below the first, as pydantic has them; of a long text the first that names an error."""
+    first, *lines = message.split("\n")[:_MAX_QUOTED]
+    found: list[str] = []
+    for line in lines:
+        is_field = _FIELDS.search(first) is not None and line.strip()  # pydantic names the field in a line of its own
+        if not (line.startswith((" ", "\t")) or is_field) or frame_of(line) or len(found) == _MAX_DETAILS:
+            break
+        found.append(line.strip()[:_MAX_DETAIL])
+    if "Last error:" in lines:  # NCCL's
+        found += lines[lines.index("Last error:") + 1 :][:1]
+    if not found and len(lines) >= _LONG_MESSAGE:
+        found = [line.strip()[:_MAX_DETAIL] for line in lines if _ERROR_INSIDE.search(line)][:2]
+    return tuple(line for line in found if line and line not in first)
+
+
+def _user_code(message: str) -> Frame | None:
+    quoted = message.partition("from user code:")[2].strip("\n").split("\n\n")[0].split("\n")
+    found = [(frame_of(line), below) for line, below in zip(quoted, [*quoted[1:], ""], strict=True)]
+    return next((Frame(*frame, below.strip()) for frame, below in reversed(found) if frame is not None), None)
 
 
 def _innermost(frames: tuple[Frame, ...]) -> Frame | None:

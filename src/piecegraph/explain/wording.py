@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from piecegraph.base.text import count_of
 from piecegraph.explain.advice import Suggestion
-from piecegraph.explain.evidence import Frame, Process, TreeLine, signal_name
+from piecegraph.explain.evidence import Death, Frame, Process, TreeLine, signal_name
 from piecegraph.explain.frames import place_of
-from piecegraph.explain.page import FailureGroup, KnownMatch, Page, PhaseRow, StackLine
+from piecegraph.explain.page import FailureGroup, KnownMatch, Outcome, Page, PhaseRow, StackLine
 
 Tone = Literal["", "strong", "bad", "good", "quiet"]
 MAX_GROUPS = 6
@@ -47,20 +47,49 @@ class Section:
 
 def headline(page: Page) -> str:
     """The page in one sentence."""
+    if page.outcome == "call chains" and page.num_cut_off:
+        return "something failed: a traceback whose exception is not in this log"
     if page.outcome == "call chains":
-        return f"{count_of(page.num_call_chains, 'call chain')}, no exception: nothing failed in this log"
+        return f"{count_of(page.num_call_chains, 'call chain')}, no exception in this log"
     if page.outcome == "exits":
-        return "processes were ended from outside; no exception in this log"
+        return "a launcher saw processes fail; no exception in this log"
+    if page.outcome == "stopped":
+        return f"no failure: the run was stopped on request{f' ({page.root.type})' if page.root else ''}"
+    if page.outcome == "nothing" and page.who.groups:
+        number = count_of(page.who.num_tracebacks, "traceback")
+        return f"no failure in this log: {number} that the run went on after"
+    if page.outcome == "nothing" and page.error_lines:
+        return f"no traceback in this log; its last error line: {page.error_lines[-1][0][:120]}"
     if page.root is None:
-        return "no traceback in this log" if page.outcome == "nothing" else "a process died without an exception"
+        return "no failure found in this log" if page.outcome == "nothing" else "a process died without an exception"
     group = page.who.groups[0]
+    name = page.root.type.rsplit(".", 1)[-1]
     distinct = sum(other.role in ("root", "other") for other in page.who.groups)
     others = sum(other.count for other in page.who.groups if other.role == "echo")
-    who = "1 process failed" if group.count == 1 else f"{group.count} processes failed alike"
     where = f" in {_phase_name(page)}" if page.phase.failed else ""
     more = f"; {distinct - 1} more distinct {'failures' if distinct > 2 else 'failure'}" if distinct > 1 else ""
-    echo = f"; {count_of(others, 'echo', 'echoes')} of it in other processes" if others else ""
-    return f"{page.root.type.rsplit('.', 1)[-1]}: {who}{where}{more}{echo}"
+    echo = f"; {count_of(others, 'echo', 'echoes')} of it" if others else ""
+    prints = f", printed {group.count} times" if group.count > group.num_processes else ""
+    return f"{name}: {_how_many(group)}{where}{prints}{more}{echo}"
+
+
+def _how_many(group: FailureGroup) -> str:
+    """How many failed, as far as it is proven."""
+    if group.death is not None:
+        return _how_many_died(group, group.death)
+    if group.num_processes == 1:
+        return "1 process failed" if group.count == 1 or group.processes else "failed"
+    return f"{group.num_processes} processes failed alike"
+
+
+def _how_many_died(group: FailureGroup, death: Death) -> str:
+    if death.signal is None and death.name == "OUT_OF_MEMORY":
+        return "a process was killed for want of memory"
+    if death.signal is None and death.teller == "scheduler":
+        return "the scheduler ended the job"
+    number = count_of(group.num_processes, "process", "processes")
+    by = " by this signal" if death.signal is not None else ""
+    return f"{number} {'was' if group.num_processes == 1 else 'were'} ended{by}"
 
 
 def sections(page: Page) -> tuple[Section, ...]:
@@ -79,16 +108,21 @@ def _root_rows(page: Page) -> list[PageRow]:
     root = page.root
     if root is None:
         return _no_root_rows(page)
-    rows = []
-    if page.who.has_only_echoes:
-        rows.append(
-            PageRow("only echoes", "this log holds only what a failure elsewhere caused; the first of them:", "quiet")
-        )
-    rows.append(PageRow("", f"{root.type}: {root.message}" if root.message else root.type, "bad"))
+    rows = _stop_rows(page) if page.outcome == "stopped" else []
+    if page.who.has_only_echoes and page.who.groups[0].certainty != "recorded":
+        why = "such a failure comes when another process fails or hangs; nothing in this log reads like that"
+        rows.append(PageRow("only echoes", why, "quiet"))
+    tone: Tone = "bad" if page.outcome == "failure" else ""
+    rows.append(PageRow("", f"{root.type}: {root.message}" if root.message else root.type, tone))
+    rows += [PageRow("", detail, is_detail=True) for detail in root.details]
+    rows += [PageRow("kernel said", f"{text}  ({_line(line)})") for text, line in _kernel_words(page)]
+    rows += _death_rows(page.who.groups[0])
     is_guess = page.who.groups[0].certainty == "reconstructed"
     if root.frame is not None:
         rows += _frame_rows("raised at", root.frame, "  (reconstructed)" if is_guess else "")
-    if root.reached_from is not None:
+    if root.user_code is not None:
+        rows += _frame_rows("user code", root.user_code, "  (quoted by Dynamo)")
+    elif root.reached_from is not None:
         place = place_of(root.reached_from.file)
         note = (
             "innermost frame outside the libraries" if place.is_installed else "innermost frame outside site-packages"
@@ -104,12 +138,38 @@ def _root_rows(page: Page) -> list[PageRow]:
                     "", f"raised {how}" + (f", at {_at(shown.frame)}" if shown.frame else ""), "quiet", is_detail=True
                 )
             )
+    rows += [
+        PageRow("" if at else "last printed", line, "quiet", is_code=True, is_detail=at > 0)
+        for at, line in enumerate(page.who.groups[0].last_lines)
+    ]
     if root.is_asynchronous:
         rows.append(PageRow("mind", "the GPU reports such an error late: the frame may be innocent", "quiet"))
     return rows
 
 
+def _stop_rows(page: Page) -> list[PageRow]:
+    if page.stop is None:
+        return [PageRow("", "no failure: the run was interrupted, where it was:", "good")]
+    text, line = page.stop
+    return [PageRow("", f"no failure: the run was asked to end at {_line(line)}: {text}", "good")]
+
+
+def _kernel_words(page: Page) -> tuple[tuple[str, int | None], ...]:
+    """The checks that failed on the device, where the error is one that the GPU reports late."""
+    return page.device_asserts[:3] if page.root is not None and page.root.is_asynchronous else ()
+
+
+def _death_rows(group: FailureGroup) -> list[PageRow]:
+    if group.death is None:
+        return []
+    own = {"process": "the process's own crash handler", "launcher": "its launcher", "parent": "its parent process"}
+    where = f", {_line(group.death.line)}" if group.death.line is not None else ""
+    return [PageRow("told by", own.get(group.death.teller, f"the {group.death.teller}") + where)]
+
+
 def _no_root_rows(page: Page) -> list[PageRow]:
+    if page.outcome == "stopped":
+        return _stop_rows(page)
     if page.outcome == "exits":
         return [PageRow("", _exits(page), "bad")]
     if page.outcome == "failure":
@@ -118,14 +178,27 @@ def _no_root_rows(page: Page) -> list[PageRow]:
     if page.outcome == "call chains":
         number = count_of(page.num_call_chains, "call chain")
         rows = [PageRow("", f"none: {number}, no exception. A stack that somebody printed is not a failure.", "good")]
+        if page.num_cut_off:
+            rows = [PageRow("", "not in this log: a traceback ends before its exception", "bad")]
         end = next((line.frame for part in page.stack for line in part.lines if line.is_innermost), None)
         return [*rows, *(_frame_rows("ends at", end) if end is not None else [])]
-    rows = [PageRow("", f"none found: no traceback, no fatal signal in {count_of(page.num_lines, 'line')}")]
-    for text, line in page.error_lines[:3]:
+    if page.who.groups:
+        rows = [PageRow("", "none: the run went on after every traceback in this log", "good")]
+        return [*rows, *map(_survived_row, page.who.groups[:3])]
+    lines = count_of(page.num_lines, "line")
+    rows = [PageRow("", f"none found: nothing in {lines} reads like a traceback or like the end of a process")]
+    for text, line in page.error_lines:
         rows.append(PageRow("error line", f"{_line(line)}: {text}"))
+    if page.stop is not None:
+        rows.append(PageRow("asked to end", f"{_line(page.stop[1])}: {page.stop[0]}"))
     if page.last_line is not None:
         rows.append(PageRow("last line", f"{_line(page.last_line[1])}: {page.last_line[0][:160]}"))
     return rows
+
+
+def _survived_row(group: FailureGroup) -> PageRow:
+    how = {"logged": "logged as less than an error", "thread": "in a side thread"}.get(group.kind, "ignored by Python")
+    return PageRow("went on after", f"{group.type}: {group.message}, {how}, {_line(group.line)}")
 
 
 def _who_rows(page: Page) -> list[PageRow]:
@@ -134,9 +207,9 @@ def _who_rows(page: Page) -> list[PageRow]:
     if groups:
         distinct = len(groups)
         same = f": {groups[0].count} of {groups[0].count} identical" if distinct == 1 and groups[0].count > 1 else ""
-        rows.append(PageRow("", f"{count_of(who.num_tracebacks, 'traceback')}, {distinct} distinct{same}", "strong"))
+        rows.append(PageRow("", f"{_how_many_prints(groups)}, {distinct} distinct{same}", "strong"))
     for group in groups[:MAX_GROUPS] if len(groups) > 1 or (groups and groups[0].processes) else ():
-        rows.append(_group_row(group, is_alone=len(groups) == 1))
+        rows.append(_group_row(group, page.outcome, is_alone=len(groups) == 1))
     if len(groups) > MAX_GROUPS:
         rows.append(PageRow("", f"and {len(groups) - MAX_GROUPS} more distinct ones", "quiet"))
     failing = {process for group in groups for process in group.processes}
@@ -144,16 +217,26 @@ def _who_rows(page: Page) -> list[PageRow]:
     if seen:
         rows.append(PageRow("also seen" if failing else "seen", _describe_processes(seen)))
     if who.exits and page.outcome != "exits":
-        rows.append(PageRow("launcher", _exits(page)))
+        is_recorded = all(group.certainty == "recorded" for group in groups)
+        rows.append(PageRow("ended" if is_recorded else "launcher", _exits(page)))
     rows += _certainty_rows(page)
     return rows or [PageRow("", "this log names no process")]
 
 
-def _group_row(group: FailureGroup, *, is_alone: bool) -> PageRow:
-    label = {"root": "failed", "other": "also failed", "echo": "echo", "survived": "survived"}[group.role]
+def _how_many_prints(groups: Sequence[FailureGroup]) -> str:
+    deaths = sum(group.count for group in groups if group.death is not None)
+    tracebacks = sum(group.count for group in groups) - deaths
+    parts = [count_of(tracebacks, "traceback")] if tracebacks else []
+    return ", ".join([*parts, count_of(deaths, "death")] if deaths else parts)
+
+
+def _group_row(group: FailureGroup, outcome: Outcome, *, is_alone: bool) -> PageRow:
+    label = {"root": "failed", "other": "also failed", "echo": "echo", "survived": "went on"}[group.role]
+    if group.role == "root" and outcome == "stopped":
+        label = "interrupted"
     names = _describe_processes(group.processes)
     if is_alone:
-        return PageRow("failed", names)
+        return PageRow(label, names)
     line = f", complete at {_line(group.line)}" if group.line is not None else ""
     shown = f"{group.type}: {group.message[:100]}" if group.message else group.type
     return PageRow(label, f"{group.count} x {shown}{f', by {names}' if names else ''}{line}")
@@ -164,7 +247,8 @@ def _certainty_rows(page: Page) -> list[PageRow]:
     if not groups:
         return []
     kinds = {group.certainty for group in groups}
-    is_named = all(group.processes and group.certainty == "printed" for group in groups)
+    tracebacks = [group for group in groups if group.death is None]
+    is_named = all(not group.num_unnamed and group.certainty == "printed" for group in tracebacks)
     rows = []
     if kinds == {"recorded"}:
         return [PageRow("certain", "recorded by the processes themselves: who failed, and in which order")]
@@ -175,8 +259,8 @@ def _certainty_rows(page: Page) -> list[PageRow]:
         rows.append(
             PageRow("certain", "all of them: interleaved tracebacks, of which every line has its place in this story")
         )
-    elif is_named:
-        rows.append(PageRow("certain", "who failed: the lines of every traceback carry the name of their process"))
+    elif is_named and tracebacks:
+        rows.append(PageRow("certain", "who printed it: the lines of every traceback carry the name of their process"))
     if not is_named and page.who.num_tracebacks > 1:
         rows.append(PageRow("cannot tell", _unnamed_tracebacks(page)))
     if not page.who.is_ordered and len(groups) > 1:
@@ -188,7 +272,7 @@ def _certainty_rows(page: Page) -> list[PageRow]:
 
 def _unnamed_tracebacks(page: Page) -> str:
     groups = page.who.groups
-    unnamed = sum(group.count for group in groups if group.certainty != "printed" or not group.processes)
+    unnamed = sum(group.num_unnamed if group.certainty == "printed" else group.count for group in groups)
     if unnamed < page.who.num_tracebacks:
         return f"which process printed {unnamed} of them: the lines carry no name"
     why = " (it does not matter: all are alike)" if len(groups) == 1 else ""
@@ -257,10 +341,13 @@ def _tree_row(line: TreeLine) -> PageRow:
 
 
 def _advice_rows(page: Page) -> list[PageRow]:
-    rows = [row for known in page.known[:1] for row in _known_rows(known)]
-    rows += [PageRow("also matches", f"{known.title}  ({known.id})", "quiet") for known in page.known[1:]]
-    if page.outcome == "failure" and not page.known:
+    matching = [known for known in page.known if known.is_of_root]
+    rows = [row for known in matching[:1] for row in _known_rows(known)]
+    rows += [PageRow("also matches", f"{known.title}  ({known.id})", "quiet") for known in matching[1:]]
+    if page.outcome == "failure" and not matching:
         rows.append(PageRow("known issue", "none of the catalogue matches", "quiet"))
+    others = [known for known in page.known if not known.is_of_root]
+    rows += [PageRow("elsewhere", f"a line of this log tells of: {known.title}  ({known.id})") for known in others]
     for suggestion in page.suggestions:
         rows.append(_suggestion_row(suggestion))
     if page.outcome == "call chains":

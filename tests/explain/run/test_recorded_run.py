@@ -16,10 +16,15 @@ from textwrap import dedent
 import pytest
 
 from piecegraph.explain.evidence import Evidence, Failure
+from piecegraph.explain.page import compose
+from piecegraph.explain.render import to_text
 from piecegraph.explain.run import hook
+from piecegraph.explain.run.hook.data import MAX_FRAMES
 from piecegraph.explain.run.launch import Ended
+from piecegraph.explain.run.memory import OomKills, count_oom_kills
 from piecegraph.explain.run.recorded_run import RecordedRun, fresh_folder
 from piecegraph.explain.run.records import last_dump, read_records
+from piecegraph.explain.run.run_evidence import evidence_of_records
 
 DRIVER = """
 import os, pickle, signal, sys
@@ -123,7 +128,7 @@ def test_hard_exceptions(tmp_path: Path) -> None:
     (failure,) = record(tmp_path, script).failures
     deep, noted, mute, group = failure.chain
     assert [raised.type for raised in failure.chain] == ["RecursionError", "ValueError", "Mute", "ExceptionGroup"]
-    assert (len(deep.frames), deep.frames[0].function) == (hook.MAX_FRAMES, "<module>")
+    assert (len(deep.frames), deep.frames[0].function) == (MAX_FRAMES, "<module>")
     assert "left out" in deep.notes[-1]
     assert len(noted.message) < 21_000
     assert noted.message.endswith("more characters>")
@@ -220,8 +225,9 @@ def test_a_hung_run_that_is_interrupted_shows_where_it_hung(tmp_path: Path) -> N
     run = Run(tmp_path, script)
     run.wait_until("ready")
     run.driver.send_signal(signal.SIGTERM)
+    comm = Path("/proc/self/comm").read_text().strip()
     evidence = run.end()
-    assert run.done.ended == Ended(run.done.ended.pid, 9 << 8, signal.SIGTERM)
+    assert run.done.ended == Ended(run.done.ended.pid, 9 << 8, signal.SIGTERM, f"{comm} (pid {os.getpid()})")
     hung = next(failure for failure in evidence.failures if failure.kind == "interrupted")
     assert [raised.frames[-1].function for raised in hung.chain] == ["wait_for_peers"]
     assert hung.chain[0].frames[-1].source == "time.sleep(60)"
@@ -328,10 +334,8 @@ def test_a_subprocess_that_was_only_tried_out_is_not_the_cause(tmp_path: Path, m
         """
     run = Run(tmp_path, script)
     run.end()
-    from piecegraph.explain.run import endings
-
-    monkeypatch.setattr(endings, "_SOON_NS", 200_000_000)
-    evidence = endings.evidence_of_records(read_records(tmp_path / "records")[0], run.done.ended)
+    monkeypatch.setattr("piecegraph.explain.run.endings._SOON_NS", 200_000_000)
+    evidence = evidence_of_records(read_records(tmp_path / "records")[0], run.done.ended)
     assert [summary(failure)[2] for failure in evidence.failures] == [["RuntimeError"], ["ModuleNotFoundError"]]
 
 
@@ -438,6 +442,113 @@ def test_a_torchrun_job_names_the_rank_that_failed_first(tmp_path: Path) -> None
     assert sorted(process.rank for process in evidence.processes if process.rank is not None) == [0, 1, 2]
 
 
+# -- processes that are killed
+
+
+def test_a_killed_process_is_told_with_its_name_and_last_lines(tmp_path: Path) -> None:
+    script = """\
+        import multiprocessing, os, subprocess, sys, time
+        def work():
+            print("step 1"); sys.stderr.write("step 2\\n"); print("step", 3)
+            subprocess.run(["sh", "-c", f"kill -9 {os.getpid()}"])
+            time.sleep(60)
+        if __name__ == "__main__":
+            process = multiprocessing.get_context("spawn").Process(target=work, name="engine-3")
+            process.start()
+            process.join()
+            sys.exit(1)
+        """
+    run = Run(tmp_path, script)
+    evidence = run.end()
+    killed = evidence.failures[0]
+    assert (summary(killed), killed.processes[0].label) == (("killed", 1, ["SIGKILL"]), "engine-3")
+    assert killed.last_lines == ("step 1", "step 2", "step 3"), "buffered output, too"
+    assert [(ended.process.label, ended.code, ended.is_first) for ended in evidence.exits] == [
+        ("script.py", 1, False),
+        ("engine-3", -9, True),
+    ]
+    page = to_text(compose(evidence))
+    assert "last printed  step 1\n                step 2\n                step 3\n" in page
+    assert "ended         engine-3" in page
+
+    def told(kills: OomKills) -> tuple[str, list[str]]:
+        found = evidence_of_records(read_records(tmp_path / "records")[0], run.done.ended, kills)
+        return found.failures[0].chain[0].message, [known.id for known in compose(found).known]
+
+    assert told(OomKills())[0].startswith("sent by no recorded process: by a scheduler")
+    assert told(OomKills())[1] == ["process-killed"]
+    assert told(OomKills(0, 2))[0].endswith("likely by the kernel, which killed 2 for memory meanwhile")
+    message, known = told(OomKills(1, 2))
+    assert "but by the kernel, for want of memory: it counts 1 such" in message
+    assert known == ["host-oom-killed", "process-killed"]
+
+
+def test_a_process_is_told_whenever_it_is_killed(tmp_path: Path) -> None:
+    script = """\
+        import subprocess, sys, time
+        killed = []
+        for delay in (0, 0.005, 0.01, 0.015, 0.02, 0.04):
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            time.sleep(delay)
+            subprocess.run(["sh", "-c", f"kill -9 {child.pid}"])
+            child.wait()
+            killed.append(child.pid)
+        print(*killed)
+        raise RuntimeError("children died")
+        """
+    run = Run(tmp_path, script)
+    evidence = run.end()
+    told = {process.pid for failure in evidence.failures[:-1] for process in failure.processes}
+    assert told == set(map(int, run.stdout.split()))
+    assert {failure.chain[0].type for failure in evidence.failures[:-1]} == {"SIGKILL"}
+    assert summary(evidence.failures[-1]) == ("exception", 1, ["RuntimeError"])
+
+
+def test_a_process_that_kills_itself_is_no_echo(tmp_path: Path) -> None:
+    (failure,) = record(tmp_path, "import os; os.kill(os.getpid(), 9)").failures
+    assert failure.chain[0].message == "the process sent it to itself"
+    assert not compose(evidence_of_records(read_records(tmp_path / "records")[0], Ended(1, 9))).who.has_only_echoes
+
+
+def test_a_warning_of_a_scheduler_is_passed_on(tmp_path: Path) -> None:
+    script = """\
+        import pathlib, signal, sys, time
+        def save(*_): print("saved"); sys.exit(5)
+        signal.signal(signal.SIGUSR1, save)
+        pathlib.Path(sys.argv[0]).with_name("ready").touch()
+        time.sleep(30)
+        """
+    run = Run(tmp_path, script)
+    run.wait_until("ready")
+    run.driver.send_signal(signal.SIGUSR1)
+    run.end()
+    assert (run.done.ended.exit_code, run.done.ended.interrupted_by, run.stdout) == (5, None, "saved\n")
+
+
+@pytest.mark.parametrize(
+    ("group", "file", "expected"),
+    [
+        ("0::/job/step", "job/step/memory.events", 3),
+        ("0::/job/step", "memory.events", 3),
+        ("4:cpu,memory:/job", "memory/job/memory.oom_control", 3),
+        ("4:memory:/docker/abc", "memory/memory.oom_control", 3),
+        ("0::/", "nothing", 0),
+    ],
+)
+def test_kills_of_the_own_group_are_counted(tmp_path: Path, group: str, file: str, expected: int) -> None:
+    for path, text in (
+        (f"sys/fs/cgroup/{file}", "low 0\noom 4\noom_kill 3\n"),
+        ("proc/self/cgroup", f"9:pids:/\n{group}\n"),
+        ("proc/vmstat", "nr_free_pages 9\noom_kill 7\n"),
+    ):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    kills = count_oom_kills(tmp_path)
+    assert kills == OomKills(expected, 7)
+    assert kills.since(OomKills(1, 8)) == OomKills(max(0, expected - 1), 0)
+    assert count_oom_kills(tmp_path / "none") == OomKills()
+
+
 # -- nothing is changed
 
 
@@ -493,7 +604,8 @@ def test_a_process_that_cannot_write_its_record_goes_on() -> None:
 
 
 def test_the_hook_is_written_for_old_pythons() -> None:
-    ast.parse(Path(hook.__file__).read_text(), feature_version=(3, 9))
+    for file in Path(hook.__file__).parent.glob("*.py"):
+        ast.parse(file.read_text(), feature_version=(3, 9))
 
 
 def test_the_hook_imports_nothing_heavy() -> None:
@@ -501,6 +613,7 @@ def test_the_hook_imports_nothing_heavy() -> None:
     plain = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     recorded = cli("--", sys.executable, "-c", code)
     added = set(recorded.stdout.split()) - set(plain.stdout.split())
+    added = {name for name in added if not name.startswith(b"_piecegraph_recorder")}
     assert added <= {b"__future__", b"_json", b"atexit", b"faulthandler", b"fcntl", b"sitecustomize"}
 
 

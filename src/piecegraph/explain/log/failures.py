@@ -11,9 +11,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from piecegraph.explain.evidence import Certainty, Failure, Frame, Process, Raised, TreeLine
+from piecegraph.explain.evidence import Certainty, Failure, FailureKind, Frame, Process, Raised, TreeLine
+from piecegraph.explain.log.dialects import translate
 from piecegraph.explain.log.lines import Line
 from piecegraph.explain.log.parts import StreamParts, TracebackPart, split_parts
 from piecegraph.explain.log.reconstruct import RaisedChain, reconstruct
@@ -27,6 +27,7 @@ _THREAD = re.compile(r"^(?:(?P<which>Current thread|Thread) 0x[0-9a-fA-F]+.*|Sta
 _TERMINATE = re.compile(r"terminate called after throwing an instance of '(?P<type>[^']+)'")
 _WHAT = re.compile(r"^\s*what\(\):\s+(?P<message>.*)$")
 _WORDS = ("atal ", "(most recent call first)", "terminate called")
+_KINDS: dict[str, FailureKind] = {"thread": "thread", "ignored": "ignored", "logging": "ignored", "logged": "logged"}
 _REACH = 4
 """How many lines below "terminate called" its message may stand."""
 
@@ -39,6 +40,8 @@ class StreamFailures:
     call_chains: tuple[tuple[Frame, ...], ...] = ()
     tree: tuple[TreeLine, ...] = ()
     notes: tuple[str, ...] = ()
+    num_cut_off: int = 0
+    """Tracebacks that end before their exception."""
     rest_from: int | None = None
     """From this line on, nothing was resolved yet."""
 
@@ -52,14 +55,19 @@ def find_failures(
         may_search: whether to spend time on the stacks of processes that differ.
         is_open: whether the stream goes on, so that what is unfinished must wait.
     """
-    crashes = _take_crashes(repair(lines), process)
+    crashes = _take_crashes(repair(translate(lines)), process)
     done = split_parts(crashes.rest)
     whole = _complete_part(done) if is_open else done
     read = _read_tracebacks(whole, process, may_search)
     rest_from = done.parts[len(whole.parts)].line if len(whole.parts) < len(done.parts) else None
     died = tuple(crash for crash in crashes.failures if rest_from is None or (crash.line or 0) < rest_from)
     return StreamFailures(
-        (*died, *read.failures), (*crashes.call_chains, *read.call_chains), read.tree, read.notes, rest_from
+        (*died, *read.failures),
+        (*crashes.call_chains, *read.call_chains),
+        read.tree,
+        read.notes,
+        read.num_cut_off,
+        rest_from,
     )
 
 
@@ -111,7 +119,10 @@ def _printed(tracebacks: Sequence[Traceback], process: Process) -> StreamFailure
                 chains.append(_frames(exception))
                 if not exception.is_call_chain:
                     notes.append(f"a traceback that ends at line {exception.end} has no exception text: it was cut off")
-    return StreamFailures(tuple(failures), tuple(chain for chain in chains if chain), notes=tuple(notes))
+    cut_off = len(notes)
+    return StreamFailures(
+        tuple(failures), tuple(chain for chain in chains if chain), notes=tuple(notes), num_cut_off=cut_off
+    )
 
 
 def _named_process(traceback: Traceback, process: Process) -> tuple[Process, ...]:
@@ -137,14 +148,13 @@ def _named_processes(done: StreamParts, count: int, process: Process) -> tuple[P
 
 
 def _failure(traceback: Traceback, count: int, processes: tuple[Process, ...], certainty: Certainty) -> Failure:
-    origin = traceback[0].header.origin if traceback[0].header else ""
-    kind: Literal["thread", "exception", "ignored"] = "exception"
-    if origin:
-        kind = "thread" if origin == "thread" else "ignored"
+    origins = (one.header.origin for one in traceback if one.header is not None)
     return Failure(
         chain=tuple(map(_raised, traceback)),
-        kind=kind,
+        kind=next((_KINDS[origin] for origin in origins if origin in _KINDS), "exception"),
         count=count,
+        num_writers=count if certainty == "unwoven" else 1,
+        num_unnamed=0 if processes else count,
         processes=processes,
         certainty=certainty,
         line=traceback[-1].end,
@@ -164,9 +174,11 @@ def _reconstructed(chain: RaisedChain, process: Process) -> Failure:
     return Failure(
         chain=raised,
         count=chain.count,
+        num_writers=chain.count,
+        num_unnamed=0 if process.label else chain.count,
         processes=(process,) if process.label else (),
         certainty="reconstructed",
-        line=chain.exceptions[-1].text.end,
+        line=chain.exceptions[-1].text.line,
     )
 
 

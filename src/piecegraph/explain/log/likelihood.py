@@ -41,6 +41,8 @@ class Likelihood:
 
     def _cost(self, before: TracebackPart | None, after: TracebackPart) -> float:
         kinds = (before.kind if before else "", after.kind)
+        if after.kind == "header" and after.origin == "original":
+            return STEP_COST if kinds[0] == "text" else IMPOSSIBLE
         if before is None or kinds in (("link", "header"), ("text", "link")):
             return STEP_COST if kinds in (("", "header"), ("link", "header"), ("text", "link")) else IMPOSSIBLE
         if kinds == ("header", "frame"):

@@ -4,6 +4,9 @@ Two kinds of prefix are told apart. A *line prefix* (``[rank3]:``, ``(Worker_TP0
 line of a process, so it proves who wrote the line. A *record prefix* (``ERROR 05-08 19:06:38 [core.py:962]``) is put
 in front of a log record, of which a traceback may be the unprefixed rest; it separates log lines from tracebacks but
 proves nothing about the lines below it.
+
+Note [Learned prefixes]: no list of prefixes is complete. What stands in front of the head of a traceback is a prefix if
+it stands in front of a frame, too, with other digits perhaps; from then on it is taken off every line.
 """
 
 from __future__ import annotations
@@ -23,9 +26,14 @@ class Line(NamedTuple):
     """The record prefix: empty if there is none."""
     claim: str = ""
     """A worker's name inside the record prefix (``TP3``)."""
+    is_mild: bool = False
+    """Whether the record is less than an error, as the logger says."""
 
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+
+_LOST_ANSI = re.compile(r"\[(?:0|1|4|[349]\d|[34]8;5;\d+)(?:;\d+)*m")
+"""Colours whose escape character was lost on the way."""
 
 _LINE_PREFIX = re.compile(
     r"""
@@ -34,6 +42,7 @@ _LINE_PREFIX = re.compile(
   | \((?:(?P<worker>[^()\s][^()]{0,79}?)[ ])?pid=(?P<pid>\d+)(?:,[ ]ip=(?P<ip>[\w.:]+))?\)[ ]?    # vLLM, Ray
   | \[(?:[\w.@-]*@)?(?P<job>\d+),(?P<mpi>\d+)\]<std(?:err|out)>:[ ]?          # mpirun --tag-output
   | \[pod/(?P<pod>[^\]\s]+)\][ ]                                              # kubectl logs --prefix
+  | (?P<journal>[A-Z][a-z][a-z][ ][ \d]\d[ ]\d\d:\d\d:\d\d[ ]\S+[ ][\w./@-]+\[\d+\]:[ ])   # journalctl
   | (?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d)[ ]      # docker logs -t
         (?:std(?:out|err)[ ][FP][ ])?)                                        # Kubernetes
     """,
@@ -45,7 +54,7 @@ _WEAK_PREFIX = re.compile(r"[ ]{0,4}(?P<task>\d{1,5}):[ ]|(?P<service>[A-Za-z][\
 _LEVELS = "DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL"
 _RECORD_PREFIX = re.compile(
     rf"""
-    (?:{_LEVELS})[ ]\d\d-\d\d[ ]\d\d:\d\d:\d\d[ ]\[(?P<place>[^\]\s]+:\d+)\][ ]?     # vLLM
+    (?:{_LEVELS})[ ]\d\d-\d\d[ ]\d\d:\d\d:\d\d(?:\.\d+)?[ ]\[(?P<place>[^\]\s]+:\d+)\][ ]?     # vLLM
   | \[\d{{4}}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?                                # SGLang
         (?:[ ](?P<claim>(?:ATTN_)?(?:DP|TP|PP|EP|CP)\d+(?:[ ](?:DP|TP|PP|EP|CP)\d+)*))?\][ ]?
   | \[?[DIWEF]\d{{4}}[ ]\d\d:\d\d:\d\d\.\d+[ ](?:\d+[ ])?(?P<source>[\w./<>-]+:\d+)\][ ]?   # glog, torch
@@ -56,12 +65,19 @@ _RECORD_PREFIX = re.compile(
     """,
     re.VERBOSE,
 )
+_MILD = re.compile(r"\b(?:DEBUG|WARN|WARNING)\b|^\[?[DW]\d{4} ")
+"""Not INFO: whole outputs, tracebacks included, are passed on as such."""
 _PROOF = re.compile(r'\s*(?:Traceback \(most recent call last\):|File "[^"]+", line \d+)')
+_BEFORE_HEAD = re.compile(r"^(?P<prefix>\S.{0,120}?)[ ]?Traceback \(most recent call last\):\s*$")
+_BEFORE_FRAME = re.compile(r'[ ]?\s*File "[^"]+", line \d+')
+_RANK_INSIDE = re.compile(r"\[rank(?P<rank>\d+)\]")
+_ESCAPED_END = "(most recent call last):\\n"
 _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
-_LINE_PREFIX_STARTS = ("[", "(", "2")
+_LINE_PREFIX_STARTS = frozenset("[(2JFMASOND")
 _RECORD_STARTS = frozenset("DIWECF[0123456789")
 _MAX_PREFIXES = 4
 _MAX_KNOWN = 4096
+_MAX_LEARNED = 8
 
 
 class PrefixReader:
@@ -74,6 +90,8 @@ class PrefixReader:
     def __init__(self) -> None:
         self._known: dict[str, Process] = {}
         self._weak: set[str] = set()
+        self._learned: dict[str, tuple[re.Pattern[str], bool]] = {}
+        """Patterns of prefixes, and whether one stood in front of a frame: see Note [Learned prefixes]."""
 
     @property
     def processes(self) -> tuple[Process, ...]:
@@ -89,7 +107,11 @@ class PrefixReader:
     def read(self, number: int, raw: str) -> list[tuple[Process, Line]]:
         """The line, or the several that a progress bar wrote over each other."""
         text = _ANSI.sub("", raw) if "\x1b" in raw else raw
+        text = _LOST_ANSI.sub("", text) if "[0" in text or "[3" in text else text
         text = text.rstrip("\r")
+        if _ESCAPED_END in text:
+            lines = text.replace('\\"', '"').split("\\n")
+            return [self._read_one(number, line) for line in lines]
         if "\r" not in text:
             return [self._read_one(number, text)]
         return [self._read_one(number, part) for part in text.split("\r") if part] or [(_NOBODY, Line(number, ""))]
@@ -106,11 +128,36 @@ class PrefixReader:
             who = _inside(who, self._process(found))
             text = text[found.end() :]
         record = _RECORD_PREFIX.match(text) if text[:1] in _RECORD_STARTS else None
-        if record is not None:
-            text = text[record.end() :]
-            style = record["place"] or record["source"] or "logged"
-            return who, Line(number, text, style, record["claim"] or "")
-        return who, Line(number, _REPEATED.sub("", text) if "[repeated" in text else text)
+        if record is None:
+            text = _REPEATED.sub("", text) if "[repeated" in text else text
+            who, text = self._without_learned(who, text)
+            return who, Line(number, text)
+        style = record["place"] or record["source"] or "logged"
+        who, text = self._without_learned(who, text[record.end() :])
+        return who, Line(number, text, style, record["claim"] or "", bool(_MILD.search(record[0])))
+
+    def _without_learned(self, who: Process, text: str) -> tuple[Process, str]:
+        """See Note [Learned prefixes]."""
+        if text.endswith("(most recent call last):"):
+            self._learn(text)
+        for key, (pattern, is_proven) in self._learned.items():
+            found = pattern.match(text)
+            if found is not None and (is_proven or _BEFORE_FRAME.match(text, found.end())):
+                self._learned[key] = (pattern, True)
+                rank = _RANK_INSIDE.search(found[0])
+                who = _inside(who, Process(f"rank{rank['rank']}", rank=int(rank["rank"]))) if rank else who
+                return who, text[found.end() :]
+        return who, text
+
+    def _learn(self, text: str) -> None:
+        before = _BEFORE_HEAD.match(text)
+        if before is None or before["prefix"].endswith(("Group", "Original", "|", "+", "─")):
+            return
+        pattern = re.sub(r"\d+", r"\\d+", re.escape(before["prefix"])) + "[ ]?"
+        if pattern not in self._learned and len(self._learned) >= _MAX_LEARNED:
+            self._learned.pop(next(key for key in self._learned))
+        is_proven = _RANK_INSIDE.search(before["prefix"]) is not None
+        self._learned.setdefault(pattern, (re.compile(pattern), is_proven))
 
     def _weak_prefix(self, text: str) -> re.Match[str] | None:
         found = _WEAK_PREFIX.match(text)
@@ -123,7 +170,7 @@ class PrefixReader:
 
     def _process(self, found: re.Match[str]) -> Process:
         prefix = found[0]
-        if found.lastgroup == "time":
+        if found.lastgroup in ("time", "journal"):
             return _NOBODY
         known = self._known.get(prefix)
         if known is None:

@@ -6,11 +6,16 @@ Everything kept is bounded, so a log of any size is observed with the same memor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
-from piecegraph.explain.evidence import Exit, Milestone, Phase, Process
+from piecegraph.explain.evidence import Death, Exit, Milestone, Phase, Process
+from piecegraph.explain.log.deaths import WORDS as DEATH_WORDS
+from piecegraph.explain.log.deaths import death_of
 from piecegraph.explain.log.lines import Line
+from piecegraph.explain.log.syntax import EXCEPTION_NAME, exception_of, mask
 
 MAX_KEPT = 40
 """Of each sort; the page shows a few and the number of the others."""
@@ -39,6 +44,12 @@ _MARK_WORDS = (
     *("fired up", "startup complete", "Uvicorn", "Prefill batch", "Avg prompt"),
 )
 """Every milestone holds one of these."""
+_START = re.compile(
+    r"^nohup: ignoring input|^Setting OMP_NUM_THREADS environment variable for each process"
+    r"|^The following values were not passed to `accelerate launch`|^\*\* ComfyUI startup time"
+    r"|\[runner\.py:\d+:main\] cmd = "
+)
+"""What launchers print once, when they start."""
 _SIZE = re.compile(r"\b(?:bs=\d+|num_tokens=\d+)|\bbs \[(?P<one>\d+)\]|batch size (?P<size>\d+)")
 _EXIT_ROW = re.compile(
     r"host\s*:\s*(?P<host>\S*).*?rank\s*:\s*(?P<rank>\d+)\s*\(local_rank:\s*(?P<local>\d+)\)"
@@ -46,7 +57,11 @@ _EXIT_ROW = re.compile(
     re.DOTALL,
 )
 _FIRST_EXIT = "Root Cause (first observed failure)"
-_EXIT_LINE = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)")
+_EXIT_LINE = re.compile(
+    r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)"
+    r"|srun: error: (?P<host>\S+): tasks? (?P<task>[\d,-]+): Exited with exit code (?P<srun>\d+)"
+    r"| exits with return code = (?P<returned>-?\d+)"
+)
 _MEMORY = re.compile(
     r"(?i:out of memory|outofmemory|out_of_memory|cannot allocate memory|oom.?kill|memory cgroup|bad_alloc)"
     r"|No available memory for the cache blocks|Killed process \d+"
@@ -64,21 +79,51 @@ _SAVED = re.compile(
 )
 _LISTED = re.compile(r"^\s+- (?P<name>[\w./-]+\.\w+) \([\d,]+ bytes\)$")
 _ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b")
+_BARE_ERROR = re.compile(
+    r"^(?:\S{1,80}: )?(?:fatal )?(?:[Ee]rror|ERROR|FATAL)(?:\[[\w-]+\])?: \S|: command not found$"
+    r"|^\S+: can't open file |^\S*python\S*: No module named |^\[ERROR\] "
+)
+"""What programs print that do not log: argparse, shells, compilers, pip."""
+_STOP = re.compile(
+    r"(?i:\b(?:received|caught|got|trigger received)(?: an?)? (?:signal[= ]|exit signal )?(?:SIGTERM|SIGINT|SIGHUP)"
+    r"|\bSIG(?:TERM|INT|HUP)\b(?:/SIG\w+)? (?:was )?(?:received|caught)|received signal (?:2|15)\b"
+    r"|shutdown triggered|keyboard ?interrupt (?:received|detected)|interrupted by (?:the )?user)"
+    r"|^\^C|\] KeyboardInterrupt|Detected KeyboardInterrupt"
+)
+"""How programs say that they were asked to end."""
+_STOP_WORDS = ("SIG", "shutdown triggered", "nterrupt", "^C", "eceived signal ")
+_DEVICE_ASSERT = re.compile(r"^(?P<place>\S+:\d+): .*\bAssertion `(?P<check>.+?)` failed")
 _GLOO_RANK = re.compile(r"\[Gloo\] Rank (?P<rank>\d+) is connected to [1-9]")
 
+_LETTERS = re.compile(r"[A-Za-z]{2,}")
+ERROR_WORDS = ("rror: ", "rror[", "xception: ", "command not found", "open file", "No module named")
+"""Beside those below; of interest as long as nothing has failed."""
 WORDS = (
     *_MARK_WORDS,
-    *("memory", "OutOfMemory", "OUT_OF_MEMORY", "oom", "Killed", "bad_alloc", "avail"),
+    *("memory", "OutOfMemory", "OUT_OF_MEMORY", "bad_alloc", "avail"),
     *("olution", "uggestion", "can try", "ry setting", "Try ", "onsider ", "Please ", "VERBOSE=1", "NCCL_DEBUG"),
-    *("aved", "ritten", "ump", "rote ", "riting ", "tored", "error_file", "minifier", "bytes)"),
-    *("ERROR", "CRITICAL", "FATAL", "exitcode", "[Gloo] Rank"),
+    *("aved", "ritten", "rote ", "riting ", "tored", "error_file", "minifier", "bytes)"),
+    *("ERROR", "CRITICAL", "FATAL", "[Gloo] Rank", "Assertion `"),
+    *("ohup: ignoring", "Setting OMP_NUM", "values were not passed", "startup time", "runner.py"),
+    *("shutdown triggered", "nterrupt", "^C"),
+    *DEATH_WORDS,
 )
 """A line that says something observed here holds one of these: looking for them is far cheaper than the patterns."""
 
 
-def words_in(text: str, words: Iterable[str]) -> tuple[str, ...]:
+def vocabulary_of(text: str) -> str:
+    """Every run of letters in a block of a log, once: in most blocks a few hundred, which are searched in no time."""
+    return "\n".join(set(_LETTERS.findall(text)))
+
+
+def words_in(text: str, vocabulary: str, words: Iterable[str]) -> tuple[str, ...]:
     """Those of the words that a block of a log holds: only they need to be looked for in each of its lines."""
-    return tuple(word for word in words if word in text)
+    return tuple(word for word in words if _longest_letters(word) in vocabulary and word in text)
+
+
+@lru_cache(maxsize=4096)
+def _longest_letters(word: str) -> str:
+    return max(_LETTERS.findall(word), key=len, default="")
 
 
 def has_any(text: str, words: tuple[str, ...]) -> bool:
@@ -98,8 +143,13 @@ class Observations:
     memory_signs: list[tuple[str, int | None]] = field(default_factory=list)
     free_memory: tuple[str, int | None] | None = None
     artefacts: dict[str, list[str]] = field(default_factory=dict)
-    errors: list[tuple[str, int | None]] = field(default_factory=list)
-    exits: list[Exit] = field(default_factory=list)
+    errors: dict[str, tuple[str, int | None]] = field(default_factory=dict)
+    """The first of each wording, and the last few."""
+    last_errors: deque[tuple[str, int | None]] = field(default_factory=lambda: deque(maxlen=3))
+    exits: dict[Hashable, Exit] = field(default_factory=dict)
+    deaths: dict[Hashable, Death] = field(default_factory=dict)
+    stop: tuple[str, int | None] | None = None
+    device_asserts: dict[str, tuple[str, int | None]] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)
     workers: dict[str, Process] = field(default_factory=dict)
     last_line: tuple[str, int | None] | None = None
@@ -115,16 +165,49 @@ class Observations:
         if free is not None:
             self.free_memory = (free["free"], number)
         self._files(text)
-        if line.record and _ERROR.search(raw) and len(self.errors) < MAX_KEPT:
-            self.errors.append((text.strip()[:MAX_TEXT], number))
-        ended = _exit_of_line(text, number)
-        if ended is not None and len(self.exits) < MAX_KEPT:
-            self.exits.append(ended)
+        self._error(line, raw)
+        self._ending(text, number)
         rank = _GLOO_RANK.search(text)
         if rank is not None and len(self.ranks) < MAX_RANKS:
             self.ranks.add(int(rank["rank"]))
         if line.claim and len(self.workers) < MAX_RANKS:
             self.workers.setdefault(line.claim, Process(line.claim))
+
+    def keep_exit(self, ended: Exit) -> None:
+        """Keep how a process ended, once: launchers say it in a line and in a table, which names the rank."""
+        key = (ended.process.pid or (ended.process.label, ended.process.host), ended.code)
+        known = self.exits.get(key)
+        if known is None and len(self.exits) < MAX_KEPT:
+            self.exits[key] = ended
+        elif known is not None and known.process.rank is None:
+            self.exits[key] = replace(ended, line=known.line)
+
+    def _error(self, line: Line, raw: str) -> None:
+        text = line.text.strip()[:MAX_TEXT]
+        is_error = bool(_ERROR.search(raw)) if line.record else bool(_BARE_ERROR.search(line.text))
+        if not is_error and not line.record:
+            read = exception_of(line.text)
+            is_error = read is not None and bool(read[1]) and bool(EXCEPTION_NAME.search(read[0]))
+        if not is_error or not text:
+            return
+        self.last_errors.append((text, line.number))
+        if len(self.errors) < MAX_KEPT:
+            self.errors.setdefault(mask(text), (text, line.number))
+
+    def _ending(self, text: str, number: int) -> None:
+        ended = _exit_of_line(text, number)
+        if ended is not None:
+            self.keep_exit(ended)
+        if self.stop is None and has_any(text, _STOP_WORDS) and _STOP.search(text):
+            self.stop = (text.strip()[:MAX_TEXT], number)
+        death = death_of(text, number) if has_any(text, DEATH_WORDS) else None
+        if death is not None and len(self.deaths) < MAX_KEPT:
+            who = death.process
+            self.deaths.setdefault((death.name, who.pid or (who.label, who.host)), death)
+        failed = _DEVICE_ASSERT.search(text) if "Assertion `" in text else None
+        if failed is not None and len(self.device_asserts) < MAX_KEPT:
+            place = failed["place"].replace("\\", "/").rpartition("/")[2]
+            self.device_asserts.setdefault(f"{place}: assertion `{failed['check']}` failed", (text, number))
 
     def is_listing(self, number: int) -> bool:
         """Whether advice was announced a few lines above, so that every line counts."""
@@ -164,6 +247,15 @@ class Observations:
             self.artefacts.setdefault(path.rstrip(".:"), [])
 
 
+def is_start(text: str) -> bool:
+    """Whether a launcher says that it starts a run.
+
+    >>> is_start("nohup: ignoring input and appending output to 'nohup.out'")
+    True
+    """
+    return _START.search(text) is not None
+
+
 def milestone_of(text: str, line: int | None) -> Milestone | None:
     """What a line says was begun or done.
 
@@ -192,9 +284,13 @@ def exits_of_table(text: str, line: int | None) -> tuple[Exit, ...]:
 
 def _exit_of_line(text: str, line: int | None) -> Exit | None:
     """``failed (exitcode: -9) local_rank: 3 (pid: 1234) of binary: ...``."""
-    found = _EXIT_LINE.search(text)
+    found = _EXIT_LINE.search(text) if "xit" in text else None
     if found is None:
         return None
+    if found["task"]:
+        return Exit(process=Process(f"task {found['task']}", host=found["host"]), code=int(found["srun"]), line=line)
+    if found["returned"]:
+        return Exit(process=Process("a process of the launcher"), code=int(found["returned"]), line=line)
     return Exit(
         process=Process(f"local rank {found['local']}", pid=int(found["pid"])), code=int(found["code"]), line=line
     )

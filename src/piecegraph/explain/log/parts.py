@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from piecegraph.explain.evidence import Frame
+from piecegraph.explain.log.deaths import tells_death
 from piecegraph.explain.log.lines import Line
 from piecegraph.explain.log.syntax import (
     EXCEPTION_NAME,
@@ -30,11 +31,13 @@ from piecegraph.explain.log.syntax import (
     unmasked,
 )
 
-TracebackOrigin = Literal["", "thread", "ignored", "logging"]
+TracebackOrigin = Literal["", "thread", "ignored", "logging", "logged", "original"]
+"""``logged``: by a logger, as less than an error. ``original``: another process's, quoted by the exception above."""
 MAX_TEXT_LINES = 200
 MAX_REPAIRED_LINES = 20_000
 """Longer streams are split once: torn texts in them are lost."""
 _MAX_FRAME_LINES = 12
+_NEAR_LINES = 6
 
 
 class TracebackPart(NamedTuple):
@@ -74,13 +77,18 @@ _ORIGINS: tuple[tuple[str, TracebackOrigin], ...] = (
     ("Exception ignored in", "ignored"),
     ("Error in atexit", "ignored"),
     ("--- Logging error ---", "logging"),
+    ("-- Process ", "original"),
 )
+_ANNOUNCES = re.compile(r"(?i)fail|error|exception|unable|could not|cannot|can't|traceback")
+"""A warning right above a traceback that is about the traceback."""
+_USER_CODE = "from user code:"
+"""Below it Dynamo quotes the user's frames, as a part of the message."""
 
 
 def split_parts(lines: Sequence[Line]) -> StreamParts:
     """Split a stream. Which lines start the text of an exception is learned first: see :func:`_learn_starts`."""
     lines = [_without_margin(line) for line in lines]
-    starts = _without_torn(_learn_starts(lines))
+    starts = _without_torn(_learn_starts(lines))  # a dict, for its order: pages must not depend on hash seeds
     done = _PartReader(lines, starts).run()
     # Every header has one exception text. Where there are fewer, some were torn by another process's output, or never
     # stood right under a frame and were taken for a part of another's text: give the likeliest such line back.
@@ -95,7 +103,7 @@ def split_parts(lines: Sequence[Line]) -> StreamParts:
         missed = _likeliest_missed_start(done.parts)
         if missed is None:
             break
-        starts.add(missed)
+        starts[missed] = None
         done = _PartReader(lines, starts).run()
     return replace(done, parts=_with_settled_sources(done.parts))
 
@@ -112,13 +120,13 @@ def _without_margin(line: Line) -> Line:
     return line._replace(text=_GROUP_MARGIN.sub("", line.text, count=1))
 
 
-def _learn_starts(lines: Sequence[Line]) -> set[str]:
+def _learn_starts(lines: Sequence[Line]) -> dict[str, None]:
     """The masked lines that start an exception's text: those seen right under a frame at least once.
 
     An exception's text may quote others (``NotImplementedError: ...`` inside BackendCompilerFailed), which never stand
     there.
     """
-    starts = set()
+    starts: dict[str, None] = {}
     is_under_frame = False
     for line in lines:
         text = line.text
@@ -127,12 +135,26 @@ def _learn_starts(lines: Sequence[Line]) -> set[str]:
             is_under_frame = True
         elif is_under_frame and not (text.startswith("   ") and text.strip()):
             if exception_of(text):
-                starts.add(mask(text))
+                starts[mask(text)] = None
             is_under_frame = False
+    return starts or _starts_near_frames(lines)
+
+
+def _starts_near_frames(lines: Sequence[Line]) -> dict[str, None]:
+    """Where no exception stands right under a frame, because all are torn: those that stand a few lines below one."""
+    starts: dict[str, None] = {}
+    latest = -_NEAR_LINES
+    for at, line in enumerate(lines):
+        if kind_of(line.text) == "frame":
+            latest = at
+        elif at - latest < _NEAR_LINES:
+            read = exception_of(line.text)
+            if read is not None and read[1] and EXCEPTION_NAME.search(read[0]):
+                starts[mask(line.text)] = None
     return starts
 
 
-def _messages_of(starts: set[str]) -> list[tuple[re.Pattern[str], str]]:
+def _messages_of(starts: dict[str, None]) -> list[tuple[re.Pattern[str], str]]:
     """Patterns of the messages and the lines they are from, long ones first: a message may quote a shorter one."""
     messages = {}
     for start in starts:
@@ -143,10 +165,10 @@ def _messages_of(starts: set[str]) -> list[tuple[re.Pattern[str], str]]:
     return [(re.compile(unmasked(message)), start) for message, start in longest_first]
 
 
-def _without_torn(starts: set[str]) -> set[str]:
+def _without_torn(starts: dict[str, None]) -> dict[str, None]:
     """Without those that are another process's text behind, or in place of, the own message."""
     read = {start: exception_of(start) or ("", "") for start in starts}
-    names = {name for name, message in read.values() if message}
+    names = dict.fromkeys(name for name, message in read.values() if message)
     messages = {message for _, message in read.values() if message}
 
     def is_torn(start: str) -> bool:
@@ -156,7 +178,7 @@ def _without_torn(starts: set[str]) -> set[str]:
         behind = next((message[len(other) :] for other in names if message.startswith(other)), None)
         return behind is not None and behind.lstrip(": ") in messages
 
-    return {start for start in starts if not is_torn(start)}
+    return {start: None for start in starts if not is_torn(start)}
 
 
 def _likeliest_missed_start(parts: Sequence[TracebackPart]) -> str | None:
@@ -210,10 +232,21 @@ def _count(done: StreamParts, kind: PartKind) -> int:
     return sum(part.kind == kind for part in done.parts)
 
 
+def _origin_of(header: Line, above: Line) -> TracebackOrigin:
+    """What is announced right above a traceback, or in front of it."""
+    if header.text.lstrip().startswith("Original "):
+        return "original"
+    for words, origin in _ORIGINS:
+        if above.text.startswith(words):
+            return origin
+    is_announced = above.is_mild and above.number == header.number - 1 and _ANNOUNCES.search(above.text) is not None
+    return "logged" if header.is_mild or (not header.record and is_announced) else ""
+
+
 class _PartReader:
     """One walk over the lines of a stream."""
 
-    def __init__(self, lines: Sequence[Line], starts: set[str], *, are_torn: bool = False) -> None:
+    def __init__(self, lines: Sequence[Line], starts: dict[str, None], *, are_torn: bool = False) -> None:
         self._lines, self._starts = lines, starts
         self._messages = _messages_of(starts) if are_torn else []
         self._parts: list[TracebackPart] = []
@@ -262,16 +295,16 @@ class _PartReader:
 
     def _header(self, at: int) -> TracebackPart:
         line = self._lines[at]
-        before = self._lines[at - 1].text if at else ""
-        origins: list[TracebackOrigin] = [origin for words, origin in _ORIGINS if before.startswith(words)]
-        named = NAMED.match(before) if at and self._lines[at - 1].number == line.number - 1 else None
+        above = self._lines[at - 1] if at else Line(0, "")
+        origin = _origin_of(line, above)
+        named = NAMED.match(above.text) if above.number == line.number - 1 else None
         return TracebackPart(
             "header",
-            ("header",),
+            ("header", origin == "original"),
             line.number,
             line.number,
             name=named["name"] if named else line.claim,
-            origin=origins[0] if origins else "",
+            origin=origin,
         )
 
     def _frame(self, at: int) -> int:
@@ -316,17 +349,19 @@ class _PartReader:
     def _text(self, at: int) -> int:
         line, end = self._lines[at], at + 1
         is_launcher_table = line.text.rstrip().endswith("ChildFailedError:")
-        is_remote = "): ray::" in line.text
+        is_user_code = False
         while end < len(self._lines) and end < at + MAX_TEXT_LINES:
             nxt = self._lines[end]
             if is_launcher_table:
                 if nxt.text.startswith("====") and end > at + 1:
                     end += 1
                     break
-            elif is_remote:
-                is_remote = exception_of(nxt.text) is None
+            elif is_user_code and nxt.text.strip():
+                is_user_code = nxt.text.startswith("  ")
             elif self._ends_text(line, nxt):
                 break
+            else:
+                is_user_code = nxt.text.strip() == _USER_CODE
             end += 1
         body = "\n".join(part.text for part in self._lines[at:end]).rstrip()
         name, _ = exception_of(line.text) or ("", "")
@@ -340,7 +375,7 @@ class _PartReader:
     def _ends_text(self, first: Line, line: Line) -> bool:
         if bool(kind_of(line.text)) or line.record != first.record:
             return True
-        if _LOG_LINE.match(line.text):
+        if _LOG_LINE.match(line.text) or tells_death(line.text):
             return True
         if self._num_waiting > 1 and any(pattern.search(line.text) for pattern, _ in self._messages):
             return True

@@ -1,20 +1,34 @@
 """One pass over logs: ordinary lines are observed, tracebacks are gathered stream by stream and resolved when they end.
 
-In come lines, out comes one :class:`Evidence` for each run. A run ends where another one begins behind a failure.
+In come lines, out comes one :class:`Evidence` for each run.
+
+Note [Runs]: logs are appended to. A run ends where another one begins behind a failure: where a launcher or an engine
+says that it starts, where the first line of the run stands again, if it stood nowhere else before, or where Python
+cannot read the program.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
-from piecegraph.explain.evidence import Evidence, Process
-from piecegraph.explain.log.collected import MAX_CALL_CHAINS, CollectedRun
+from piecegraph.explain.evidence import Evidence, Failure, Process
+from piecegraph.explain.log.collected import CollectedRun
 from piecegraph.explain.log.failures import find_failures
 from piecegraph.explain.log.lines import Line, PrefixReader
-from piecegraph.explain.log.observations import WORDS, has_any, milestone_of, words_in
+from piecegraph.explain.log.observations import (
+    ERROR_WORDS,
+    WORDS,
+    has_any,
+    is_start,
+    milestone_of,
+    vocabulary_of,
+    words_in,
+)
 from piecegraph.explain.log.syntax import HEADER_TEXT, exception_of, kind_of, mask
+from piecegraph.explain.log.torn import folded_at
 
 MAX_STREAM_LINES = 20_000
 """A stream is resolved when it holds as many lines, even if it goes on."""
@@ -29,14 +43,21 @@ QUIET_LINES = 200
 """A traceback has ended when as many lines without a part of one have passed ..."""
 PATIENCE_LINES = 5000
 """... or as many in which only other streams had one."""
+MIN_FIRST_LINE, MAX_FIRST_LINE = 12, 400
+"""A line with fewer letters says too little to be the beginning of a run."""
 MAX_GATHERED_LINES = 60_000
 """Of all streams together; the fullest is resolved when there are more."""
 
 OPENING = (
     *('File "', "(most recent call", "Process ", "Exception i", " above exception"),
-    *("Fatal Python error", "terminate called after", "--- Logging error"),
+    *("Fatal Python error", "terminate called after", "--- Logging error", " In[", "mIn[", "ray::", "-- Process "),
+    *("File /", "File ~", "mFile ", "\u2771"),
 )
 """A line that is, or announces, a part of a traceback holds one of these."""
+
+
+_BARE_FRAME = re.compile(r'^\s*File "[^"]+", line \d+\s*$')
+"""A frame outside of any function, as a SyntaxError has it."""
 
 
 @dataclass(slots=True)
@@ -58,14 +79,14 @@ class Scanner:
         self,
         *,
         is_one_log: bool = True,
-        is_known_issue: Callable[[str], object] = lambda line: False,
+        is_known_issue: Callable[[str], Hashable] = lambda line: False,
         known_issue_words: Iterable[str] = (),
     ) -> None:
         """Make one.
 
         Args:
             is_one_log: whether all lines come from one log, which may hold several runs.
-            is_known_issue: whether a known issue is recognised by a line outside of tracebacks.
+            is_known_issue: which known issues are recognised by a line outside of tracebacks.
             known_issue_words: every such line holds one of these.
         """
         self._is_one_log, self._is_known_issue = is_one_log, is_known_issue
@@ -80,7 +101,13 @@ class Scanner:
         self._num_searched = self._num_read = 0
         self._tail: _Tail | None = None
         self._watched: tuple[str, ...] = ()  # the words in the present block
+        self._errors: tuple[str, ...] = ()
         self._opening: tuple[str, ...] = ()
+        self._num_counted = 0  # up to here lines are counted as those of a run
+        self._before = ""  # the line before the present one
+        self._fold = 0  # the width at which a terminal folded the lines; 0 if none did
+        self._folded = ""
+        self._first_line: str | None = None  # of the run, if it may show where another one begins: see Note [Runs]
 
     def add_notes(self, notes: Iterable[str]) -> None:
         """Remarks on the logs themselves."""
@@ -97,24 +124,37 @@ class Scanner:
         self._close_streams()
         self._collect_processes()
         self._sources.append(name)
-        self._label, self._number = label, 0
+        self._label, self._number, self._num_counted = label, 0, 0
+        self._before, self._fold, self._folded, self._first_line = "", 0, "", None
         self._reader = PrefixReader()
 
     def feed(self, lines: list[str]) -> None:
         """The next lines of the log."""
-        self._opening = words_in("\n".join(lines), OPENING)
+        whole = "\n".join(lines)
+        vocabulary = vocabulary_of(whole)
+        self._opening = words_in(whole, vocabulary, OPENING)
         outside = "\n".join(line for line in lines if not line.startswith(("    ", '  File "')))
-        self._watched = words_in(outside, self._words)
+        self._fold = self._fold or (folded_at(lines) if 'File "' in self._opening else 0)
+        self._first_line = self._known_first_line(lines)
+        watched = (*self._words, self._first_line) if self._first_line else self._words
+        self._watched = words_in(outside, vocabulary, watched)
+        self._errors = () if self._run.failures else words_in(outside, vocabulary, ERROR_WORDS)
         for at, raw in enumerate(lines):
             if self._num_read > MAX_READ_PARTS:
                 self._pass_by(lines[at:])
                 break
             self._number += 1
+            if self._fold:
+                if len(raw) == self._fold:
+                    self._folded += raw
+                    continue
+                raw, self._folded = self._folded + raw, ""
             if self._streams or has_any(raw, self._opening) or self._is_worth_observing(raw):
                 self._look_at(raw)
             elif raw[:1] in ("[", "("):
                 self._reader.note(raw)
-        self._run.num_lines += len(lines)
+            self._before = raw
+        self._count_lines()
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         if last:
             self._run.seen.last_line = (last, self._number)
@@ -126,6 +166,19 @@ class Scanner:
         self._collect_processes()
         self._end_run()
         return tuple(self._finished)
+
+    def _count_lines(self) -> None:
+        self._run.num_lines += self._number - self._num_counted
+        self._num_counted = self._number
+
+    def _known_first_line(self, lines: list[str]) -> str | None:
+        """The first line of the log; empty once it stands a second time before anything failed."""
+        known = self._first_line
+        if known is None:
+            known = next((line.strip() for line in lines if sum(map(str.isalpha, line)) >= MIN_FIRST_LINE), None)
+            if known is not None and (known != mask(known) or has_any(known, OPENING) or len(known) > MAX_FIRST_LINE):
+                known = ""
+        return known
 
     def _look_at(self, raw: str) -> None:
         is_worth_observing = self._is_worth_observing(raw)
@@ -152,36 +205,56 @@ class Scanner:
                     self._observe(line, raw)
 
     def _is_worth_observing(self, raw: str) -> bool:
-        return has_any(raw, self._watched) or self._run.seen.is_listing(self._number)
+        if has_any(raw, self._watched) or self._run.seen.is_listing(self._number):
+            return True
+        return bool(self._errors) and not self._streams and not self._run.failures and has_any(raw, self._errors)
 
     def _gather(self, process: Process, line: Line) -> None:
-        if self._label:
-            process = replace(process, label=f"{self._label} {process.label}".rstrip())
         is_part = has_any(line.text, OPENING)
-        stream = self._streams.get(process)
+        named = replace(process, label=f"{self._label} {process.label}".rstrip()) if self._label else process
+        stream = self._streams.get(named)
+        if stream is not None and is_part and _BARE_FRAME.match(line.text) and not _is_inside(stream.lines[-1]):
+            self._close_streams()  # what comes is the end of a process that never started: see Note [Runs]
+            stream = None
         if stream is None and is_part:
-            stream = self._streams[process] = _Stream()
+            stream = self._streams[named] = _Stream()
+            # A logger may have announced the traceback in the line above.
+            stream.lines += [
+                above
+                for who, above in self._reader.read(line.number - 1, self._before)
+                if who == process and above.record
+            ]
         if stream is not None:
             stream.lines.append(line)
             if is_part:
                 stream.latest = self._number
                 self._num_read += 1
             if len(stream.lines) >= MAX_STREAM_LINES:
-                stream.lines = self._resolve(stream.lines, process, is_open=True)
+                stream.lines = self._resolve(stream.lines, named, is_open=True)
 
     def _observe(self, line: Line, raw: str) -> None:
         seen = self._run.seen
         milestone = milestone_of(line.text, line.number)
+        is_begun = milestone is not None and (milestone.phase, milestone.state) == ("init", "begun")
+        if self._is_one_log and (is_begun or is_start(line.text) or self._is_first_line_again(line, raw)):
+            self._close_streams()
+            if self._run.failures or seen.deaths:
+                self._end_run()
+                seen = self._run.seen
         if milestone is not None:
-            if self._is_one_log and milestone.phase == "init" and milestone.state == "begun":
-                self._close_streams()
-                if self._run.failures:
-                    self._end_run()
-                    seen = self._run.seen
             seen.keep(milestone)
         seen.observe(line, raw)
-        if len(self._run.known_issue_lines) < MAX_CALL_CHAINS and self._is_known_issue(line.text):
-            self._run.known_issue_lines.append((line.text, line.number))
+        found = self._is_known_issue(line.text)
+        if found:
+            self._run.keep_known_issue(found, line)
+
+    def _is_first_line_again(self, line: Line, raw: str) -> bool:
+        if not self._first_line or self._first_line not in raw or line.number <= self._run.first_line:
+            return False
+        if not self._run.failures and not self._run.seen.deaths and not self._streams:
+            self._first_line = ""  # it is said again and again
+            return False
+        return raw.strip() == self._first_line
 
     def _close_streams(self, *, only_quiet: bool = False) -> None:
         latest = max((stream.latest for stream in self._streams.values()), default=0)
@@ -202,7 +275,11 @@ class Scanner:
             self._num_searched += len(lines)
             if not may_search:
                 self._run.notes["interleaved tracebacks were too many to reconstruct all: exceptions were counted"] += 1
-        self._run.add(found)
+        for failure in found.failures:
+            if self._is_one_log and _never_started(failure) and self._run.failures.has_other_than(failure):
+                self._end_run(at=failure.line)
+            self._run.add_failure(failure)
+        self._run.add_rest(found)
         if found.rest_from is None:
             return []
         place = next(at for at, line in enumerate(lines) if line.number >= found.rest_from)
@@ -222,10 +299,23 @@ class Scanner:
         named = [Process(self._label)] if self._label else []
         self._run.add_processes((*named, *self._reader.processes))
 
-    def _end_run(self) -> None:
+    def _end_run(self, at: int | None = None) -> None:
         self._collect_processes()
+        self._count_lines()
         self._finished.append(self._run.evidence(tuple(self._sources)))
-        self._run = CollectedRun(first_line=self._number)
+        self._run = CollectedRun(first_line=at or self._number)
+
+
+def _is_inside(line: Line) -> bool:
+    """Whether a line may be a part of a traceback that goes on."""
+    return line.text.startswith(" ") or bool(kind_of(line.text))
+
+
+def _never_started(failure: Failure) -> bool:
+    """Whether Python could not even read the program: nothing that stands above is of the same process."""
+    only = failure.chain[0]
+    is_main = len(failure.chain) == 1 and not any(frame.function for frame in only.frames)
+    return is_main and only.type in ("SyntaxError", "IndentationError", "TabError")
 
 
 class _Tail:

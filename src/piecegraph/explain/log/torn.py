@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -11,11 +12,27 @@ from piecegraph.explain.log.syntax import FRAME, HEADER_TEXT, LINK_TEXTS
 
 _BEGINNINGS = ("Traceback", "During h", "The abov")
 _GLUED = re.compile(r'(?<=\S)(?=  File "[^"]+", line \d+, in \S)')
+_HALF_PATH = re.compile(r'\bFile "[^"]*$')
 _HALF_FRAME = re.compile(r'^\s*File "(?:[^"]*|[^"]+"(?:,(?: (?:l|li|lin|line|line \d*)?)?)?)$')
+_WRAPPED_FRAME = re.compile(rf"^\s*File$|{_HALF_FRAME.pattern}")
 _TWINS = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?P=type): : (?P<messages>.+)$")
 _MIN_FRAGMENT = 8
 _REACH = 6
+_MIN_FOLD, _MAX_FOLD = 40, 250
+_MAX_PIECES = 8
 """How many lines further down the other half may stand: other processes write in between."""
+
+
+def folded_at(lines: Sequence[str]) -> int:
+    """The width at which a terminal folded these lines, 0 if none did.
+
+    Proven by at least two frames that break off inside of their path at the same width, which no line exceeds.
+    """
+    halves = Counter(len(line) for line in lines if 'File "' in line and _HALF_PATH.search(line))
+    width, number = halves.most_common(1)[0] if halves else (0, 0)
+    if number < 2 or not _MIN_FOLD <= width <= _MAX_FOLD or max(map(len, lines)) > width:
+        return 0
+    return width
 
 
 def repair(lines: Sequence[Line]) -> list[Line]:
@@ -33,6 +50,9 @@ def repair(lines: Sequence[Line]) -> list[Line]:
             if other is not None:
                 used.add(other)
                 whole[at] = line._replace(text=line.text + whole[other].text)
+            elif pieces := _wrapped(whole, at):
+                used.update(range(at + 1, at + pieces))
+                whole[at] = line._replace(text=_joined(whole[at : at + pieces]))
     return [line for at, line in enumerate(whole) if at not in used] if used else whole
 
 
@@ -45,7 +65,7 @@ def _may_be_glued(text: str) -> bool:
 
 
 def _may_be_half(text: str) -> bool:
-    return text.startswith((*_BEGINNINGS, "  File ", " File ", "File "))
+    return text.startswith((*_BEGINNINGS, "  File", " File ", "File "))
 
 
 def _unglue(line: Line) -> list[Line]:
@@ -92,6 +112,28 @@ def _other_half(lines: Sequence[Line], at: int) -> int | None:
         if rest.strip() == wanted or (wanted is None and FRAME.match(text + rest)):
             return other
     return None
+
+
+def _wrapped(lines: Sequence[Line], at: int) -> int:
+    """Over how many lines in a row a frame is wrapped, at spaces or inside of words; 0 if it is not."""
+    if not _WRAPPED_FRAME.match(lines[at].text.rstrip()):
+        return 0
+    for pieces in range(2, _MAX_PIECES + 1):
+        if at + pieces > len(lines) or 'File "' in lines[at + pieces - 1].text:
+            return 0
+        if FRAME.match(_joined(lines[at : at + pieces])):
+            return pieces
+    return 0
+
+
+def _joined(lines: Sequence[Line]) -> str:
+    """Pieces of a frame as one: a path has no spaces, what follows it has."""
+    text = lines[0].text
+    for line in lines[1:]:
+        piece = line.text.strip()
+        is_path = text.count('"') == 1
+        text = text.rstrip() + ("" if is_path or piece.startswith(",") else " ") + piece
+    return text
 
 
 def _missing_rest(text: str) -> str | None:

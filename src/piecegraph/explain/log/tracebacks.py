@@ -6,7 +6,7 @@ Read directly from parts that stand in order. Interleaved ones are unwoven (:mod
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from piecegraph.explain.log.parts import TracebackPart
@@ -30,8 +30,10 @@ class ExceptionParts:
 
     @property
     def end(self) -> int:
-        """The line at which it is complete."""
-        last = self.text or (self.frames[-1] if self.frames else self.header)
+        """The line at which it is complete; where a long text ends is not told, as anything may be printed below it."""
+        if self.text is not None:
+            return self.text.line
+        last = self.frames[-1] if self.frames else self.header
         return last.end if last is not None else 0
 
 
@@ -46,8 +48,8 @@ def key_of(traceback: Traceback) -> Hashable:
 
 
 def num_processes(parts: Sequence[TracebackPart]) -> int:
-    """How many processes must have written these: each begins with a header that follows no link."""
-    headers = sum(part.kind == "header" for part in parts)
+    """How many processes must have written these: each begins with a header that follows no link, and quotes nobody."""
+    headers = sum(part.kind == "header" and part.origin != "original" for part in parts)
     return max(1, headers - sum(part.kind == "link" for part in parts))
 
 
@@ -59,13 +61,18 @@ def read_in_order(parts: Sequence[TracebackPart]) -> list[Traceback] | None:
 
 @dataclass(slots=True)
 class _InOrderReader:
-    """Follows ``(header frame* text (link header frame* text)*)*``, with headless call chains in between."""
+    """Follows ``(header frame* text (link header frame* text)*)*``, with headless call chains in between.
+
+    An exception may quote another process's traceback below its own text; what is quoted was raised before it.
+    """
 
     tracebacks: list[Traceback] = field(default_factory=list)
     exceptions: list[ExceptionParts] = field(default_factory=list)
     header: TracebackPart | None = None
     frames: list[TracebackPart] = field(default_factory=list)
     link: Link = ""
+    quoting: list[ExceptionParts] = field(default_factory=list)
+    """The exceptions that quote the present ones."""
 
     def take(self, part: TracebackPart) -> bool:
         """Read on; False if the part does not fit."""
@@ -83,7 +90,10 @@ class _InOrderReader:
         elif self.header is not None:
             return False
         else:
-            if not self.link:
+            if part.origin == "original" and self.exceptions and not self.link:
+                self._link_quoting()
+                self.quoting, self.exceptions = [*self.exceptions, *self.quoting], []
+            elif not self.link:
                 self._close_traceback()
             self.header = part
         return True
@@ -94,14 +104,23 @@ class _InOrderReader:
 
     def _close_exception(self, text: TracebackPart | None) -> None:
         if not self.link and self.exceptions:
-            self.tracebacks.append(tuple(self.exceptions))
-            self.exceptions = []
+            self._end_traceback()
         self.exceptions.append(ExceptionParts(tuple(self.frames), text, self.link, self.header))
         self.header, self.frames, self.link = None, [], ""
 
     def _close_traceback(self) -> None:
         if self.header is not None or self.frames:
             self._close_exception(None)
+        self._end_traceback()
+        self.link = ""
+
+    def _link_quoting(self) -> None:
+        if self.quoting:
+            self.quoting[0] = replace(self.quoting[0], link="cause")
+
+    def _end_traceback(self) -> None:
         if self.exceptions:
-            self.tracebacks.append(tuple(self.exceptions))
-        self.exceptions, self.link = [], ""
+            self._link_quoting()
+        if self.exceptions or self.quoting:
+            self.tracebacks.append((*self.exceptions, *self.quoting))
+        self.exceptions, self.quoting = [], []

@@ -16,8 +16,11 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_TELLING = (signal.SIGUSR1, signal.SIGUSR2)
+"""Schedulers announce the end of a job with these; a program that listens goes on, and so must we."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,8 @@ class Ended:
     """As ``os.waitpid`` gives it."""
     interrupted_by: int | None = None
     """The signal with which somebody ended the run through us."""
+    sender: str = ""
+    """Who sent it, as far as the kernel says: ``slurmstepd (pid 77)``."""
 
     @property
     def exit_code(self) -> int:
@@ -48,7 +53,9 @@ def launch(command: Sequence[str], environment: Mapping[str, str], before_signal
         environment: all of it.
         before_signal: called once, before the first signal that is meant to end the command is passed on.
     """
-    watched = {number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN}  # nohup stays nohup
+    watched = {
+        number for number in (*_ENDING, *_TELLING) if signal.getsignal(number) != signal.SIG_IGN
+    }  # nohup stays nohup
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched | {signal.SIGCHLD})
     child_action = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would lose the exit code
     try:
@@ -62,15 +69,26 @@ def launch(command: Sequence[str], environment: Mapping[str, str], before_signal
 
 def _wait(pid: int, watched: set[signal.Signals], before_signal: Callable[[], None]) -> Ended:
     interrupted_by: int | None = None
+    sender = ""
     while True:
         got = signal.sigwaitinfo(watched | {signal.SIGCHLD})
         if got.si_signo == signal.SIGCHLD:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                return Ended(pid, status, interrupted_by)
+                return Ended(pid, status, interrupted_by, sender)
             continue
-        if interrupted_by is None:
-            interrupted_by = got.si_signo
+        if interrupted_by is None and got.si_signo in _ENDING:
+            interrupted_by, sender = got.si_signo, _sender(got)
             before_signal()
         if got.si_code <= 0:  # sent by a process, not by the kernel for a terminal: see Note [Signals]
             os.kill(pid, got.si_signo)  # not reaped yet, so the number is still the command's
+
+
+def _sender(got: signal.struct_siginfo) -> str:
+    if got.si_code > 0:
+        return "the terminal"
+    try:
+        name = Path(f"/proc/{got.si_pid}/comm").read_text().strip()
+    except OSError:  # it has gone since, or is outside of this container
+        return f"pid {got.si_pid}" if got.si_pid else "a process outside of this container"
+    return f"{name} (pid {got.si_pid})"

@@ -20,9 +20,11 @@ from pathlib import Path
 from piecegraph.errors import CommandError
 from piecegraph.explain.evidence import Evidence
 from piecegraph.explain.run import hook
-from piecegraph.explain.run.endings import evidence_of_records
+from piecegraph.explain.run.hook.recorder import FOLDER_VARIABLE, RECORDER_PACKAGE, STACK_SIGNAL
 from piecegraph.explain.run.launch import Ended, launch
+from piecegraph.explain.run.memory import count_oom_kills
 from piecegraph.explain.run.records import is_running, read_records
+from piecegraph.explain.run.run_evidence import evidence_of_records
 
 _GRACE_SECONDS = 1.0
 
@@ -46,9 +48,9 @@ def run_recorded(command: Sequence[str], records: Path, environment: Mapping[str
         records: an empty folder of ours.
         environment: what the command would get without us.
     """
-    kills_before = _num_oom_kills()
+    kills_before = count_oom_kills()
     with _hook_folder() as folder:
-        own = {**environment, hook.FOLDER_VARIABLE: str(records), "PYTHONPATH": str(folder)}
+        own = {**environment, FOLDER_VARIABLE: str(records), "PYTHONPATH": str(folder)}
         if environment.get("PYTHONPATH"):
             own["PYTHONPATH"] += os.pathsep + environment["PYTHONPATH"]
         try:
@@ -59,7 +61,7 @@ def run_recorded(command: Sequence[str], records: Path, environment: Mapping[str
             return RecordedRun(ended, None)
         _wait_for_ends(records, _GRACE_SECONDS)
     found, num_unreadable = read_records(records)
-    evidence = evidence_of_records(found, ended, _num_oom_kills() - kills_before)
+    evidence = evidence_of_records(found, ended, count_oom_kills().since(kills_before))
     return RecordedRun(ended, evidence, _why_incomplete(records, num_unreadable))
 
 
@@ -82,9 +84,9 @@ def _ask_for_stacks(folder: Path, seconds: float = 0.3) -> None:
     waiting = []
     for record in read_records(folder)[0]:
         # Unhandled, the signal would end the process: another program may have taken its place.
-        if is_running(record) and _catches(record.pid, hook.STACK_SIGNAL):
+        if is_running(record) and _catches(record.pid, STACK_SIGNAL):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(record.pid, hook.STACK_SIGNAL)
+                os.kill(record.pid, STACK_SIGNAL)
             waiting.append(record.file.with_suffix(".stack"))
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not all(file.exists() and file.stat().st_size for file in waiting):
@@ -154,18 +156,10 @@ def _hook_folder() -> Iterator[Path]:
             raise CommandError(
                 "PG611", "the recorder cannot be laid out", where=str(folder), why=why, hint="set TMPDIR"
             )
-        target = folder / "sitecustomize.py"
-        shutil.copyfile(hook.__file__, target)
-        py_compile.compile(str(target))  # or every process would, where bytecode is not written
+        source, package = Path(hook.__file__).parent, folder / RECORDER_PACKAGE
+        package.mkdir(mode=0o700)
+        for file in sorted(source.glob("*.py")):
+            target = (folder if file.name == "sitecustomize.py" else package) / file.name
+            shutil.copyfile(file, target)
+            py_compile.compile(str(target))  # or every process would, where bytecode is not written
         yield folder
-
-
-def _num_oom_kills() -> int:
-    """How many processes the kernel has killed for memory since it was started."""
-    try:
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    except OSError:
-        pass
-    return 0

@@ -1,7 +1,7 @@
 """The records that the hook wrote: a folder in, one value for each process out.
 
-See ``hook.py`` for what is in a record. A record may be of a process that is still being killed, or of a program that
-wrote into the folder on its own: what cannot be read is counted, never trusted.
+See the folder ``hook`` for what is in a record. A record may be of a process that is still being killed, or of a
+program that wrote into the folder on its own: what cannot be read is counted, never trusted.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from piecegraph.explain.evidence import Frame, Process, Raised
-from piecegraph.explain.run.hook import SCHEMA
+from piecegraph.explain.run.hook.recorder import RECORDER_PACKAGE, SCHEMA
 
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 """Variables that number the processes of a job, the most telling first."""
+_MAX_LINE, _MAX_LINES = 400, 20
 _FATAL = re.compile(r"^Fatal Python error: (.+)$")
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*most recent call first")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
@@ -29,7 +30,7 @@ class RecordedException:
     """An exception as the hook recorded it."""
 
     kind: str
-    """``exception``, ``interrupted`` or ``thread``: not caught. :data:`~hook.PRINTED`: handled and printed."""
+    """``exception``, ``interrupted`` or ``thread``: not caught. :data:`~recorder.PRINTED`: handled and printed."""
     thread: str
     wall_ns: int
     time_ns: int
@@ -86,6 +87,8 @@ class ProcessRecord:
     exit_call: tuple[str, Frame] | None
     """What ``sys.exit`` was called with, and where."""
     dump: StackDump | None
+    last_lines: tuple[str, ...]
+    """What it printed last through Python's own streams."""
 
 
 def read_records(folder: Path) -> tuple[list[ProcessRecord], int]:
@@ -125,7 +128,17 @@ def _record(file: Path, data: dict[str, Any]) -> ProcessRecord:
         sent=tuple(_signal(part, "signal") for part in data["sent"]),
         exit_call=(_text(called["said"]), _frame(called["frame"])) if called else None,
         dump=last_dump(stack_file.read_text(errors="backslashreplace")) if stack_file.exists() else None,
+        last_lines=_last_lines(file.with_suffix(".tail")),
     )
+
+
+def _last_lines(file: Path) -> tuple[str, ...]:
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ()
+    lines = [line.rpartition("\r")[2].rstrip() for line in text.rstrip().split("\n")]
+    return tuple(line[:_MAX_LINE] for line in lines if line)[-_MAX_LINES:]
 
 
 def read_exception(data: dict[str, Any]) -> RecordedException:
@@ -188,7 +201,7 @@ def last_dump(text: str) -> StackDump | None:
             if before:  # the threads of one dump are apart: here the next dump begins
                 fatal, threads = "", []
             threads.append((found[1] == "Current thread", []))
-        elif (found := _FRAME.match(line)) and threads:
+        elif (found := _FRAME.match(line)) and threads and f"/{RECORDER_PACKAGE}/" not in found[1]:
             file, number = found[1], int(found[2])
             threads[-1][1].append(Frame(file, number, found[3], linecache.getline(file, number).strip()))
         before = line

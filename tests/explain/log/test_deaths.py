@@ -1,0 +1,196 @@
+"""Deaths that no traceback tells: processes that really die, and the words of launchers and schedulers."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from piecegraph.explain.evidence import Death, Process
+from piecegraph.explain.log.deaths import WORDS, death_of
+from piecegraph.explain.page import Page, compose
+from piecegraph.explain.render import to_text
+from tests.explain.log.test_lines import TRACEBACK, scan
+
+
+def page_of(text: str) -> Page:
+    return compose(scan(text), ())
+
+
+def run_shell(script: str, folder: Path) -> str:
+    """What a shell script prints, standard error included: the shell tells how its commands ended."""
+    path = folder / "job.sh"
+    path.write_text(textwrap.dedent(script))
+    done = subprocess.run(
+        ["bash", str(path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT])
+def test_a_shell_tells_how_its_command_died(number: signal.Signals, tmp_path: Path) -> None:
+    text = run_shell(f"echo starting\n{sys.executable} -c 'import os; os.kill(os.getpid(), {int(number)})'\n", tmp_path)
+    page = page_of(text)
+    assert page.outcome == "failure"
+    assert page.root is not None
+    assert page.root.type == number.name
+    death = page.who.groups[0].death
+    assert death is not None
+    assert (death.signal, death.teller, death.line) == (int(number), "shell", 2)
+    assert f"{number.name}: 1 process was ended by this signal" in to_text(page)
+    assert "told by       the shell, line 2" in to_text(page)
+
+
+def test_torchelastic_tells_of_a_rank_that_was_killed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, time\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), 9)\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    page = page_of(done.stdout + done.stderr)
+    assert page.root is not None
+    assert page.root.type == "SIGKILL"
+    (ended,) = [exit for exit in page.who.exits if exit.code == -9]
+    assert ended.process.rank == 1, "told in a line and in a table, and counted once"
+
+
+SCHEDULERS = {
+    "slurmstepd: error: *** JOB 83 ON nid1 CANCELLED AT 2025-05-02T03:58:46 DUE TO TIME LIMIT ***": "TIMEOUT",
+    " 0: slurmstepd: error: *** STEP 83.1 ON nid1 CANCELLED AT 2025-05-02T03:58:46 DUE TO TIME LIMIT ***": "TIMEOUT",
+    "slurmstepd: error: *** JOB 83 ON nid1 CANCELLED AT 2025-05-02T03:58:46 DUE TO PREEMPTION ***": "PREEMPTED",
+    "slurmstepd: error: *** JOB 83 ON nid1 CANCELLED AT 2025-05-02T03:58:46 ***": "CANCELLED",
+    "slurmstepd: error: Detected 1 oom_kill event in StepId=83.0. Some of the step tasks were killed.": "OUT_OF_MEMORY",
+    "=>> PBS: job killed: walltime 3600 exceeded limit 3600": "TIMEOUT",
+    "TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.": "OUT_OF_MEMORY",
+}
+
+
+@pytest.mark.parametrize(("words", "state"), SCHEDULERS.items())
+def test_a_scheduler_that_ends_the_job(words: str, state: str, tmp_path: Path) -> None:
+    page = page_of(run_shell(f"echo step 1\necho '{words}' >&2\necho 'srun: Job step aborted' >&2\n", tmp_path))
+    assert page.root is not None
+    assert page.root.type == state
+    how = "a process was killed for want of memory" if state == "OUT_OF_MEMORY" else "the scheduler ended the job"
+    assert to_text(page).startswith(f"{state}: {how}\n")
+    assert words.strip(" 0:") in " ".join(to_text(page).split())
+
+
+def test_a_step_that_is_cancelled_because_a_task_failed_is_an_echo() -> None:
+    said = [
+        "slurmstepd: error: *** STEP 83.0 ON n1 CANCELLED AT 2025-05-02T03:58:46 ***",
+        "srun: error: n1: task 0: Exited with exit code 1",
+        "srun: error: n1: tasks 1-3: Terminated",
+    ]
+    page = page_of("\n".join([TRACEBACK, *said]))
+    assert [(group.type, group.role) for group in page.who.groups] == [
+        ("ValueError", "root"), ("CANCELLED", "echo"), ("SIGTERM", "echo"),
+    ]  # fmt: skip
+
+
+TELLERS: dict[str, tuple[str, str, Process]] = {
+    "[n1:77:0:77] Caught signal 11 (Segmentation fault: address not mapped to object at address (nil))":
+        ("SIGSEGV", "process", Process()),
+    "*** SIGSEGV received at time=1700000000 on cpu 3 ***": ("SIGSEGV", "process", Process()),
+    "[n1:00077] Signal: Bus error (7)": ("SIGBUS", "process", Process()),
+    "double free or corruption (!prev)": ("SIGABRT", "process", Process()),
+    "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).":
+        ("SIGBUS", "process", Process()),
+    "[launch.py:325:sigkill_handler] ['python', 'train.py'] exits with return code = -9":
+        ("SIGKILL", "launcher", Process()),
+    "failed (exitcode: -7) local_rank: 0 (pid: 123) of binary: python":
+        ("SIGBUS", "launcher", Process("local rank 0", pid=123)),
+    "traceback : Signal 4 (SIGILL) received by PID 123": ("SIGILL", "launcher", Process("pid 123", pid=123)),
+    "Process finished with exit code 137 (interrupted by signal 9: SIGKILL)": ("SIGKILL", "launcher", Process()),
+    "command terminated with exit code 139": ("SIGSEGV", "launcher", Process()),
+    "mpirun noticed that process rank 3 with PID 123 on node n1 exited on signal 9 (Killed).":
+        ("SIGKILL", "launcher", Process("rank3", 3, 123, "n1")),
+    "Engine core proc EngineCore_DP0 died unexpectedly, shutting down client.":
+        ("process died", "launcher", Process("EngineCore_DP0")),
+    "Worker proc VllmWorker-3 died unexpectedly, shutting down executor.":
+        ("process died", "launcher", Process("VllmWorker-3")),
+    "worker 3 died with signal 4": ("SIGILL", "launcher", Process()),
+    "Out of memory: Killed process 4242 (python) total-vm:1kB": ("SIGKILL", "kernel", Process("pid 4242", pid=4242)),
+    "srun: error: n1: task 3: Segmentation fault (core dumped)": ("SIGSEGV", "scheduler", Process("task 3", host="n1")),
+    "run.sh: line 7: 4242 Killed                  python train.py": ("SIGKILL", "shell", Process("pid 4242", pid=4242)),
+    "zsh: segmentation fault (core dumped)  python train.py": ("SIGSEGV", "shell", Process()),
+    "[1]+  Killed                  nohup python train.py": ("SIGKILL", "shell", Process()),
+    "shards:  33%|3 | 1/3 [00:10<00:20, 10.33s/it]Killed": ("SIGKILL", "shell", Process()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TELLERS)
+def test_who_tells_of_a_death(text: str) -> None:
+    death = death_of(text, 7)
+    assert isinstance(death, Death)
+    assert (death.name, death.teller, death.process) == TELLERS[text]
+    assert death.line == 7
+    assert any(word in text for word in WORDS)
+    page = page_of(f"step 1\n{text}\n")
+    assert page.outcome == "failure", "the line is looked at"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Killed two birds with one stone",
+        "Terminated early at epoch 3",
+        "Aborted request chatcmpl-123.",
+        "Exited with exit code 0",
+        "srun: error: n1: task 0: Exited with exit code 1",
+        "the tool exits with return code = 1",
+        "Sending process 1234 closing signal SIGTERM",
+        "[INFO] [launch.py:315:sigkill_handler] Killing subprocess 3353707",
+        "processing signal 3 of 20",
+        "exit code 130.5 is no code",
+        "in case a process is killed by signal handlers",
+        "segmentation fault handlers are installed",
+        "kill_process_tree called: parent_pid=428723",
+    ],
+)
+def test_words_that_tell_of_no_death(text: str) -> None:
+    assert death_of(text, 1) is None
+    assert page_of(f"step 1\n{text}\nstep 2").outcome in ("nothing", "exits")
+
+
+def test_a_death_that_an_exception_tells_is_not_counted_again() -> None:
+    text = TRACEBACK.replace(
+        "ValueError: loss is nan", "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed."
+    )
+    page = page_of(text)
+    assert [group.type for group in page.who.groups] == ["RuntimeError"]
+
+
+def test_an_abort_behind_an_exception_is_its_echo() -> None:
+    page = page_of(TRACEBACK + "\nAborted (core dumped)")
+    assert [(group.type, group.role) for group in page.who.groups] == [("ValueError", "root"), ("SIGABRT", "echo")]
+
+
+def test_a_death_is_the_root_of_the_echoes_of_its_peers() -> None:
+    echo = TRACEBACK.replace(
+        "ValueError: loss is nan", "RuntimeError: NCCL error: remote process exited or there was an error"
+    )
+    page = page_of(echo + "\nE1 failed (exitcode: -9) local_rank: 3 (pid: 77) of binary: python")
+    assert [(group.type, group.role) for group in page.who.groups] == [("SIGKILL", "root"), ("RuntimeError", "echo")]
+
+
+def test_an_engine_whose_core_was_killed() -> None:
+    words = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'Core_0': -9}"
+    page = page_of(TRACEBACK.replace("ValueError: loss is nan", words))
+    assert page.root is not None
+    assert "'Core_0': -9" in page.root.message
+    assert not page.who.has_only_echoes, "nothing else will tell of it"
+
+
+def test_an_exception_that_tells_of_a_death_is_its_echo() -> None:
+    words = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that"
+    told = TRACEBACK.replace("ValueError: loss is nan", words)
+    died = (
+        "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).\n"
+    )
+    assert [(group.type, group.role) for group in page_of(died + told).who.groups] == [
+        ("SIGBUS", "root"), ("RuntimeError", "echo"),
+    ]  # fmt: skip
+    assert [(group.type, group.role) for group in page_of(told).who.groups] == [("RuntimeError", "root")]
