@@ -633,7 +633,12 @@ def test_an_object_that_the_call_makes_is_made_anew(compiled: Any) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [lambda x: (x * 2).expand(2, *x.shape), lambda x: (x + 1)[::2], lambda x: torch.fft.fft(x).real, lambda x: (x + 1).T],
+    [
+        lambda x: (x * 2).expand(2, *x.shape),
+        lambda x: (x + 1)[::2],
+        lambda x: torch.fft.fft(x).real,
+        lambda x: (x + 1).T,
+    ],
     ids=["expand", "slice", "real", "turned"],
 )
 def test_results_lie_as_those_of_the_function(compiled: Any, function: Callable[..., Tensor]) -> None:

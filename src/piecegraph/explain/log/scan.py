@@ -90,7 +90,7 @@ class Scanner:
             known_issue_words: every such line holds one of these.
         """
         self._is_one_log, self._is_known_issue = is_one_log, is_known_issue
-        self._words = (*WORDS, *known_issue_words)
+        self._known_words = tuple(known_issue_words)
         self._finished: list[Evidence] = []
         self._sources: list[str] = []
         self._label = ""
@@ -101,6 +101,7 @@ class Scanner:
         self._num_searched = self._num_read = 0
         self._tail: _Tail | None = None
         self._watched: tuple[str, ...] = ()  # the words in the present block
+        self._known: tuple[str, ...] = ()
         self._errors: tuple[str, ...] = ()
         self._opening: tuple[str, ...] = ()
         self._num_counted = 0  # up to here lines are counted as those of a run
@@ -136,8 +137,9 @@ class Scanner:
         outside = "\n".join(line for line in lines if not line.startswith(("    ", '  File "')))
         self._fold = self._fold or (folded_at(lines) if 'File "' in self._opening else 0)
         self._first_line = self._known_first_line(lines)
-        watched = (*self._words, self._first_line) if self._first_line else self._words
+        watched = (*WORDS, self._first_line) if self._first_line else WORDS
         self._watched = words_in(outside, vocabulary, watched)
+        self._known = words_in(outside, vocabulary, self._known_words)
         self._errors = () if self._run.failures else words_in(outside, vocabulary, ERROR_WORDS)
         for at, raw in enumerate(lines):
             if self._num_read > MAX_READ_PARTS:
@@ -205,6 +207,9 @@ class Scanner:
                     self._observe(line, raw)
 
     def _is_worth_observing(self, raw: str) -> bool:
+        return has_any(raw, self._known) or self._may_say_something(raw)
+
+    def _may_say_something(self, raw: str) -> bool:
         if has_any(raw, self._watched) or self._run.seen.is_listing(self._number):
             return True
         return bool(self._errors) and not self._streams and not self._run.failures and has_any(raw, self._errors)
@@ -233,6 +238,13 @@ class Scanner:
                 stream.lines = self._resolve(stream.lines, named, is_open=True)
 
     def _observe(self, line: Line, raw: str) -> None:
+        if self._may_say_something(raw):
+            self._take_note(line, raw)
+        found = self._is_known_issue(line.text)
+        if found:
+            self._run.keep_known_issue(found, line)
+
+    def _take_note(self, line: Line, raw: str) -> None:
         seen = self._run.seen
         milestone = milestone_of(line.text, line.number)
         is_begun = milestone is not None and (milestone.phase, milestone.state) == ("init", "begun")
@@ -244,9 +256,6 @@ class Scanner:
         if milestone is not None:
             seen.keep(milestone)
         seen.observe(line, raw)
-        found = self._is_known_issue(line.text)
-        if found:
-            self._run.keep_known_issue(found, line)
 
     def _is_first_line_again(self, line: Line, raw: str) -> bool:
         if not self._first_line or self._first_line not in raw or line.number <= self._run.first_line:
