@@ -70,7 +70,7 @@ def lengths_on_the_host(x: Tensor, lengths: Tensor) -> Tensor:
 def constants(x: Tensor) -> Tensor:
     table = torch.tensor([1.0, 2.0, 3.0], device=x.device)
     table += x[0, 0]
-    return x[:, [0, 2]] * table[:2] + torch.as_tensor(4.0, device=x.device)
+    return x[:, [0, 2]] * table[:2] + torch.as_tensor(4.0, device=x.device) + x.new_tensor([5.0, 6.0])
 
 
 def there_and_back(x: Tensor) -> Tensor:

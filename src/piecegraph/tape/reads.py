@@ -137,7 +137,8 @@ def why_between(
         device: the one that has graphs.
         numbers: tensors of no dimension are numbers that never change.
     """
-    if any(function is known for known in _FROM_PYTHON) and not isinstance((*args, None)[0], torch.Tensor):
+    data = args[1:] if function is torch.Tensor.new_tensor else args
+    if any(function is known for known in _FROM_PYTHON) and not isinstance((*data, None)[0], torch.Tensor):
         return "copies from Python's memory"
     if function in _INDEXED_BY_PYTHON and device.type != "cpu" and _has_list(args[1]):
         return "copies an index from Python's memory"
