@@ -658,3 +658,49 @@ def test_an_argument_that_is_turned_in_place_is_refused(compiled: Any) -> None:
 
     with pytest.raises(piecegraph.errors.PiecegraphError, match="PG207 the shape, strides or memory of x"):
         compiled(function)(torch.randn(1, 4))
+
+
+@pytest.mark.parametrize("function", [lambda x: (x * x).as_strided((2, 2), (1, 2)), lambda x: x.storage_offset()])
+@pytest.mark.parametrize("frontend", ["auto", "breakable"])
+def test_results_that_depend_on_how_an_argument_lies(frontend: str, function: Callable[..., Any]) -> None:
+    options = {"graph_device": "simulated"}
+    fast = piecegraph.compile(function, frontend=frontend, backend="eager", on_fallback="ignore", options=options)
+    for x in (torch.randn(4, 4), torch.randn(4, 4).t(), torch.randn(5, 4)[1:], torch.randn(4, 4)):
+        torch.testing.assert_close(fast(x), function(x))
+
+
+def test_weights_that_are_replaced_before_a_capture(compiled: Any) -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.total.add_(x.sum(0))
+            return self.total * 2
+
+    model, plain = Sums(), Sums()
+    fast = compiled(model)
+    for new in (None, torch.ones(3)):
+        if new is not None:
+            model.total, plain.total = new.clone(), new.clone()
+        x = torch.randn(4, 3)
+        fast.capture(x)
+        torch.testing.assert_close(fast(x), plain(x))
+        torch.testing.assert_close(model.total, plain.total)
+
+
+def test_a_buffer_is_itself_beside_a_view_of_it(compiled: Any) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.ones(4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.mean, self.mean.transpose(0, -1)
+
+    model = Reads()
+    whole, view = compiled(model)(torch.ones(2))
+    assert whole is model.mean
+    assert view is not model.mean
+    assert view.data_ptr() == model.mean.data_ptr()

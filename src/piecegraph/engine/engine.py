@@ -109,7 +109,7 @@ class Engine:
             self.num_calls += 1
             try:
                 if self._weights.changed:
-                    self._plan_anew(f"{self._weights.changed} was replaced")
+                    self._take_new_weights()
                 if torch.is_grad_enabled() and self._needs_grad(args, kwargs):
                     return _NEEDS_GRAD
                 if torch_compat.is_any_autocast():
@@ -245,6 +245,9 @@ class Engine:
         now = values_in_reach(self.subject.function, self.subject.module)
         self._kinds[self._kinds.index(kind)] = kind._replace(unseen=now)
 
+    def _take_new_weights(self) -> None:
+        self._plan_anew(f"{self._weights.changed} was replaced")
+
     def _plan_anew(self, reason: str) -> None:
         """Forget plans whose graphs read weights that are the module's no more."""
         self.events.emit(Event("PG515", self.name, f"{reason}; what was recorded is recorded again"))
@@ -285,6 +288,8 @@ class Engine:
         with ThreadInterceptions.here().suspended(), self._lock:
             self._check_open()
             try:
+                if self._weights.changed:
+                    self._take_new_weights()
                 found = self._match(args, kwargs) or self._make_plan(args, kwargs)
                 if isinstance(found, Refusal):
                     raise CallError(found.event.code, f"{self.name} cannot be captured", why=found.event.reason)

@@ -22,6 +22,9 @@ from piecegraph.graph.example import Example
 from piecegraph.graph.interception import off
 
 _LAYOUT_READS = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset})
+_aten = torch.ops.aten
+_LAYOUT_OPS = frozenset({_aten.as_strided.default, _aten.as_strided_.default, _aten.as_strided_scatter.default})
+"""What they read depends on how the tensor lies, and a tensor that was computed lies as what it was computed from."""
 
 ViewOp = Callable[[torch.Tensor], torch.Tensor]
 
@@ -134,9 +137,9 @@ class _Watch:
         self.views: dict[tuple[Any, ...], tuple[tuple[Any, ...], ViewOp]] = {}
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (function in _LAYOUT_READS or function in _LAYOUT_OPS) and not self.layout_reader:
+            self.layout_reader = str(user_line() or function.__name__)
         if not torch_compat.is_op(function):
-            if function in _LAYOUT_READS and not self.layout_reader:
-                self.layout_reader = str(user_line() or function.__name__)
             return function(*args, **kwargs)
         written = [
             (tensor, _place(tensor))

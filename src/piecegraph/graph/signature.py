@@ -263,8 +263,11 @@ def _misfit(leaf: Leaf, value: Any, sizes: list[int]) -> str | None:
             return f"{leaf.name}.shape[{dim}] is {shape[dim]}, but the same size is {sizes[index]} elsewhere"
     if leaf.address is not None and value.data_ptr() != leaf.address:
         return f"{leaf.name} is declared static but lies at another address than planned"
-    if leaf.layout_reader and value.stride() != dense_strides(shape, leaf.dim_order):
-        return LayoutMisfit(f"{leaf.name} has strides {value.stride()}, which {leaf.layout_reader} asks for")
+    if leaf.layout_reader and (value.stride() != dense_strides(shape, leaf.dim_order) or value.storage_offset()):
+        found = (
+            f"strides {value.stride()} and lies {value.storage_offset()} elements behind the beginning of its memory"
+        )
+        return LayoutMisfit(f"{leaf.name} has {found}, which {leaf.layout_reader} asks for")
     return None
 
 

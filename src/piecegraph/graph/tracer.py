@@ -23,6 +23,7 @@ from piecegraph.base.structure import Structure, attributes, flatten
 from piecegraph.base.user_code import is_user_file
 from piecegraph.errors import PiecegraphError, TraceError
 from piecegraph.graph.example import Example
+from piecegraph.graph.fx_nodes import writes_in_place
 from piecegraph.graph.outside import OutsideValues
 from piecegraph.graph.signature import Signature, dense_strides, is_constant, with_fixed
 from piecegraph.graph.sizes import SizeRules
@@ -274,9 +275,9 @@ class _GeneratedCode:
         example: Example,
     ) -> None:
         outputs: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
-        # ``self.count += 1`` sets the buffer to what it is: a weight that comes out of the graph is its own dummy.
+        # ``self.count += 1`` sets the buffer to what it is: a weight that was written to is its own dummy.
         weights = {_fake_place(n): source.tensor for n, source in inputs.items() if isinstance(source, Weight)}
-        dummies = [weights.get(_fake_place(node)) for node in outputs]
+        dummies = [weights.get(_fake_place(node)) if _is_written(node) else None for node in outputs]
         dummies = [_dummy(node) if dummy is None else dummy for node, dummy in zip(outputs, dummies, strict=True)]
         # The dummies are kept with their nodes: an id means nothing once its object is gone.
         self.nodes = {id(dummy): (dummy, node) for dummy, node in zip(dummies, outputs, strict=True)}
@@ -475,6 +476,10 @@ def _restore(value: Any, state: dict[Any, Any]) -> None:
     elif hasattr(value, "__dict__"):
         value.__dict__.clear()
         value.__dict__.update(state)
+
+
+def _is_written(node: Any) -> bool:
+    return isinstance(node, torch.fx.Node) and writes_in_place(node)
 
 
 def _fake_place(node: Any) -> tuple[Any, ...] | None:
