@@ -337,3 +337,44 @@ def test_the_script_writes_a_page(tmp_path: Path) -> None:
     (verdict,) = json.loads(results.read_text()).values()
     assert (verdict["verdict"], verdict["frontend"]) == ("equal", "trace")
     assert "| encoder | 1 | 0 | 0 | 0 | 0 | 0 | 0 |" in page.read_text()
+
+
+class Remembers(nn.Module):
+    """Makes a table at the first call, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", None, persistent=False)
+        self.num_made = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(4.0)
+            self.num_made += 1
+        return x + self.table
+
+
+def test_what_is_made_once_and_kept() -> None:
+    model = Remembers()
+    fast = piecegraph.compile(model, backend="eager", options={"graph_device": "simulated"})
+    with torch.no_grad():
+        for size in (2, 3, 2):
+            x = torch.randn(size, 4)
+            assert torch.equal(fast(x), x + torch.arange(4.0))
+    assert (model.num_made, fast.stats()["plans"][0]["frontend"]) == (1, "trace")
+
+
+def test_what_changes_at_every_call_is_refused_and_put_back() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x * self.calls
+
+    model = Counts()
+    with torch.no_grad(), pytest.raises(TraceError, match="PG202"):
+        piecegraph.compile(model, backend="eager")(torch.ones(3))
+    assert model.calls == 0

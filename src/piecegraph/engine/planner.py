@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -194,7 +195,11 @@ class Planner:
         except TraceError as error:
             if wish == "trace" or error.code in _NO_MATTER_OF_TRACING:
                 raise
-            return self._watch_instead(example, pipeline, error)
+            untraced = self._watch_instead(example, pipeline, error)
+            if error.code == _CHANGES_STATE:  # not any more: what the first run keeps for later runs is there now
+                with contextlib.suppress(TraceError):
+                    return self._trace(example, pipeline)
+            return untraced
 
     def _watch_instead(
         self, example: Example, pipeline: Pipeline, error: TraceError
@@ -204,6 +209,8 @@ class Planner:
         try:
             body, decisions = self._watch(example, pipeline)
         except Exception as second:  # the user's code ran: whatever it raised is why
+            if isinstance(second, TraceError) and second.code == error.code == _CHANGES_STATE:
+                raise error from None
             told, hint = repr(second), ""
             if isinstance(second, PiecegraphError):
                 told, hint = describe(second.code, second.what, second.where, second.why), second.hint
@@ -281,8 +288,10 @@ class Planner:
         return None if mode in ("none", "direct") else self.device
 
 
-_NO_MATTER_OF_TRACING = ("PG202", "PG203", "PG205", "PG207")
-"""Python state would not change in a replay of any kind, and arguments are what they are."""
+_NO_MATTER_OF_TRACING = ("PG203", "PG205", "PG207")
+"""Arguments are what they are."""
+_CHANGES_STATE = "PG202"
+"""Python state would not change in a replay of any kind, but may be made once and stay."""
 
 
 def _with_seen_aliases(traced: Traced, watched: Watched) -> tuple[TracedLeaf, ...]:
