@@ -27,10 +27,10 @@ from piecegraph.graph.example import Example, read_example
 from piecegraph.graph.fuse import separate
 from piecegraph.graph.interception import Interception
 from piecegraph.graph.outside import OutsideValues
+from piecegraph.graph.results import ResultLeaf as TracedLeaf
 from piecegraph.graph.signature import Binder, Call, Signature, with_layout
 from piecegraph.graph.sources import FromGraph, Weight
 from piecegraph.graph.split import find_intercepted
-from piecegraph.graph.tracer import ResultLeaf as TracedLeaf
 from piecegraph.graph.tracer import Traced
 from piecegraph.graph.views import StridedView
 from piecegraph.tape.body import Body, TracedBody

@@ -7,10 +7,9 @@ weight, a size) and where each part of the result comes from (the graph, an argu
 
 from __future__ import annotations
 
-import contextlib
 import linecache
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,21 +18,19 @@ import torch.fx
 
 from piecegraph.base import torch_compat
 from piecegraph.base.plan import SourceLine
-from piecegraph.base.structure import Structure, attributes, flatten
+from piecegraph.base.structure import Structure
 from piecegraph.base.user_code import is_user_file
 from piecegraph.errors import PiecegraphError, TraceError
 from piecegraph.graph.example import Example
-from piecegraph.graph.fx_nodes import writes_in_place
 from piecegraph.graph.outside import OutsideValues
-from piecegraph.graph.signature import Signature, dense_strides, is_constant, with_fixed
+from piecegraph.graph.results import GeneratedCode, ResultLeaf, identify_results
+from piecegraph.graph.signature import Signature, dense_strides, with_fixed
 from piecegraph.graph.sizes import SizeRules
-from piecegraph.graph.sources import Fixed, FromCall, FromGraph, FromSize, GraphInput, Update, Weight
-from piecegraph.graph.views import InputView, StridedView, find_view
+from piecegraph.graph.sources import FromCall, FromGraph, FromSize, GraphInput, Update, Weight
+from piecegraph.graph.views import StridedView
 
 EAGER_OP_REASON = "a function marked with piecegraph.eager_op cannot be traced"
 """What such a function says when it is; see breakable.py."""
-
-ResultLeaf = FromGraph | FromCall | FromSize | InputView | StridedView | Fixed
 
 
 @dataclass(frozen=True)
@@ -89,9 +86,9 @@ def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, 
     if any(shapes[name][dim] != size for (name, dim), size in fixed.items()):
         # A size of 0 or 1 was traced as 2, and the model fixes it to that.
         return trace(function, replace(example, signature=signature), weights)
-    code = _GeneratedCode(capture, graph, inputs, example)
+    code = GeneratedCode(capture, graph, inputs, example)
     try:
-        results, structure, updates = _identify_results(code, inputs, tensors)
+        results, structure, updates = identify_results(code, inputs, tensors)
     except PiecegraphError:
         raise
     except Exception as error:  # the code around the graph is the user's as much as the graph
@@ -258,265 +255,6 @@ def _fixed_dims(example: Example, traced_sizes: Mapping[tuple[int, int], Any]) -
                 )
             fixed[leaf.name, dim] = int(expr)
     return fixed
-
-
-class _SizeMark(int):
-    """Stands for a size in the dry run that shows the structure of the result."""
-
-
-class _GeneratedCode:
-    """The code that Dynamo generated around the graph, run with dummies for the graph's outputs."""
-
-    def __init__(
-        self,
-        capture: torch_compat.DynamoCapture,
-        graph: torch.fx.Graph,
-        inputs: Mapping[torch.fx.Node, GraphInput],
-        example: Example,
-    ) -> None:
-        outputs: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
-        # ``self.count += 1`` sets the buffer to what it is: a weight that was written to is its own dummy.
-        weights = {_fake_place(n): source.tensor for n, source in inputs.items() if isinstance(source, Weight)}
-        dummies = [weights.get(_fake_place(node)) if _is_written(node) else None for node in outputs]
-        dummies = [_dummy(node) if dummy is None else dummy for node, dummy in zip(outputs, dummies, strict=True)]
-        # The dummies are kept with their nodes: an id means nothing once its object is gone.
-        self.nodes = {id(dummy): (dummy, node) for dummy, node in zip(dummies, outputs, strict=True)}
-        self._touched = capture.touched
-        self._example = example
-        self._run = capture.run_bytecode(lambda *_: tuple(dummies))
-
-    def dry_run(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, tuple[Update, ...]]:
-        """The result, with a dummy for everything that comes out of the graph, and the changes of containers.
-
-        If there are any, the result is a tuple, and what is added to each container is behind the result itself.
-        """
-        args, kwargs = self._example.with_tensors(tensors)
-        _, values = self._example.binder.bind(args, kwargs)
-        before = [(keys, container, _state(container)) for keys, container in _containers(values)][1:]
-        with torch_compat.outside_inference(), _unchanged(self._touched):
-            returned = self._run(*args, **kwargs)
-        changed = [(keys, value, old) for keys, value, old in before if _changes(old, _state(value))]
-        if not changed:
-            return returned, ()
-        names = self._example.signature.names
-        updates = tuple(_update(names, keys, value, old, returned) for keys, value, old in changed)
-        added = [_added(old, _state(value)) for _, value, old in changed]
-        return (None if any(update.is_result for update in updates) else returned, *added), updates
-
-    def at_other_sizes(self, tensors: Sequence[torch.Tensor], made: _MadeObjects) -> list[Any]:
-        """The leaves of the result in a call that is larger in every size."""
-        larger = []
-        for tensor, leaf in zip(tensors, self._example.signature.tensors, strict=True):
-            moving = {dim for dim, _ in leaf.dynamic}
-            shape = [size + 1 if dim in moving else size for dim, size in enumerate(tensor.shape)]
-            larger.append(torch.empty(shape, dtype=tensor.dtype, device="meta") if moving else tensor)
-        return flatten(self.dry_run(larger)[0], is_container=lambda value: not made.is_older(value))[0]
-
-    def view_of(self, index: int, tensors: Sequence[torch.Tensor], position: int, made: _MadeObjects) -> InputView:
-        """A leaf of the result that the code itself makes of an argument: ``x.T`` is an attribute, and in no graph."""
-        others = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
-
-        def apply(tensor: torch.Tensor) -> torch.Tensor:
-            args, kwargs = self._example.with_tensors([*others[:index], tensor, *others[index + 1 :]])
-            returned = self._run(*args, **kwargs)
-            leaf: torch.Tensor = flatten(returned, is_container=lambda v: not made.is_older(v))[0][position]
-            return leaf
-
-        return InputView(FromCall(index), (), apply)
-
-
-def _containers(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Everything in the arguments that can be changed, and the keys that lead there."""
-    if isinstance(value, (dict, list)):
-        yield keys, value
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    for key, part in parts:
-        yield from _containers(part, (*keys, key))
-
-
-def _added(old: dict[Any, Any], new: dict[Any, Any]) -> dict[Any, Any]:
-    return {key: new[key] for key in _changes(old, new) if key in new}
-
-
-def _update(names: Sequence[str], keys: tuple[Any, ...], value: Any, old: dict[Any, Any], returned: Any) -> Update:
-    """How a container among the arguments is changed. Refuses what cannot be done again at every call."""
-    new = _state(value)
-    is_result = returned is value
-    is_inside = not is_result and any(part is value for part in _reachable(returned))
-    is_appended = list(new)[: len(old)] == list(old) and all(new[key] is old[key] for key in old)
-    if is_inside or (isinstance(value, list) and not is_appended):
-        name = names[keys[0]] + "".join(f"[{key!r}]" for key in keys[1:])
-        raise TraceError(
-            "PG202",
-            f"the function changes Python state: {name}",
-            why="a list is changed other than at its end, or the result holds what is changed",
-            hint="return what is new instead",
-        )
-    return Update(keys, tuple(key for key in old if key not in new), is_result)
-
-
-class _MadeObjects:
-    """Tells which objects in a result were made by the call: a cache is, with the tensors of that call, at every call.
-
-    What another run returns, too, was there before.
-    """
-
-    def __init__(self, returned: Any, run_again: Callable[[], Any]) -> None:
-        has_objects = any(attributes(leaf) is not None for leaf in flatten(returned)[0])
-        self._before = {id(value): value for value in _reachable(run_again())} if has_objects else {}
-        self._made: dict[int, Any] = {}
-
-    def __call__(self, value: Any) -> bool:
-        """Whether it is to be taken apart: once, so that no result holds two copies of an object, or ends in itself."""
-        is_new = not self.is_older(value) and id(value) not in self._made
-        self._made[id(value)] = value
-        return is_new
-
-    def is_older(self, value: Any) -> bool:
-        return id(value) in self._before
-
-
-def _reachable(value: Any) -> Iterator[Any]:
-    """Everything in a value that has attributes, items or elements, each once."""
-    waiting, seen = [value], set()
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen or is_constant(value) or isinstance(value, torch.Tensor):
-            continue
-        seen.add(id(value))
-        yield value
-        if isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, (list, tuple)):
-            waiting += value
-        waiting += getattr(value, "__dict__", {}).values()
-
-
-def _identify_results(
-    code: _GeneratedCode, inputs: Mapping[torch.fx.Node, GraphInput], tensors: Sequence[torch.Tensor]
-) -> tuple[tuple[ResultLeaf, ...], Structure, tuple[Update, ...]]:
-    """See where each part of the result comes from."""
-    returned, updates = code.dry_run(tensors)
-    made = _MadeObjects(returned, lambda: code.dry_run(tensors)[0])
-    leaves, paths, structure = flatten(returned, is_container=made)
-    call_index = {id(tensor): i for i, tensor in enumerate(tensors)}
-    by_storage = {torch_compat.storage_id(tensor): i for i, tensor in enumerate(tensors)}
-    results: list[ResultLeaf] = []
-    for position, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
-        if id(leaf) in code.nodes:
-            results.append(_graph_result(code.nodes[id(leaf)][1], inputs))
-        elif id(leaf) in call_index:
-            results.append(FromCall(call_index[id(leaf)]))
-        elif isinstance(leaf, torch.Tensor) and torch_compat.storage_id(leaf) in by_storage:
-            results.append(code.view_of(by_storage[torch_compat.storage_id(leaf)], tensors, position, made))
-        elif isinstance(leaf, int) and leaf != code.at_other_sizes(tensors, made)[position]:
-            raise TraceError(
-                "PG204",
-                "the result holds a size" + (f" in {path}" if path else ""),
-                why="nothing else is computed from it, so it is read outside the graph",
-                hint="dynamic_dims={} plans for every size by itself",
-            )
-        elif isinstance(leaf, torch.Tensor) or is_constant(leaf) or made.is_older(leaf):
-            results.append(Fixed(leaf))
-        else:
-            raise TraceError(
-                "PG204",
-                f"the result holds a {type(leaf).__name__}" + (f" in {path}" if path else ""),
-                why="only tensors, numbers, strings, None, containers of them, and objects that are nothing but their "
-                "attributes and are there once, can be rebuilt without the function",
-                hint="return its tensors instead",
-            )
-    return tuple(results), structure, updates
-
-
-@contextlib.contextmanager
-def _unchanged(touched: Mapping[str, Any]) -> Iterator[None]:
-    """Undo what is done to Python objects inside, and refuse it. Setting something and setting it back is fine."""
-    before = {name: _state(value) for name, value in touched.items()}
-    try:
-        yield
-        changes = {name: _changes(before[name], _state(value)) for name, value in touched.items()}
-    finally:
-        for name, value in touched.items():
-            _restore(value, before[name])
-    for name, keys in changes.items():
-        if keys or touched[name] is None:
-            shown = name.replace("L['", "").replace("G['", "").replace("']", "")
-            raise TraceError(
-                "PG202",
-                f"the function changes Python state: {shown}" + (f" ({', '.join(map(str, keys))})" if keys else ""),
-                why="a replay runs no Python, so the change would happen only once",
-                hint="keep the state in a tensor (register_buffer) and change it in place",
-            )
-
-
-def _changes(old: dict[Any, Any], new: dict[Any, Any]) -> list[Any]:
-    def is_same(key: Any) -> bool:
-        if key not in old or key not in new:
-            return False
-        return old[key] is new[key] or (is_constant(old[key]) and bool(old[key] == new[key]))
-
-    return [key for key in {**old, **new} if not is_same(key)]
-
-
-def _state(value: Any) -> dict[Any, Any]:
-    if isinstance(value, dict):
-        return dict(value)
-    if isinstance(value, list):
-        return dict(enumerate(value))
-    return dict(getattr(value, "__dict__", {}))
-
-
-def _restore(value: Any, state: dict[Any, Any]) -> None:
-    if isinstance(value, dict):
-        value.clear()
-        value.update(state)
-    elif isinstance(value, list):
-        value[:] = state.values()
-    elif hasattr(value, "__dict__"):
-        value.__dict__.clear()
-        value.__dict__.update(state)
-
-
-def _is_written(node: Any) -> bool:
-    return isinstance(node, torch.fx.Node) and writes_in_place(node)
-
-
-def _fake_place(node: Any) -> tuple[Any, ...] | None:
-    """Where a tensor of the graph lies, and how; None for what is none."""
-    fake = torch_compat.meta_value(node) if isinstance(node, torch.fx.Node) else None
-    if not isinstance(fake, torch.Tensor) or fake.layout is not torch.strided:
-        return None
-    layout = (fake.storage_offset(), tuple(fake.shape), tuple(fake.stride()), torch_compat.reading(fake))
-    return torch_compat.storage_id(fake), *map(str, layout)
-
-
-def _dummy(node: Any) -> Any:
-    value = torch_compat.meta_value(node) if isinstance(node, torch.fx.Node) else node
-    if isinstance(value, torch.Tensor):
-        dummy = torch.empty(0)
-        dummy.item = _refuse_number  # type: ignore[method-assign] # how the code around the graph reads a float
-        return dummy
-    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
-        return _SizeMark(0)
-    raise _number_from_data(type(value).__name__)
-
-
-def _refuse_number() -> float:
-    raise _number_from_data("float")
-
-
-def _number_from_data(kind: str) -> TraceError:
-    return TraceError("PG204", f"the result holds a {kind} computed from data", hint="return a tensor instead")
-
-
-def _graph_result(node: Any, inputs: Mapping[torch.fx.Node, GraphInput]) -> ResultLeaf:
-    if not isinstance(node, torch.fx.Node):
-        return Fixed(node)
-    value = torch_compat.meta_value(node)
-    if isinstance(value, (int, torch.SymInt)):
-        return FromGraph(node) if torch_compat.unbacked_symbols(value) else FromSize(torch_compat.size_expr(value))
-    return find_view(node, inputs) or FromGraph(node)
 
 
 def _written_placeholders(graph: torch.fx.Graph) -> set[torch.fx.Node]:

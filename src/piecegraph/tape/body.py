@@ -15,9 +15,9 @@ import torch
 from piecegraph.base import torch_compat
 from piecegraph.base.structure import Structure, atoms
 from piecegraph.graph.program import Program, RunStep, Slot, run_plainly
+from piecegraph.graph.results import ResultLeaf as TracedLeaf
 from piecegraph.graph.signature import dense_strides
 from piecegraph.graph.sources import Fixed, FromCall, FromGraph, FromSize, Update, Weight
-from piecegraph.graph.tracer import ResultLeaf as TracedLeaf
 from piecegraph.graph.tracer import Traced
 from piecegraph.graph.views import InputView, StridedView
 from piecegraph.tape.record import Recorder
