@@ -114,8 +114,9 @@ def tensors_of(value: Any) -> dict[str, Tensor]:
 
 
 def strides_that_count(tensor: Tensor) -> tuple[int, ...]:
-    """Those of dimensions with more than one element."""
-    return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    """Those of dimensions with more than one element, of a tensor that has any."""
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    return tuple(stride for stride, size in pairs if size > 1) if tensor.numel() else ()
 
 
 # --- a run, and what was seen
