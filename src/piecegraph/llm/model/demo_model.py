@@ -6,6 +6,8 @@ The package holds the weights in four bits; what comes out is a folder like any 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import importlib.util
 import io
 from collections.abc import Iterator
@@ -68,7 +70,7 @@ def _read(source: Path) -> tuple[Any, Any]:
     unpacked = getattr(transformers, "GgufConfig", None)
     settings = {"quantization_config": unpacked(dequantize=True)} if unpacked is not None else {}
     try:
-        with _quiet():
+        with _quiet(), _parsed_once():
             model = transformers.AutoModelForCausalLM.from_pretrained(dtype=torch.bfloat16, **where, **settings)
             tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
@@ -99,6 +101,20 @@ def _write_weights(model: Any, folder: Path) -> None:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Transformers parses the file for the config, for the weights and for the tokenizer, and makes the table of names
+    again for every module: half of the conversion's time. Neither is changed by who reads it.
+    """
+    gguf: Any = importlib.import_module("gguf")
+    originals = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    vars(gguf).update({name: functools.cache(original) for name, original in originals.items()})
+    try:
+        yield
+    finally:
+        vars(gguf).update(originals)
 
 
 @contextlib.contextmanager
