@@ -24,6 +24,7 @@ from results import Contender, hardware, table
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WIDTH, HEADS, LAYERS, SIZES = (1024, 16, 12, [16, 64, 256]) if DEVICE.type == "cuda" else (256, 4, 6, [16, 64, 128])
+REPEATS = 60 if DEVICE.type == "cuda" else 15  # on a CPU each takes tens of milliseconds
 
 
 @torch.library.custom_op("demo::attention", mutates_args=())
@@ -83,7 +84,7 @@ def compare() -> None:
             for contender, way in zip(contenders, (model, compiled, fast), strict=True):
                 error = relative_error(way(tokens), expected)
                 assert error < 1e-2, f"{contender.name} differs from eager by {error:.2g}"
-                timing: Timing = measure(lambda way=way, tokens=tokens: way(tokens))
+                timing: Timing = measure(lambda way=way, tokens=tokens: way(tokens), repeats=REPEATS)
                 contender.timings[f"{size} tokens"] = timing
         contenders[2].notes["coverage"] = f"{fast.stats()['coverage']:.0%}"
     print(f"\n{hardware()}\n{table(contenders)}\n\n{fast.explain()}")
@@ -91,7 +92,7 @@ def compare() -> None:
 
 def ask(question: str) -> None:
     """A real language model answers, token by token."""
-    print("\nloading a language model (the first time it is converted, which takes half a minute) ...", flush=True)
+    print("\nloading a language model (the first time it is converted, which takes some ten seconds) ...", flush=True)
     # On a CPU, compiling would take longer than answering. Float32: rounding matters to a model this small.
     backend = "inductor" if DEVICE.type == "cuda" else "eager"
     llm = piecegraph.LLM("demo", backend=backend, dtype="float32", max_model_len=1024, max_num_seqs=4)
