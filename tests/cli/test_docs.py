@@ -12,12 +12,14 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from piecegraph.base.environment import installed_version
+from tests.cases.forked import fork_server
 
 MAIN = "from piecegraph.cli.main import main; main()"
 ROOT = Path(__file__).parents[2]
@@ -91,6 +93,28 @@ def run(*command: str, timeout: int = 300, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[Callable[..., str]]:
+    """Runs a program as :func:`run` would, in a process that need not import torch first."""
+    with fork_server() as server:
+
+        def run_forked(*words: str, timeout: int = 300, **environment: str) -> str:
+            done = server.run(*words, cwd=ROOT, seconds=timeout, environment={**os.environ, **environment})
+            assert done.returncode == 0, done.stderr[-2000:]
+            return done.stdout
+
+        yield run_forked
+
+
+def test_a_program_that_fails_is_noticed_and_finds_nothing_of_ours_imported(python: Callable[..., str]) -> None:
+    with pytest.raises(AssertionError, match="ZeroDivisionError: division by zero"):
+        python("-c", "1 / 0")
+    with pytest.raises(AssertionError):
+        python("-c", "import os; os.abort()")
+    code = "import os, sys; print(any('piecegraph' in name for name in sys.modules), sys.argv[1:], os.environ['A'])"
+    assert python("-c", code, "b", "c", A="d") == "False ['b', 'c'] d\n"
 
 
 def test_every_command_is_one_that_a_test_runs() -> None:
@@ -191,30 +215,30 @@ def test_demo(demo_cache: str) -> None:
     assert out.rstrip().endswith("\nThe capital of France is Paris.")
 
 
-def test_piecegraph_generate(demo_cache: str) -> None:
+def test_piecegraph_generate(demo_cache: str, python: Callable[..., str]) -> None:
     words = shlex.split(GENERATE)[1:]
-    answer = run(sys.executable, "-c", MAIN, *words, timeout=600, PIECEGRAPH_CACHE=demo_cache)
+    answer = python("-c", MAIN, *words, timeout=600, PIECEGRAPH_CACHE=demo_cache)
     assert answer == "The capital of France is Paris.\n"
 
 
-def test_piecegraph_trace(tmp_path: Path) -> None:
+def test_piecegraph_trace(tmp_path: Path, python: Callable[..., str]) -> None:
     """One after the other: the later ones read what an earlier one saved."""
     told = []
     for command in TRACE:
         words = command.replace("before.trace.json.gz", str(tmp_path / "before.trace.json.gz")).split()[1:]
-        told.append(run(sys.executable, "-c", MAIN, *words))
+        told.append(python("-c", MAIN, *words))
     assert "blocks.py:24" in told[0]
     assert re.search(r"^rows: \d+ differ", told[2], re.MULTILINE)
     assert told[3].startswith(told[1].partition("\n\n")[0])
     assert "kernel groups" in told[3].lower()
 
 
-def test_the_table_in_the_docs_has_the_rows_of_the_example() -> None:
+def test_the_table_in_the_docs_has_the_rows_of_the_example(python: Callable[..., str]) -> None:
     page = (ROOT / "docs" / "trace.md").read_text()
     table = re.search(r"^```text\nTime .*?^```", page, re.MULTILINE | re.DOTALL)
     assert table is not None
     shown = re.findall(r"^ *[\d.]+ +[\d,.]+ +(\d+) +[\d,.]+ +(aten::.*)$", table[0], re.MULTILINE)
-    printed = run(sys.executable, "-c", MAIN, "trace", "examples/blocks.py", "--limit", "0")
+    printed = python("-c", MAIN, "trace", "examples/blocks.py", "--limit", "0")
     assert shown
     for instances, place in shown:
         assert re.search(rf" {instances} +[\d,.]+ +" + r" +".join(map(re.escape, place.split())), printed), place
@@ -287,14 +311,14 @@ def test_the_page_in_the_docs_is_what_is_printed() -> None:
     assert printed.splitlines()[0] == " ".join(begins[1].split())
 
 
-def test_what_explain_prints_is_in_the_readme() -> None:
+def test_what_explain_prints_is_in_the_readme(python: Callable[..., str]) -> None:
     """But for the seconds, and for the names of the pieces: equal ones must be equal."""
     blocks = r"^```python\n((?:(?!^```).)*?)^```\n\n[^`]*`print\(fast\.explain\(\)\)`[^`]*^```text\n(.*?)^```"
     page = re.sub(r"\[.*?\]\((.*?)\)", r"\1", (ROOT / "README.md").read_text())
     found = re.search(blocks, page, re.MULTILINE | re.DOTALL)
     assert found is not None
     example, shown = found.groups()
-    printed = run(sys.executable, "-c", _with_source(example + "print(fast.explain())\n"))
+    printed = python("-c", _with_source(example + "print(fast.explain())\n"))
     assert _settled(printed.partition("\n")[2]) == _settled(shown)
 
 
@@ -307,7 +331,7 @@ def _settled(text: str) -> str:
     return re.sub(r"\d+\.\d\d s", "0.00 s", text)
 
 
-def test_the_diff_in_the_readme_runs() -> None:
+def test_the_diff_in_the_readme_runs(python: Callable[..., str]) -> None:
     diff = re.search(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert diff is not None
     after = "".join(line[1:] + "\n" for line in diff[1].splitlines() if not line.startswith("-"))
@@ -336,15 +360,15 @@ build_model, tokens = Model, torch.ones(5)
     assert "1 replayed, coverage 100.0%" in printed
 
 
-def test_scripts_parse() -> None:
+def test_scripts_parse(python: Callable[..., str]) -> None:
     run("bash", "-n", "scripts/gpu_check.sh")
     run("bash", "-n", ".ci/run")
-    assert "--tune" in run(sys.executable, "benchmarks/attention.py", "--help")
+    assert "--tune" in python("benchmarks/attention.py", "--help")
 
 
 @pytest.mark.parametrize("command", BENCHMARKS)
-def test_benchmarks_run_on_a_cpu(command: str) -> None:
-    table = run(sys.executable, *command.split()[1:], *BENCHMARKS[command].split())
+def test_benchmarks_run_on_a_cpu(command: str, python: Callable[..., str]) -> None:
+    table = python(*command.split()[1:], *BENCHMARKS[command].split())
     assert {
         "python benchmarks/llm.py": "decode 1",
         "python benchmarks/provenance.py": "eager, provenance",
@@ -359,12 +383,12 @@ def test_the_benchmark_of_explain_runs() -> None:
 
 
 @every_page
-def test_python_examples(page: Path, request: pytest.FixtureRequest) -> None:
+def test_python_examples(page: Path, request: pytest.FixtureRequest, python: Callable[..., str]) -> None:
     for example in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         environment = {}
         if 'LLM("demo"' in example:
             environment["PIECEGRAPH_CACHE"] = request.getfixturevalue("demo_cache")
-        out = run(sys.executable, "-c", _with_source(example), timeout=600, **environment)
+        out = python("-c", _with_source(example), timeout=600, **environment)
         assert out.splitlines() == re.findall(r"^\s*print\(.*\)  # (.+)$", example, re.MULTILINE)
 
 

@@ -1,0 +1,115 @@
+"""Programs in processes that have torch and transformers imported already: forked from one that did nothing else.
+
+Importing takes longer than most of the programs that the docs show. Nothing of piecegraph is imported beforehand, so a
+program pays for, and sees, all that piecegraph does when it is imported and run; what it leaves behind ends with its
+process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+_ROOT = Path(__file__).parents[2]
+_IMPORTED = (
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch._inductor.codegen.cpp",
+    "transformers.modeling_utils",
+    "transformers.models.qwen3_next.modeling_qwen3_next",
+    "rich.console",
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What follows ``python`` on a command line, and where it runs."""
+
+    words: tuple[str, ...]
+    """``-c CODE ...`` or ``FILE ...``."""
+    environment: dict[str, str]
+    cwd: str
+    seconds: int
+    """After which it is killed."""
+    out: str
+    err: str
+
+    def become(self) -> None:
+        """Run as the program, in a process that was forked for it."""
+        signal.alarm(self.seconds)
+        os.chdir(self.cwd)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        for path, number in ((os.devnull, 0), (self.out, 1), (self.err, 2)):
+            file = os.open(path, os.O_RDWR | os.O_CREAT)
+            os.dup2(file, number)
+            os.close(file)
+        first, *rest = self.words
+        if first == "-c":
+            sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+            sys.modules["__main__"] = module = types.ModuleType("__main__")
+            exec(compile(rest[0], "<string>", "exec"), vars(module))
+        else:
+            sys.argv, sys.path[0] = [first, *rest], str(Path(first).resolve().parent)
+            runpy.run_path(first, run_name="__main__")
+
+
+class ForkServer:
+    """The process that programs are forked from."""
+
+    def __init__(self, server: subprocess.Popen[str], folder: Path) -> None:
+        self._server = server
+        self._folder = folder
+
+    def run(
+        self, *words: str, cwd: Path, seconds: int, environment: dict[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        """As ``subprocess.run`` of Python with these words, one after the other."""
+        out, err = self._folder / "out", self._folder / "err"
+        for path in (out, err):
+            path.write_text("")
+        program = Program(words, environment, str(cwd), seconds, str(out), str(err))
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        print(json.dumps(asdict(program)), file=self._server.stdin, flush=True)
+        return subprocess.CompletedProcess(words, int(self._server.stdout.readline()), out.read_text(), err.read_text())
+
+
+@contextlib.contextmanager
+def fork_server() -> Iterator[ForkServer]:
+    """Start one; it ends when its input does."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "tests.cases.forked"]
+    with TemporaryDirectory() as folder, subprocess.Popen(command, cwd=_ROOT, stdin=pipe, stdout=pipe, text=True) as it:
+        yield ForkServer(it, Path(folder))
+        assert it.stdin is not None
+        it.stdin.close()
+
+
+def _serve() -> None:
+    """Fork for each program that is asked for. Returns in the forked processes."""
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()  # a collection would write to, and so copy, the pages of everything that was imported
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            Program(**json.loads(line)).become()
+            return
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
