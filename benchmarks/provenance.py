@@ -26,7 +26,6 @@ from benchmarks.prefill import Bench, attention, body, requests
 
 SIZES = [16, 256, 1024]
 LADDER = [1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 16]
-ROUNDS = 3
 
 
 def build(bench: Bench, ladder: list[int], backend: str, options: dict[str, Any]) -> tuple[Any, float]:
@@ -48,7 +47,7 @@ def build(bench: Bench, ladder: list[int], backend: str, options: dict[str, Any]
     return fast, sum(size["seconds"] for size in fast.stats()["plans"][0]["sizes"].values())
 
 
-def contend(bench: Bench, ladder: list[int], backend: str, options: dict[str, Any]) -> list[Contender]:
+def contend(bench: Bench, ladder: list[int], backend: str, options: dict[str, Any], num_rounds: int) -> list[Contender]:
     ways = {f"{backend}": False, f"{backend}, provenance": True}
     build(bench, ladder, backend, options)[0].close()  # libraries plan for new shapes, whoever comes first
     seconds: dict[str, float] = {}
@@ -56,7 +55,7 @@ def contend(bench: Bench, ladder: list[int], backend: str, options: dict[str, An
     for name, provenance in ways.items():
         compiled[name], seconds[name] = build(bench, ladder, backend, {**options, "provenance": provenance})
     rounds: dict[str, list[Contender]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):  # in turn, so that a change of clocks meets both alike
+    for _ in range(num_rounds):  # in turn, so that a change of clocks meets both alike
         for name, fast in compiled.items():
             rounds[name].append(bench.contend(name, lambda n, fast=fast: fast(*bench.inputs(n)), notes={}))
     contenders = []
@@ -97,6 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small shapes")
     parser.add_argument("--backends", default="eager,inductor", help="comma list of eager, inductor")
+    parser.add_argument("--rounds", type=int, default=3, help="how often replays are timed (3)")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     simulated = {} if device.type == "cuda" else {"graph_device": "simulated"}
@@ -105,8 +105,8 @@ def main() -> None:
     with torch.inference_mode():
         bench = Bench(device, sizes, ladder, tiny=options.tiny)
         for backend in options.backends.split(","):
-            contenders += contend(bench, ladder, backend, simulated)
-    what = f"the least of {ROUNDS} medians of 60 replays; {len(ladder)} sizes recorded"
+            contenders += contend(bench, ladder, backend, simulated, options.rounds)
+    what = f"the least of {options.rounds} medians of 60 replays; {len(ladder)} sizes recorded"
     print(f"{hardware()}; {what}\n{table(contenders)}")
 
 

@@ -63,7 +63,7 @@ BENCHMARKS = {
     "python benchmarks/llm.py": "--tiny",
     "python benchmarks/cpu.py": "--tiny --backends eager --batches 1,2 --rounds 1",
     "python benchmarks/models.py": "--tiny",
-    "python benchmarks/provenance.py": "--tiny --backends eager",
+    "python benchmarks/provenance.py": "--tiny --backends eager --rounds 1",
     "python benchmarks/replay.py": "--repeats 40",
     "python benchmarks/trace_reader.py": "--megabytes 0.2",
 }
