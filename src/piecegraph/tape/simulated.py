@@ -230,6 +230,8 @@ def _name_of(function: Any) -> str:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):  # what most ops return
+        return [value]
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
