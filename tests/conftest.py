@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 # One thread for each worker of pytest, and for each program it starts: threads that wait for each other spin, and two
 # workers of two threads each took twice as long on two cores. Torch reads it when it is imported.
@@ -12,6 +13,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 
+from tests.cases.forked import ForkServer, fork_server
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
@@ -19,3 +22,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[ForkServer]:
+    """Runs Python programs that need not import torch first."""
+    with fork_server() as server:
+        yield server

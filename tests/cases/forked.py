@@ -1,8 +1,8 @@
 """Programs in processes that have torch and transformers imported already: forked from one that did nothing else.
 
-Importing takes longer than most of the programs that the docs show. Nothing of piecegraph is imported beforehand, so a
-program pays for, and sees, all that piecegraph does when it is imported and run; what it leaves behind ends with its
-process.
+Importing takes longer than most of the programs that the docs show. Nothing of piecegraph and of its tests is imported
+beforehand, so a program pays for, and sees, all that piecegraph does when it is imported and run; what it leaves behind
+ends with its process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-_ROOT = Path(__file__).parents[2]
 _IMPORTED = (
     "torch._dynamo",
     "torch._inductor.compile_fx",
@@ -74,13 +73,13 @@ class ForkServer:
         self._folder = folder
 
     def run(
-        self, *words: str, cwd: Path, seconds: int, environment: dict[str, str]
+        self, *words: str, cwd: Path, seconds: int = 300, environment: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """As ``subprocess.run`` of Python with these words, one after the other."""
         out, err = self._folder / "out", self._folder / "err"
         for path in (out, err):
             path.write_text("")
-        program = Program(words, environment, str(cwd), seconds, str(out), str(err))
+        program = Program(words, environment or dict(os.environ), str(cwd), seconds, str(out), str(err))
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         print(json.dumps(asdict(program)), file=self._server.stdin, flush=True)
@@ -91,8 +90,8 @@ class ForkServer:
 def fork_server() -> Iterator[ForkServer]:
     """Start one; it ends when its input does."""
     pipe = subprocess.PIPE
-    command = [sys.executable, "-m", "tests.cases.forked"]
-    with TemporaryDirectory() as folder, subprocess.Popen(command, cwd=_ROOT, stdin=pipe, stdout=pipe, text=True) as it:
+    command = [sys.executable, __file__]
+    with TemporaryDirectory() as folder, subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as it:
         yield ForkServer(it, Path(folder))
         assert it.stdin is not None
         it.stdin.close()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import piecegraph
+from tests.cases.forked import ForkServer
 from tests.fuzzing.campaign import Fault, fuzz
 from tests.fuzzing.programs import Program
 
@@ -59,10 +60,10 @@ def test_a_fault_is_found_and_made_smaller(monkeypatch: pytest.MonkeyPatch) -> N
     assert (program.shape, program.arguments) == ("{0}", ())
 
 
-def test_a_fault_becomes_a_script_that_runs_by_itself(tmp_path: Path) -> None:
+def test_a_fault_becomes_a_script_that_runs_by_itself(forked: ForkServer, tmp_path: Path) -> None:
     fault = Fault(PROGRAM, "breakable, simulated", PROGRAM.case().judge(frontend="breakable"))
     (tmp_path / "fault.py").write_text(fault.script)
-    ran = subprocess.run([sys.executable, "fault.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    ran = forked.run("fault.py", cwd=tmp_path)
     assert (ran.stdout.strip(), ran.returncode) == ("breakable, simulated: same", 0), ran.stderr
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +19,7 @@ import piecegraph
 from piecegraph.base.compare import first_difference
 from piecegraph.base.structure import each_once, flatten
 from piecegraph.errors import TraceError
+from tests.cases.forked import ForkServer
 
 TEXT = {"vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 BART = {
@@ -327,12 +326,10 @@ def test_a_size_that_the_model_does_not_take_is_dropped(graph_device: str) -> No
 # --- the script over many of them
 
 
-def test_the_script_writes_a_page(tmp_path: Path) -> None:
+def test_the_script_writes_a_page(forked: ForkServer, tmp_path: Path) -> None:
     results, page = tmp_path / "modules.json", tmp_path / "modules.md"
     arguments = ["--only", "transformers/fnet", "--backend", "eager", "--jobs", "1", "--json", results, "--page", page]
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "scripts/modules.py", *map(str, arguments)]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    done = forked.run("scripts/modules.py", *map(str, arguments), cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-2000:]
     (verdict,) = json.loads(results.read_text()).values()
     assert (verdict["verdict"], verdict["frontend"]) == ("equal", "trace")

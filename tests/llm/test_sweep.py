@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.cases.forked import ForkServer
 
 ROOT = Path(__file__).parents[2]
 REFUSALS = {
@@ -30,14 +31,13 @@ def tables(page: str) -> dict[str, list[list[str]]]:
     return found
 
 
-def sweep(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/model_sweep.py", "--json", str(tmp_path / "sweep.json"), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+def sweep(forked: ForkServer, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return forked.run("scripts/model_sweep.py", "--json", str(tmp_path / "sweep.json"), *arguments, cwd=ROOT)
 
 
-def test_a_few_families(tmp_path: Path) -> None:
+def test_a_few_families(forked: ForkServer, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    done = sweep(tmp_path, "--only", ",".join([*REFUSALS, *RIGHT]), "--page", str(page))
+    done = sweep(forked, tmp_path, "--only", ",".join([*REFUSALS, *RIGHT]), "--page", str(page))
     assert done.returncode == 0, done.stderr[-2000:]
     families = json.loads((tmp_path / "sweep.json").read_text())["families"]
     for family, reason in REFUSALS.items():
@@ -53,9 +53,9 @@ def test_a_few_families(tmp_path: Path) -> None:
     assert {row[0] for row in found["Refused"]} == set(REFUSALS)
 
 
-def test_results_of_other_versions_are_not_continued(tmp_path: Path) -> None:
+def test_results_of_other_versions_are_not_continued(forked: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(json.dumps({"versions": {"torch": "1"}, "families": {}}))
-    done = sweep(tmp_path)
+    done = sweep(forked, tmp_path)
     assert done.returncode == 2
     assert "was written with" in done.stderr
 
