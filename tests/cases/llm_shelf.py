@@ -22,6 +22,8 @@ class Shelf:
         self._folder = folder
         self._references: dict[str, Any] = {}
         self._expected: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
+        self._loaded: dict[Any, Any] = {}
+        self._traced: dict[Any, Any] = {}
 
     def path(self, name: str) -> Path:
         self.reference(name)
@@ -51,30 +53,35 @@ class Shelf:
             self._expected[key] = tokens[len(prompt) :]
         return self._expected[key]
 
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Inside, loading a family again with the same options takes what was traced the first time."""
+        load, trace_model = startup.load, startup.trace_model
+
+        def load_once(path: str, **arguments: Any) -> Any:
+            key = (path, *arguments.values())
+            if key not in self._loaded:
+                self._loaded[key] = load(path, **arguments)
+            return self._loaded[key]
+
+        def trace_once(
+            model: Any, cache: Any, *, options: Any, events: Any, on_traced: Any = None, **arguments: Any
+        ) -> Any:
+            arguments.pop("on_traced", None)  # starts compilers, and only on a GPU
+            key = (id(model), cache.decisions, options.fuse_linears, options.provenance, *arguments.values())
+            if key not in self._traced:
+                self._traced[key] = trace_model(model, cache, options=options, events=events, **arguments)
+            return self._traced[key]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(startup, "load", load_once)
+            patch.setattr(startup, "trace_model", trace_once)
+            yield
+
 
 @contextmanager
 def shelf(folder: Path) -> Iterator[Shelf]:
-    """A shelf, on which loading a family again with the same options takes what was traced the first time."""
-    loaded: dict[Any, Any] = {}
-    traced: dict[Any, Any] = {}
-    load, trace_model = startup.load, startup.trace_model
-
-    def load_once(path: str, **arguments: Any) -> Any:
-        key = (path, *arguments.values())
-        if key not in loaded:
-            loaded[key] = load(path, **arguments)
-        return loaded[key]
-
-    def trace_once(
-        model: Any, cache: Any, *, options: Any, events: Any, on_traced: Any = None, **arguments: Any
-    ) -> Any:
-        arguments.pop("on_traced", None)  # starts compilers, and only on a GPU
-        key = (id(model), cache.decisions, options.fuse_linears, options.provenance, *arguments.values())
-        if key not in traced:
-            traced[key] = trace_model(model, cache, options=options, events=events, **arguments)
-        return traced[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(startup, "load", load_once)
-        patch.setattr(startup, "trace_model", trace_once)
-        yield Shelf(folder)
+    """A shelf of one's own, for those who damage what is on it."""
+    found = Shelf(folder)
+    with found.in_use():
+        yield found

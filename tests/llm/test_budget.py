@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,17 +10,11 @@ from piecegraph.llm import parts, startup
 from piecegraph.llm.run.sampling import logprobs_bytes, rows_at_once
 from piecegraph.llm.run.scheduler import SchedulerLimits
 from piecegraph.llm.run.sizing import choose_step_sizes
-from tests.cases.llm_shelf import Shelf, shelf
+from tests.cases.llm_shelf import Shelf
 
 NUM_SEQS = 16
 STATE_BYTES = 4 * (160 * 4 + 8 * 16 * 16)
 """What the one layer of the model keeps of a sequence: 160 channels of 4 inputs, and 8 heads of 16 by 16."""
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
-    with shelf(tmp_path_factory.mktemp("models")) as found:
-        yield found
 
 
 def test_states_of_modules_in_opaque_form_are_kept_free(models: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from piecegraph.llm.model.refusals import refuse_deterministic
 from piecegraph.llm.run.results import Completion
 from piecegraph.llm.specs import AttentionLayer
 from tests.cases.attention import Sequences, check, latent_layer, layer
-from tests.cases.llm_shelf import Shelf, shelf
+from tests.cases.llm_shelf import Shelf
 from tests.llm.test_attention_reference import DECODE, LAYERS, MIXED, PREFILL
 
 LENGTHS = (1, 21, 6, 13, 2)
@@ -28,12 +28,6 @@ NUM_NEW = 10
 SETTINGS: dict[str, Any] = {"deterministic": True, "max_model_len": 64, "max_num_seqs": 6, "max_batch_tokens": 12}
 TIGHT = {"options": {"block_size": 4, "cache_tokens": 44}}
 GRAPHS = {"options": {"graph_device": "simulated", "look_ahead": True}}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
-    with shelf(tmp_path_factory.mktemp("models")) as found:
-        yield found
 
 
 def prompts() -> list[list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from piecegraph.llm import Request, SamplingParams, Scheduler, StepPlan
 from piecegraph.llm.cache.paged import PagedCache
 from piecegraph.llm.run.engine import LLMEngine
 from piecegraph.llm.run.generation import Generation
-from tests.cases.llm_shelf import Shelf, shelf
+from tests.cases.llm_shelf import Shelf
 
 PROMPT = [5, 6, 7, 8, 9]
 OTHER = [(7 * i) % 100 + 5 for i in range(12)]
@@ -30,12 +30,6 @@ GRAPHS: dict[str, Any] = {
 }
 PARAMS = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)
 STATEFUL = ["llama", "qwen3_next", "bamba"]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
-    with shelf(tmp_path_factory.mktemp("models")) as found:
-        yield found
 
 
 def generate(llm: piecegraph.LLM, at: int, disturb: Callable[[], None]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 import piecegraph
 from piecegraph.errors import ModelError, RequestError
 from piecegraph.llm import PagedCache, Request, SamplingParams, Scheduler, StepPlan, Work
-from tests.cases.llm_shelf import Shelf, shelf
+from tests.cases.llm_shelf import Shelf
 from tests.cases.llms import IMAGE_TOKEN
 
 PROMPTS = [[9] * 3 + [17, 80, 33], [40, 41, 60, 7] * 5, [100]]
@@ -25,12 +24,6 @@ SMALL: dict[str, Any] = {
     "capture_sizes": [4, 8],
     "options": {"block_size": 4, "cache_tokens": 36, "graph_device": "simulated"},
 }
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
-    with shelf(tmp_path_factory.mktemp("models")) as found:
-        yield found
 
 
 def make_request(name: str, prompt: list[int], **arguments: Any) -> Request:

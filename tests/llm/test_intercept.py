@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,18 +10,12 @@ import torch.nn.functional as F
 
 import piecegraph
 from piecegraph.errors import CallError
-from tests.cases.llm_shelf import Shelf, shelf
+from tests.cases.llm_shelf import Shelf
 
 PROMPT, OTHER = [5, 6, 7, 8, 9], [40, 41, 42]
 NUM_NEW = 5
 GRAPHS: dict[str, Any] = {"capture_sizes": [1, 2, 8], "max_num_seqs": 2, "options": {"graph_device": "simulated"}}
 WAYS = {"direct": {}, "graphs": GRAPHS, "ahead": {"options": {"look_ahead": True}}}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
-    with shelf(tmp_path_factory.mktemp("models")) as found:
-        yield found
 
 
 def generate(llm: Any, *prompts: list[int]) -> list[list[int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 import piecegraph
 from piecegraph.errors import RequestError
 from piecegraph.llm import Request, SamplingParams
-from tests.cases.llm_shelf import Shelf, shelf
+from tests.cases.llm_shelf import Shelf
 
 FAMILIES = (
     "llama",
@@ -47,12 +46,6 @@ TIGHT: dict[str, Any] = {
 def prompts(seed: int = 0) -> list[list[int]]:
     numbers = torch.Generator().manual_seed(seed)
     return [torch.randint(4, 128, (length,), generator=numbers).tolist() for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
-    with shelf(tmp_path_factory.mktemp("models")) as found:
-        yield found
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,10 @@ import torch
 
 import piecegraph
 from piecegraph.llm.run.model_step import ModelStep, StepKey
-from tests.cases.llm_shelf import Shelf, shelf
+from tests.cases.llm_shelf import Shelf
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llm.txt"
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
-    with shelf(tmp_path_factory.mktemp("models")) as found:
-        yield found
 
 
 def without_measures(text: str) -> str:

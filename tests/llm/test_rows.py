@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,17 +15,11 @@ from piecegraph.errors import ModelError
 from piecegraph.llm import Request, SamplingParams
 from piecegraph.llm.model.decoder import Decoder
 from piecegraph.tape.simulated import SimulatedGraphs
-from tests.cases.llm_shelf import Shelf, shelf
+from tests.cases.llm_shelf import Shelf
 
 PROMPTS = [[9] * 3 + [17, 80, 33], [40, 41, 60, 7] * 5, [100]]
 SELECT = Decoder.select
 GRAPHS: dict[str, Any] = {"capture_sizes": [4, 32], "options": {"graph_device": "simulated"}}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
-    with shelf(tmp_path_factory.mktemp("models")) as found:
-        yield found
 
 
 class RowsOfWeights(TorchDispatchMode):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,18 +13,12 @@ from piecegraph.llm import startup
 from piecegraph.llm.cache.paged import CacheGroup, PagedCache
 from piecegraph.llm.kernels.attention import reference
 from piecegraph.llm.run import self_check
-from tests.cases.llm_shelf import Shelf, shelf
+from tests.cases.llm_shelf import Shelf
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 """On a CPU without instructions for half precision."""
 
 ATTEND = reference._attend_cached
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
-    with shelf(tmp_path_factory.mktemp("models")) as found:
-        yield found
 
 
 def damage(patch: pytest.MonkeyPatch, *, decode: bool, factor: float) -> None:
