@@ -704,3 +704,14 @@ def test_a_buffer_is_itself_beside_a_view_of_it(compiled: Any) -> None:
     assert whole is model.mean
     assert view is not model.mean
     assert view.data_ptr() == model.mean.data_ptr()
+
+
+def test_padding_is_tried_with_other_signs_than_the_calls(compiled: Any) -> None:
+    def function(x: Tensor) -> Tensor:
+        last = x[x.shape[0] - 1]
+        last[:2].relu_()
+        return last
+
+    fast = compiled(function, capture_sizes=[8])
+    x = torch.tensor([[1.5, 1.5], [1.25, 0.5], [0.0, -0.25]])
+    compare(fast, function, [(x,), (x[:2],), (-x,)])

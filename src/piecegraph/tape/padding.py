@@ -5,8 +5,9 @@ Note [Padding]
 Padding is sound when the real rows of every result, and everything the function writes to, are the same as without
 it. Nobody can tell from the graph (a cut op may do anything), so it is tried: the recorded size is replayed with the
 padded rows holding their pad value and again holding NaN, and both are compared with a run of the same rows without
-padding. No integer is like NaN, so for integers two more runs have the least value of the call in real rows and the
-largest in padded rows, and the other way round. What differs in any real row refuses padding for that size dimension.
+padding. A call may hide what its signs decide (``relu_``), so it is tried with its numbers negated, too. No integer is
+like NaN, so for integers two more runs have the least value of the call in real rows and the largest in padded rows,
+and the other way round. What differs in any real row refuses padding for that size dimension.
 So do random numbers, wherever they go: those drawn after the call would be others.
 """
 
@@ -57,7 +58,29 @@ def padding_changes(
         reason = first_difference(_run_padded(calls, run_tape, key, sizes, rows, padding), expected)
         if reason is not None:
             return f"{what} gives {reason} {tried}"
-    return _extremes_change(calls, run_tape, key, sizes, rows)
+    negated = [-row if _has_nan(leaf) and leaf.dynamic else row for row, leaf in zip(rows, leaves, strict=True)]
+    reason = _other_rows_change(calls, run_tape, key, sizes, negated, _poison(calls, rows))
+    return (
+        f"with negated numbers it gives {reason} {tried}"
+        if reason
+        else _extremes_change(calls, run_tape, key, sizes, rows)
+    )
+
+
+def _other_rows_change(
+    calls: SizedCalls,
+    run_tape: Callable[[], Sequence[Any]],
+    key: SizeKey,
+    sizes: Sizes,
+    rows: Sequence[torch.Tensor],
+    padding: Sequence[torch.Tensor],
+) -> str | None:
+    """How padding changes what comes of rows that are not those of the call; None also if they make no valid call."""
+    try:
+        expected = _run_without(calls, rows, sizes)
+    except Exception:  # noqa: BLE001 - numbers that must go together: nothing is learned
+        return None
+    return first_difference(_run_padded(calls, run_tape, key, sizes, rows, padding), expected)
 
 
 def _extremes_change(
@@ -74,11 +97,7 @@ def _extremes_change(
     if counted == padded and all(bool((least[i] == pads[i]).all() & (largest[i] == pads[i]).all()) for i in counted):
         return Unclear(f"all of {', '.join(leaves[i].name for i in counted)} is what padding would be")
     for real, other in ((least, largest), (largest, least)) if counted else ():
-        try:
-            expected = _run_without(calls, real, sizes)
-        except Exception:  # noqa: BLE001 - numbers that must go together: nothing is learned
-            continue
-        reason = first_difference(_run_padded(calls, run_tape, key, sizes, real, _poison(calls, other)), expected)
+        reason = _other_rows_change(calls, run_tape, key, sizes, real, _poison(calls, other))
         if reason is not None:
             return f"other numbers in padded rows give {reason} (tried {SizeKey(sizes)} rows padded to {key})"
     return None
