@@ -71,7 +71,7 @@ class StreamParts:
 _GROUP_MARGIN = re.compile(r"^\s+(?:\| ?|\+ (?=Exception Group)|\+(?:-\+)?-{4,}.*$)")
 _MIN_MESSAGE = 12
 """Shorter messages may stand in any line by chance."""
-_LOG_LINE = re.compile(r"^(?:={8,}|-{20,}|Capturing batches|.*\d+%\||/\S+\.py:\d+: \w*Warning)")
+_LOG_LINE = re.compile(r"^(?:={8,}|-{20,}|Capturing batches|.*\d+%\||/\S+\.py:\d+: \w*Warning|\s*\[end of output\]$)")
 _ORIGINS: tuple[tuple[str, TracebackOrigin], ...] = (
     ("Exception in thread ", "thread"),
     ("Exception ignored in", "ignored"),
