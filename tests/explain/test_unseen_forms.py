@@ -162,7 +162,77 @@ def test_a_crash_on_windows(stack: str) -> None:
     assert "carry the name of their process" not in to_text(page)
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["*** Error in `python3': free(): invalid pointer: 0x00007fc39a4cfb80 ***", " " * 90 + "free(): invalid pointer"],
+)
+def test_the_words_of_the_c_library_are_the_reason_of_an_abort(line: str) -> None:
+    page = page_of(f"step 2\n{line}\nAborted (core dumped)\n")
+    assert page.root is not None
+    assert (page.root.type, page.root.message) == ("SIGABRT", line.strip())
+    quoted = page_of(
+        f'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    {line.strip()}\nKeyError: 3\n'
+    )
+    assert roles(quoted) == [("KeyError", "root")]
+
+
+def test_a_worker_that_aborts_is_noticed_by_its_loader() -> None:
+    crash = (
+        "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: initialization error\n\n"
+    )
+    told = TRACEBACK.replace(
+        "ValueError: loss is nan", "RuntimeError: DataLoader worker (pid 7) is killed by signal: Aborted."
+    )
+    assert roles(page_of(crash + told)) == [("c10::Error", "root"), ("RuntimeError", "echo")]
+    assert page_of(crash + told).notice is not None
+    assert roles(page_of(crash + TRACEBACK)) == [("c10::Error", "root"), ("ValueError", "other")]
+
+
 # -- what was said before, or elsewhere
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[06/21/2026-01:30:42] [TRT-LLM] [RANK 0] [E] Failed to initialize executor on rank 0",
+        "[TensorRT-LLM][ERROR] Assertion failed: mpiSize == tp * pp (worldConfig.cpp:80)",
+        "n3:3778851:3779883 [4] ibvwrap.c:130 NCCL WARN Call to ibv_create_qp failed",
+        "2026-06-12 20:49:44 RuntimeError: CUDA error: no kernel image is available for execution on the device",
+    ],
+)
+def test_errors_as_programs_print_them(line: str) -> None:
+    (only,) = page_of(f"step 1\n{line}\n").error_lines
+    assert only[0] in line
+    echo = page_of(
+        f"{line}\n" + TRACEBACK.replace("ValueError: loss is nan", "RuntimeError: Executor worker returned error")
+    )
+    assert echo.who.has_only_echoes
+    assert "error before" in to_text(echo)
+    assert "nothing in this log reads like that" not in to_text(echo)
+
+
+def test_what_is_logged_as_less_is_no_error() -> None:
+    assert (
+        page_of(
+            "step\n2026-06-12 20:49:44 INFO retry: ValueError: busy\nNCCL INFO all WARN lines are off\n"
+        ).error_lines
+        == ()
+    )
+
+
+def test_an_exception_behind_a_bare_time_is_no_logger() -> None:
+    page = page_of("\n".join(f"2026-06-12 20:49:44 {line}" for line in TRACEBACK.rstrip().split("\n")))
+    assert page.root is not None
+    assert (page.root.type, page.root.message) == ("ValueError", "loss is nan")
+
+
+@pytest.mark.parametrize("end", ["returned non-zero exit status 1.", "died with <Signals.SIGKILL: 9>."])
+def test_the_end_of_a_long_command_is_shown(end: str) -> None:
+    command = f"subprocess.CalledProcessError: Command 'train\n--lr=1\n--resolution=512' {end}"
+    page = page_of(TRACEBACK.replace("ValueError: loss is nan", command))
+    assert len(page.who.groups) == 1, "the signal is a part of the message"
+    assert page.root is not None
+    assert page.root.details == (f"--resolution=512' {end}",)
 
 
 def test_the_error_of_a_compiler_in_an_indented_report() -> None:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from piecegraph.explain.evidence import Evidence, Failure, Frame, Raised
 from piecegraph.explain.frames import place_of
-from piecegraph.explain.log.syntax import exception_of, frame_of
+from piecegraph.explain.log.syntax import COMMAND_END, exception_of, frame_of
 
 _ECHO_TYPES = re.compile(
     r"(?:ChildFailedError|ProcessRaisedException|ProcessExitedException|EngineDeadError|ActorDiedError|RayActorError"
@@ -142,7 +142,7 @@ def triage(evidence: Evidence) -> Triage:
     if len(lost) < len(candidates):
         echoes, candidates = [*echoes, *lost], [failure for failure in candidates if failure not in lost]
     passed_on = [failure for failure in candidates if any(_passes_on(failure, other) for other in candidates)]
-    if any(failure.death is not None and failure.death.signal is not None for failure in candidates):
+    if any(map(_is_death, candidates)):
         passed_on += [failure for failure in candidates if failure.death is None and _tells_death(failure)]
     echoes += passed_on
     candidates = [failure for failure in candidates if failure not in passed_on]
@@ -175,7 +175,7 @@ def triage(evidence: Evidence) -> Triage:
 
 def notice_of(found: Triage) -> Failure | None:
     """The failure in which another process noticed the death that is the root cause."""
-    if found.root is None or found.root.death is None:
+    if found.root is None or (found.root.death is None and not _is_death(found.root)):
         return None
     return next((failure for failure in found.echoes if _tells_death(failure)), None)
 
@@ -199,6 +199,11 @@ def _passes_on(failure: Failure, other: Failure) -> bool:
     if len(words) < _MIN_QUOTE or any(words == _first_line(raised.message) for raised in failure.chain):
         return False
     return any(words in text for text in told)
+
+
+def _is_death(failure: Failure) -> bool:
+    """Whether a process was ended by a signal, as a line or its own last words tell."""
+    return failure.kind == "signal" if failure.death is None else failure.death.signal is not None
 
 
 def _is_alike(failure: Failure, other: Failure) -> bool:
@@ -337,6 +342,7 @@ def _details(message: str) -> tuple[str, ...]:
         found.append(line.strip()[:_MAX_DETAIL])
     if "Last error:" in lines:  # NCCL's
         found += lines[lines.index("Last error:") + 1 :][:1]
+    found += [line.strip() for line in lines if COMMAND_END.search(line)][:1]
     if not found and len(lines) >= _LONG_MESSAGE:
         found = [line.strip()[:_MAX_DETAIL] for line in lines if _ERROR_INSIDE.search(line)][:2]
     return tuple(line for line in found if line and line not in first)

@@ -113,8 +113,9 @@ def _root_rows(page: Page) -> list[PageRow]:
         return _no_root_rows(page)
     rows = _stop_rows(page) if page.outcome == "stopped" else []
     if page.who.has_only_echoes and page.who.groups[0].certainty != "recorded":
-        why = "such a failure comes when another process fails or hangs; nothing in this log reads like that"
-        rows.append(PageRow("only echoes", why, "quiet"))
+        why = "such a failure comes when another process fails or hangs"
+        rest = "" if _errors_before(page) else "; nothing in this log reads like that"
+        rows.append(PageRow("only echoes", why + rest, "quiet"))
     tone: Tone = "bad" if page.outcome == "failure" else ""
     rows.append(PageRow("", f"{root.type}: {root.message}" if root.message else root.type, tone))
     rows += [PageRow("", detail, is_detail=True) for detail in root.details]
@@ -179,12 +180,17 @@ def _death_rows(page: Page) -> list[PageRow]:
         rows.append(PageRow("noticed as", f"{notice.type}: {notice.message}"))
         place = notice.reached_from or notice.frame
         rows += _frame_rows("noticed at", place) if place is not None else []
-    is_mute = group.kind in ("signal", "killed") or group.type.endswith("CalledProcessError")
-    if is_mute and group.line is not None:
-        before = [(text, line) for text, line in page.error_lines if line and 0 < group.line - line <= MAX_LINES_BEFORE]
-        ends = dict.fromkeys((*before[:1], *before[-1:]))
-        rows += [PageRow("error before", f"{_line(line)}: {text}") for text, line in ends]
-    return rows
+    return [*rows, *(PageRow("error before", f"{_line(line)}: {text}") for text, line in _errors_before(page))]
+
+
+def _errors_before(page: Page) -> list[tuple[str, int | None]]:
+    """The first and the last error printed shortly before a failure that says nothing of its reason."""
+    group = page.who.groups[0]
+    is_mute = page.who.has_only_echoes or group.type.endswith("CalledProcessError")
+    if group.line is None or not (is_mute or group.kind in ("signal", "killed")):
+        return []
+    before = [(text, line) for text, line in page.error_lines if line and 0 < group.line - line <= MAX_LINES_BEFORE]
+    return list(dict.fromkeys((*before[:1], *before[-1:])))
 
 
 def _no_root_rows(page: Page) -> list[PageRow]:

@@ -74,7 +74,8 @@ _RULES: tuple[tuple[Teller, str], ...] = (
     ("process", r"\] Signal: (?P<words>{words}) \(\d+\)$"),
     ("process", r"(?P<segfault>!{{3,}} Segfault encountered !{{3,}})"),
     ("process", r"(?P<glibc>^(?:double free or corruption|free\(\): invalid|malloc\(\): |corrupted (?:size vs|double)|"
-                r"munmap_chunk\(\): invalid|malloc_consolidate\(\))|\*\*\* stack smashing detected)"),
+                r"munmap_chunk\(\): invalid|malloc_consolidate\(\))|\*\*\* stack smashing detected"
+                r"|\*\*\* Error in .{{1,120}}: (?:free|malloc|munmap_chunk|double free|corrupted))"),
     ("process", r"(?P<bus>ERROR: Unexpected bus error encountered in worker)"
                 r"|(?P<segv>ERROR: Unexpected segmentation fault encountered in worker)"),
 )  # fmt: skip

@@ -21,6 +21,8 @@ MAX_KEPT = 40
 """Of each sort; the page shows a few and the number of the others."""
 
 MAX_TEXT = 200
+MAX_ERROR = 400
+"""Errors end with their place."""
 MAX_RANKS = 4096
 
 _MARKS: tuple[tuple[Phase, str, str], ...] = (
@@ -79,12 +81,14 @@ _SAVED = re.compile(
 )
 _LISTED = re.compile(r"^\s+- (?P<name>[\w./-]+\.\w+) \([\d,]+ bytes\)$")
 _ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b|(?:^|[ :])\[?[EF]\d{3,4} \d\d:\d\d:\d\d\.")
+_LEVEL = re.compile(r"\b(?:DEBUG|INFO|WARN|WARNING)\b|(?:^|[ :])\[?[DIW]\d{3,4} \d\d:\d\d:\d\d\.")
 _BARE_ERROR = re.compile(
     r"^\s*(?:\S{1,200}: )?(?:fatal )?(?:[Ee]rror|ERROR|FATAL)(?:\[[\w-]+\]| [A-Z]{1,3}\d+)?: \S"
     r"|: command not found$|^\S+: can't open file |^\S*python\S*: No module named |^\[ERROR\] "
-    r"|(?:^|\| )!!! Exception during processing ?!!! \S"
+    r"|(?:^|\| )!!! Exception during processing ?!!! \S|\] \S+:\d+ NCCL WARN \S|\[TensorRT-LLM\]\[ERROR\] "
+    r"|\[TRT-LLM\](?: \[RANK \d+\])? \[E\] "
 )
-"""What programs print that do not log: argparse, shells, compilers, pip, ComfyUI."""
+"""What programs print that do not log as Python does: argparse, shells, compilers, pip, ComfyUI, NCCL, TensorRT-LLM."""
 _STOP = re.compile(
     r"(?i:\b(?:received|caught|got|trigger received)(?: an?)? (?:signal[= ]|exit signal )?(?:SIGTERM|SIGINT|SIGHUP)"
     r"|\bSIG(?:TERM|INT|HUP)\b(?:/SIG\w+)? (?:was )?(?:received|caught)|received signal (?:2|15)\b"
@@ -104,7 +108,19 @@ WORDS = (
     *("memory", "OutOfMemory", "OUT_OF_MEMORY", "bad_alloc", "avail"),
     *("olution", "uggestion", "can try", "ry setting", "Try ", "onsider ", "Please ", "VERBOSE=1", "NCCL_DEBUG"),
     *("aved", "ritten", "rote ", "riting ", "tored", "error_file", "minifier", "bytes)"),
-    *("ERROR", "CRITICAL", "FATAL", "[E", "[F", "during processing", "[Gloo] Rank", "Assertion `"),
+    *(
+        "ERROR",
+        "CRITICAL",
+        "FATAL",
+        "[E",
+        "[F",
+        "during processing",
+        "NCCL WARN",
+        "TRT-LLM",
+        "[TensorRT-LLM]",
+        "[Gloo] Rank",
+        "Assertion `",
+    ),
     *("ohup: ignoring", "Setting OMP_NUM", "values were not passed", "startup time", "runner.py"),
     *("shutdown triggered", "nterrupt", "^C"),
     *DEATH_WORDS,
@@ -184,7 +200,7 @@ class Observations:
 
     def keep_error(self, line: Line, raw: str) -> None:
         """Keep a line if it is an error: the first of each wording, and the last few."""
-        text = line.text.strip()[:MAX_TEXT]
+        text = line.text.strip()[:MAX_ERROR]
         if not text or not is_error(line, raw):
             return
         self.last_errors.append((text, line.number))
@@ -246,7 +262,7 @@ class Observations:
 
 def is_error(line: Line, raw: str) -> bool:
     """Whether a line is logged as an error, or printed as one."""
-    if line.record:
+    if line.record and (_ERROR.search(raw) or _LEVEL.search(raw)):
         return _ERROR.search(raw) is not None
     if _BARE_ERROR.search(line.text):
         return True

@@ -20,6 +20,7 @@ from piecegraph.explain.evidence import Frame
 from piecegraph.explain.log.deaths import tells_death
 from piecegraph.explain.log.lines import Line
 from piecegraph.explain.log.syntax import (
+    COMMAND_END,
     EXCEPTION_NAME,
     LINK_TEXTS,
     NAMED,
@@ -375,7 +376,7 @@ class _PartReader:
     def _ends_text(self, first: Line, line: Line) -> bool:
         if bool(kind_of(line.text)) or line.record != first.record:
             return True
-        if _LOG_LINE.match(line.text) or tells_death(line.text):
+        if _LOG_LINE.match(line.text) or (tells_death(line.text) and not COMMAND_END.search(line.text)):
             return True
         if self._num_waiting > 1 and any(pattern.search(line.text) for pattern, _ in self._messages):
             return True

@@ -137,7 +137,9 @@ class Scanner:
         whole = "\n".join(lines)
         vocabulary = vocabulary_of(whole)
         self._opening = words_in(whole, vocabulary, OPENING)
-        outside = "\n".join(line for line in lines if not line.startswith(("    ", '  File "')))
+        outside = whole  # of tracebacks, whose sources may hold any word
+        if 'File "' in self._opening:
+            outside = "\n".join(line for line in lines if not line.startswith(("    ", '  File "')))
         self._fold = self._fold or (folded_at(lines) if 'File "' in self._opening else 0)
         self._first_line = self._known_first_line(lines)
         watched = (*WORDS, self._first_line) if self._first_line else WORDS
@@ -194,7 +196,10 @@ class Scanner:
             if not line.text.startswith("    "):
                 self._observe(line, raw)
             elif not self._streams:  # else it is the source of a frame
-                self._run.seen.keep_error(line, raw)
+                if tells_death(line.text):
+                    self._observe(line, raw)
+                else:
+                    self._run.seen.keep_error(line, raw)
         if self._streams and not self._number % QUIET_LINES:
             self._close_streams(only_quiet=True)
 

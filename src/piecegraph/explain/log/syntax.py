@@ -27,6 +27,10 @@ EXCEPTION_NAME = re.compile(
     r"(?:Error|Exception|Failed|Failure|Interrupt|Exit|Warning|Timeout|TimedOut|Unsupported|Abort\w*|Fault|StopIteration"
     r"|StopAsyncIteration|Empty|Full|Died|Group|Dead|Refused)$"
 )
+COMMAND_END = re.compile(
+    r"'? (?:returned non-zero exit status -?\d+|died with (?:<Signals\.\w+: \d+>|unknown signal \d+))\.?$"
+)
+"""How the message about a command ends, which may be many lines long."""
 _CLASS_IN_MODULE = re.compile(r"\._?[A-Z]\w*$")
 _NUMBER = re.compile(r"0x[0-9a-fA-F]{4,}|\d+(?:\.\d+)?")
 
