@@ -56,7 +56,7 @@ def find_failures(
         is_open: whether the stream goes on, so that what is unfinished must wait.
     """
     crashes = _take_crashes(repair(translate(lines)), process)
-    done = split_parts(crashes.rest)
+    done = split_parts(crashes.rest, is_open=is_open)
     whole = _complete_part(done) if is_open else done
     read = _read_tracebacks(whole, process, may_search)
     rest_from = done.parts[len(whole.parts)].line if len(whole.parts) < len(done.parts) else None

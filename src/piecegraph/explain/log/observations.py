@@ -101,6 +101,7 @@ _DEVICE_ASSERT = re.compile(r"^(?P<place>\S+:\d+): .*\bAssertion `(?P<check>.+?)
 _GLOO_RANK = re.compile(r"\[Gloo\] Rank (?P<rank>\d+) is connected to [1-9]")
 
 _LETTERS = re.compile(r"[A-Za-z]{2,}")
+_WITHOUT_DIGITS = str.maketrans("", "", "0123456789")
 ERROR_WORDS = ("rror: ", "rror[", "xception: ", "command not found", "open file", "No module named")
 """Beside those below; of interest as long as nothing has failed."""
 WORDS = (
@@ -129,8 +130,8 @@ WORDS = (
 
 
 def vocabulary_of(text: str) -> str:
-    """Every run of letters in a block of a log, once: in most blocks a few hundred, which are searched in no time."""
-    return "\n".join(set(_LETTERS.findall(text)))
+    """Every word of a block of a log without its digits, once: in most blocks a few hundred, searched in no time."""
+    return "\n".join(set(text.translate(_WITHOUT_DIGITS).split()))
 
 
 def words_in(text: str, vocabulary: str, words: Iterable[str]) -> tuple[str, ...]:

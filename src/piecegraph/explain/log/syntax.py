@@ -60,6 +60,7 @@ def frame_of(text: str) -> tuple[str, int, str] | None:
     return (found["file"], int(found["line"]), found["function"] or "") if found is not None else None
 
 
+@lru_cache(maxsize=1 << 14)
 def exception_of(text: str) -> tuple[str, str] | None:
     """Type and message, if a line reads like the first line of an exception's text.
 
@@ -75,6 +76,7 @@ def exception_of(text: str) -> tuple[str, str] | None:
     return name, (found["message"] or "")
 
 
+@lru_cache(maxsize=1 << 14)
 def mask(text: str) -> str:
     """Without what differs between processes that fail alike.
 
