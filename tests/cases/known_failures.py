@@ -247,6 +247,31 @@ EXAMPLES: list[tuple[str, str, list[str]]] = [
         [f"{SITE}/torch/utils/cpp_extension.py:_run_ninja_build"],
     ),
     (
+        "extension-build-failed",
+        "subprocess.CalledProcessError: Command '['ninja', '-v', '-j', '64']' returned non-zero exit status 1.",
+        [f"{SITE}/torch/utils/cpp_extension.py:_run_ninja_build", "/usr/lib/python3.12/subprocess.py:run"],
+    ),
+    (
+        "checkpoint-not-written",
+        "RuntimeError: [enforce fail at inline_container.cc:626] . unexpected pos 2221367680 vs 2221367568",
+        [f"{SITE}/torch/serialization.py:__exit__"],
+    ),
+    (
+        "cuda-no-kernel-image",
+        "RuntimeError: HIP error: invalid device function\nHIP kernel errors might be asynchronously reported at some other API call",
+        ["/srv/generate.py:<module>"],
+    ),
+    (
+        "disk-full",
+        'safetensors_rust.SafetensorError: Error while serializing: IoError(Os { code: 28, kind: StorageFull, message: "No space left on device" })',
+        [f"{SITE}/safetensors/torch.py:save_file"],
+    ),
+    (
+        "segmentation-fault",
+        "Windows fatal exception: access violation",
+        ["C:/app/main.py:<module>"],
+    ),
+    (
         "nvcc-unknown-architecture",
         "RuntimeError: Error building extension 'k': nvcc fatal   : Unsupported gpu architecture 'compute_90a'",
         [f"{SITE}/torch/utils/cpp_extension.py:_run_ninja_build"],
@@ -809,6 +834,8 @@ COUNTER_EXAMPLES: dict[str, str] = {
     "fp8-unsupported-gpu": "ValueError: type fp8e4nv is not supported by this model",
     "flash-attention-unsupported-gpu": "RuntimeError: FlashAttention only supports head dimensions up to 256",
     "python-headers-missing": "RuntimeError: fatal error: cuda.h: No such file or directory",
+    "extension-build-failed": "subprocess.CalledProcessError: Command '['ninja', '-v']' returned non-zero exit status 1.",
+    "checkpoint-not-written": "RuntimeError: unexpected pos 12 vs 9",
     "nvcc-gcc-too-new": "RuntimeError: unsupported GNU version of tar",
     "nvcc-unknown-architecture": "RuntimeError: Unsupported gpu architecture",
     "package-missing": "ImportError: No module could be found",

@@ -19,6 +19,10 @@ _COMPILER = re.compile(r"torch.?compile|inductor|dynamo", re.I)
 _GRAPHS = re.compile(r"cuda.?graph|enforce.?eager", re.I)
 _DIAGNOSIS = re.compile(r"VERBOSE|LAUNCH_BLOCKING|NCCL_DEBUG|TORCH_LOGS|TORCH_USE_CUDA_DSA|DISTRIBUTED_DEBUG")
 _SHORTAGE = re.compile(r"(?i)out of ?memory|cannot allocate memory|bad_alloc|No available memory")
+_SEGMENTS = re.compile(r"expandable_segments")
+_ASKED = re.compile(r"Tried to allocate (?P<number>[\d.]+) (?P<unit>[KMGT]iB)")
+_CACHED = re.compile(r"(?P<number>[\d.]+) (?P<unit>[KMGT]iB) is reserved by PyTorch but unallocated")
+_SHARED = re.compile(r"(?i)shared.memory|/dev/shm|\bshm\b")
 _COMPILE_LAYERS = {"Dynamo", "Inductor", "AOTAutograd", "Triton", "thunder"}
 
 
@@ -52,6 +56,14 @@ def _judge(text: str, evidence: Evidence, root: Failure, phase: Phase | None) ->
     layers = set(layers_of(frame for raised in root.chain for frame in raised.frames))
     if _DIAGNOSIS.search(text):
         return "diagnosis", "tells more, mends nothing"
+    if _SHARED.search(text) and any(_SHARED.search(raised.message) for raised in root.chain):
+        return "fits", "the exception itself names it"
+    cached = _cached_and_asked(root) if _SEGMENTS.search(text) else None
+    if cached is not None and cached[0] < cached[1]:
+        return (
+            "does not fit",
+            f"less is cached and unused ({cached[0]:.0f} MiB) than was asked for ({cached[1]:.0f} MiB)",
+        )
     if _MEMORY.search(text):
         shortage = _memory_shortage(evidence, root)
         if shortage:
@@ -66,6 +78,19 @@ def _judge(text: str, evidence: Evidence, root: Failure, phase: Phase | None) ->
             return "at a cost", "would go around the failing capture, and lose its speed"
         return "does not fit", "the failure is not in graph capture"
     return "not judged", ""
+
+
+def _cached_and_asked(root: Failure) -> tuple[float, float] | None:
+    """How many MiB of the process's own memory were unused, and how many it asked for."""
+    for raised in root.chain:
+        cached, asked = _CACHED.search(raised.message), _ASKED.search(raised.message)
+        if cached is not None and asked is not None:
+            return _mib(cached), _mib(asked)
+    return None
+
+
+def _mib(found: re.Match[str]) -> float:
+    return float(found["number"]) * 1024.0 ** ("KMGT".index(found["unit"][0]) - 1)
 
 
 def _free(evidence: Evidence) -> str:

@@ -41,7 +41,14 @@ _TORCH_PARTS = re.compile(
 )
 """A folder of the user may be called torch."""
 _SITE = re.compile(r"(?:^|/)(?:site|dist)-packages/(?P<path>(?P<package>[^/]+).*)$")
-_STANDARD = re.compile(r"(?:^|/)lib/python3\.\d+/(?P<path>.+)$|^<frozen (?P<frozen>[^>]+)>$")
+_STANDARD = re.compile(
+    r"(?:^|/)lib/python3\.\d+/(?P<path>.+)$|^<frozen (?P<frozen>[^>]+)>$"
+    r"|^[A-Za-z]:/(?:.*/)?(?i:python\d*|\w*conda\d*|miniforge\d*|envs/[^/]+)/(?i:lib)/(?P<windows>.+)$"
+    r"|(?:^|/)bin/(?P<script>[\w+-]+)$"
+)
+"""Python's own: its library, and what an installer puts into bin to start a package."""
+_ENVIRONMENT = frozenset(("bin", "lib", "lib64", "Lib", "Scripts"))
+"""What lies in an environment, which people call like the package it is for."""
 
 _LAYERS: tuple[tuple[str, Phase | None, str], ...] = (
     ("CUDA graph capture", "capture", r"cuda_graph_runner\.py|cudagraph_utils|torch/cuda/graphs\.py|cuda_graph\.py"
@@ -80,12 +87,13 @@ def place_of(file: str) -> FramePlace:
     if site is not None:
         package = site["package"].removesuffix(".py")
         return FramePlace("engine" if package in _ENGINES else "library", package, site["path"], True)
+    standard = _STANDARD.search(file)
+    if standard is not None:
+        path = standard["path"] or standard["frozen"] or standard["windows"] or f"bin/{standard['script']}"
+        return FramePlace("python", "python", path, False)
     named = _by_name(file)
     if named is not None:
         return named
-    standard = _STANDARD.search(file)
-    if standard is not None:
-        return FramePlace("python", "python", standard["path"] or standard["frozen"], False)
     if file.startswith("<"):
         return FramePlace("python", "python", file, False)
     return FramePlace("user", "", file, False)
@@ -96,7 +104,7 @@ def _by_name(file: str) -> FramePlace | None:
     parts = file.split("/")
     for at in range(len(parts) - 2, -1, -1):
         package = parts[at]
-        if package in _ENGINES or package in _LIBRARIES:
+        if (package in _ENGINES or package in _LIBRARIES) and parts[at + 1] not in _ENVIRONMENT:
             path = "/".join(parts[at:])
             if package == "torch" and not _TORCH_PARTS.match(path):
                 continue

@@ -23,7 +23,7 @@ from piecegraph.explain.evidence import (
 )
 from piecegraph.explain.frames import layers_of, phase_of, place_of
 from piecegraph.explain.known_issues import KnownIssue, find_matches
-from piecegraph.explain.root_cause import RootCause, Triage, find_root_cause, triage
+from piecegraph.explain.root_cause import RootCause, Triage, find_root_cause, notice_of, triage
 
 Outcome = Literal["failure", "stopped", "exits", "call chains", "nothing"]
 """``stopped``: asked to end, and nothing had failed before."""
@@ -130,6 +130,8 @@ class Page:
     num_lines: int
     outcome: Outcome
     root: RootCause | None
+    notice: RootCause | None
+    """The exception by which another process noticed the death that is the root."""
     who: Who
     phase: PhaseReport
     stack: tuple[StackPart, ...]
@@ -175,6 +177,7 @@ def compose(
         num_lines=evidence.num_lines,
         outcome=_outcome(evidence, found),
         root=find_root_cause(failure) if failure is not None and failure.chain else None,
+        notice=find_root_cause(notice) if (notice := notice_of(found)) is not None else None,
         who=_who(evidence, found),
         phase=phase,
         stack=_stack(evidence, failure),

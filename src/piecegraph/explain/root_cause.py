@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from piecegraph.explain.evidence import Evidence, Failure, Frame, Raised
 from piecegraph.explain.frames import place_of
-from piecegraph.explain.log.syntax import exception_of, frame_of
+from piecegraph.explain.log.syntax import COMMAND_END, exception_of, frame_of
 
 _ECHO_TYPES = re.compile(
     r"(?:ChildFailedError|ProcessRaisedException|ProcessExitedException|EngineDeadError|ActorDiedError|RayActorError"
@@ -61,7 +62,9 @@ _MAX_DETAILS = 4
 _MAX_DETAIL = 220
 _LONG_MESSAGE = 8
 _FIELDS = re.compile(r"\bvalidation errors? for\b")
-_ERROR_INSIDE = re.compile(r"\b(?:fatal )?error: ")
+_ERROR_INSIDE = re.compile(r"\b(?:fatal )?error(?: [A-Z]{1,3}\d+)?: ")
+_COMMAND_FAILED = re.compile(r"(?:^|\.)CalledProcessError$")
+"""It says that a command failed; what the command said is quoted further on, if anywhere."""
 _ASYNC = re.compile(r"CUDA error: (?!out of memory)|cudaError|illegal memory access|device-side assert")
 
 
@@ -102,7 +105,7 @@ class RootCause:
     frame: Frame | None
     """The innermost one."""
     reached_from: Frame | None
-    """The innermost one outside Python and its libraries, if that is another."""
+    """The innermost one outside Python and its libraries, if that is another; else of another library."""
     shown_as: tuple[ShownAs, ...] = ()
     is_asynchronous: bool = False
     """Whether the GPU reports such errors late, so that the frame may be innocent."""
@@ -139,7 +142,7 @@ def triage(evidence: Evidence) -> Triage:
     if len(lost) < len(candidates):
         echoes, candidates = [*echoes, *lost], [failure for failure in candidates if failure not in lost]
     passed_on = [failure for failure in candidates if any(_passes_on(failure, other) for other in candidates)]
-    if any(failure.death is not None and failure.death.signal is not None for failure in candidates):
+    if any(map(_is_death, candidates)):
         passed_on += [failure for failure in candidates if failure.death is None and _tells_death(failure)]
     echoes += passed_on
     candidates = [failure for failure in candidates if failure not in passed_on]
@@ -157,6 +160,10 @@ def triage(evidence: Evidence) -> Triage:
     late = [failure for failure in candidates if failure.line is None or failure.line > progress]
     survived = [failure for failure in candidates if failure not in late] if late else []
     root = next(iter(late or candidates or echoes), None)
+    # Another process's output may come late: what is printed again at the end was not survived.
+    again = [failure for failure in survived if root is not None and _is_alike(failure, root)]
+    candidates, survived = ([f for f in failures if f not in again] for failures in (candidates, survived))
+    echoes += again
     return Triage(
         root,
         tuple(failure for failure in echoes if failure is not root),
@@ -164,6 +171,13 @@ def triage(evidence: Evidence) -> Triage:
         (*survived, *unserious),
         root is not None and not candidates,
     )
+
+
+def notice_of(found: Triage) -> Failure | None:
+    """The failure in which another process noticed the death that is the root cause."""
+    if found.root is None or (found.root.death is None and not _is_death(found.root)):
+        return None
+    return next((failure for failure in found.echoes if _tells_death(failure)), None)
 
 
 def _is_lived_with(failure: Failure, evidence: Evidence) -> bool:
@@ -185,6 +199,17 @@ def _passes_on(failure: Failure, other: Failure) -> bool:
     if len(words) < _MIN_QUOTE or any(words == _first_line(raised.message) for raised in failure.chain):
         return False
     return any(words in text for text in told)
+
+
+def _is_death(failure: Failure) -> bool:
+    """Whether a process was ended by a signal, as a line or its own last words tell."""
+    return failure.kind == "signal" if failure.death is None else failure.death.signal is not None
+
+
+def _is_alike(failure: Failure, other: Failure) -> bool:
+    """Whether both began with the same exception."""
+    firsts = [(f.chain[0].type, _first_line(f.chain[0].message)) for f in (failure, other) if f.chain]
+    return len(firsts) == 2 and firsts[0] == firsts[1]
 
 
 def _tells_death(failure: Failure) -> bool:
@@ -224,17 +249,22 @@ def _deaths_behind(candidates: list[Failure], serious: list[Failure]) -> list[Fa
     """Deaths that another failure explains: an abort behind it, a launcher that ends the others, news of a death."""
     is_by_scheduler = any(_by_scheduler(failure) and failure.kind != "interrupted" for failure in candidates)
     has_signal = any(f.death is not None and f.death.signal not in (None, *_AFTERMATH) for f in candidates)
-    found, is_explained = [], False
+    is_for_memory = any(f.death is not None and f.death.name == "OUT_OF_MEMORY" for f in candidates)
+    found, is_explained, has_died = [], False, False
     for failure in serious:
         death = failure.death
         if death is None:
             is_explained = True
         elif failure in candidates and (
             (death.signal in _AFTERMATH and (is_explained or is_by_scheduler))
-            or (death.name == "CANCELLED" and is_explained)
+            or (death.signal == signal.SIGKILL and is_for_memory)
+            or (death.name == "CANCELLED" and (is_explained or has_died))
             or (death.name == "process died" and (is_explained or has_signal))
+            or (death.name.startswith("0x") and is_explained)
         ):
             found.append(failure)
+        else:
+            has_died = True
     return found
 
 
@@ -253,7 +283,7 @@ def find_root_cause(failure: Failure) -> RootCause:
         how: Literal["cause", "context"] = "cause" if raised.link == "cause" else "context"
         shown.append(ShownAs(raised.type, _first_line(raised.message), how, _innermost(raised.frames)))
     frame = _innermost(origin.frames)
-    reached = next((f for f in reversed(origin.frames) if place_of(f.file).owner in ("user", "engine")), None)
+    reached = _reached_from(origin.frames, failure.chain[1:])
     return RootCause(
         origin.type,
         _first_line(origin.message),
@@ -261,9 +291,23 @@ def find_root_cause(failure: Failure) -> RootCause:
         reached if reached != frame else None,
         tuple(shown),
         bool(_ASYNC.search(origin.message)) and "NotSupported" not in origin.message,
-        _details(origin.message),
+        _details(origin.message) or _quoted_errors(origin, failure),
         next(filter(None, (_user_code(raised.message) for raised in failure.chain)), None),
     )
+
+
+def _reached_from(frames: tuple[Frame, ...], later: Sequence[Raised]) -> Frame | None:
+    """The innermost frame that is the user's or an engine's; without one, the innermost of another library.
+
+    The exceptions raised later have the callers that an exception caught on the way had not come to yet.
+    """
+    for chain in (frames, *(raised.frames for raised in later)):
+        own = next((frame for frame in reversed(chain) if place_of(frame.file).owner in ("user", "engine")), None)
+        if own is not None or not frames:
+            return own
+    innermost = place_of(frames[-1].file).package
+    others = (frame for frame in reversed(frames) if place_of(frame.file).package not in (innermost, "python"))
+    return next(others, None)
 
 
 def _wrapped(raised: Raised) -> Raised | None:
@@ -283,8 +327,8 @@ def _wrapped(raised: Raised) -> Raised | None:
 
 
 def _first_line(message: str) -> str:
-    """The first line that says something."""
-    return next((line.strip() for line in message.split("\n") if line.strip()), "")
+    """The first line that says something: rules are drawn around tables."""
+    return next((line.strip() for line in message.split("\n") if line.strip(" =-*#")), "")
 
 
 def _details(message: str) -> tuple[str, ...]:
@@ -298,9 +342,18 @@ def _details(message: str) -> tuple[str, ...]:
         found.append(line.strip()[:_MAX_DETAIL])
     if "Last error:" in lines:  # NCCL's
         found += lines[lines.index("Last error:") + 1 :][:1]
+    found += [line.strip() for line in lines if COMMAND_END.search(line)][:1]
     if not found and len(lines) >= _LONG_MESSAGE:
         found = [line.strip()[:_MAX_DETAIL] for line in lines if _ERROR_INSIDE.search(line)][:2]
     return tuple(line for line in found if line and line not in first)
+
+
+def _quoted_errors(origin: Raised, failure: Failure) -> tuple[str, ...]:
+    """What a command that failed had said, as an exception raised for it quotes it."""
+    if not _COMMAND_FAILED.search(origin.type):
+        return ()
+    lines = [line for raised in failure.chain[1:] for line in raised.message.split("\n")[:_MAX_QUOTED]]
+    return tuple(line.strip()[:_MAX_DETAIL] for line in lines if _ERROR_INSIDE.search(line))[:2]
 
 
 def _user_code(message: str) -> Frame | None:

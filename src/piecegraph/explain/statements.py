@@ -46,8 +46,11 @@ _DECIDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "root": ("",),
         "place": ("raised at", "reached from", "user code", "ends at"),
         "stack": ("shown as", "then"),
-        "roles": ("only echoes", "went on after"),
-        "certain": ("mind", "error line", "last line", "last printed", "told by", "the kernel said", "asked to end"),
+        "roles": ("only echoes", "went on after", "noticed as", "noticed at"),
+        "certain": (
+            *("mind", "error line", "error before", "last line", "last printed", "told by", "kernel said"),
+            "asked to end",
+        ),
     },
     "WHO": {
         "certain": ("", "failed", "seen", "also seen", "launcher", "ended", "certain"),

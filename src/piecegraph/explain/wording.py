@@ -13,12 +13,15 @@ from piecegraph.explain.advice import Suggestion
 from piecegraph.explain.evidence import Death, Frame, Process, TreeLine, signal_name
 from piecegraph.explain.frames import place_of
 from piecegraph.explain.page import FailureGroup, KnownMatch, Outcome, Page, PhaseRow, StackLine
+from piecegraph.explain.root_cause import RootCause
 
 Tone = Literal["", "strong", "bad", "good", "quiet"]
 MAX_GROUPS = 6
 MAX_TREE_LINES = 30
 MAX_STACK_LINES = 24
 MAX_ARTEFACTS = 6
+MAX_LINES_BEFORE = 200
+"""What was printed as an error that close before a process died, or a command failed, may be the reason."""
 MAX_PLACE = 64
 """Sources stand in a column behind the frames, but for frames that are longer."""
 _NUMBERED = re.compile(r"^(?P<stem>.*?)(?P<number>\d+)$")
@@ -110,24 +113,21 @@ def _root_rows(page: Page) -> list[PageRow]:
         return _no_root_rows(page)
     rows = _stop_rows(page) if page.outcome == "stopped" else []
     if page.who.has_only_echoes and page.who.groups[0].certainty != "recorded":
-        why = "such a failure comes when another process fails or hangs; nothing in this log reads like that"
-        rows.append(PageRow("only echoes", why, "quiet"))
+        why = "such a failure comes when another process fails or hangs"
+        rest = "" if _errors_before(page) else "; nothing in this log reads like that"
+        rows.append(PageRow("only echoes", why + rest, "quiet"))
     tone: Tone = "bad" if page.outcome == "failure" else ""
     rows.append(PageRow("", f"{root.type}: {root.message}" if root.message else root.type, tone))
     rows += [PageRow("", detail, is_detail=True) for detail in root.details]
     rows += [PageRow("kernel said", f"{text}  ({_line(line)})") for text, line in _kernel_words(page)]
-    rows += _death_rows(page.who.groups[0])
+    rows += _death_rows(page)
     is_guess = page.who.groups[0].certainty == "reconstructed"
     if root.frame is not None:
         rows += _frame_rows("raised at", root.frame, "  (reconstructed)" if is_guess else "")
     if root.user_code is not None:
         rows += _frame_rows("user code", root.user_code, "  (quoted by Dynamo)")
     elif root.reached_from is not None:
-        place = place_of(root.reached_from.file)
-        note = (
-            "innermost frame outside the libraries" if place.is_installed else "innermost frame outside site-packages"
-        )
-        rows += _frame_rows("reached from", root.reached_from, f"  ({note})")
+        rows += _frame_rows("reached from", root.reached_from, f"  ({_reached_note(root)})")
     for shown in root.shown_as:
         text = f"{shown.type}: {shown.message}" if shown.how != "wraps" else f"{shown.type}, which wraps it"
         rows.append(PageRow("shown as" if shown.how == "wraps" else "then", text))
@@ -147,6 +147,16 @@ def _root_rows(page: Page) -> list[PageRow]:
     return rows
 
 
+def _reached_note(root: RootCause) -> str:
+    assert root.frame is not None
+    assert root.reached_from is not None
+    place = place_of(root.reached_from.file)
+    if place.owner == "library":
+        package = place_of(root.frame.file).package
+        return f"innermost frame outside {'Python itself' if package == 'python' else package}"
+    return "innermost frame outside the libraries" if place.is_installed else "innermost frame outside site-packages"
+
+
 def _stop_rows(page: Page) -> list[PageRow]:
     if page.stop is None:
         return [PageRow("", "no failure: the run was interrupted, where it was:", "good")]
@@ -159,12 +169,28 @@ def _kernel_words(page: Page) -> tuple[tuple[str, int | None], ...]:
     return page.device_asserts[:3] if page.root is not None and page.root.is_asynchronous else ()
 
 
-def _death_rows(group: FailureGroup) -> list[PageRow]:
-    if group.death is None:
+def _death_rows(page: Page) -> list[PageRow]:
+    """Who told of a death, who noticed it; and the errors before it, or before a command that failed: both are mute."""
+    group, notice, rows = page.who.groups[0], page.notice, []
+    if group.death is not None:
+        own = {"process": "the process's own crash handler", "launcher": "its launcher", "parent": "its parent process"}
+        where = f", {_line(group.death.line)}" if group.death.line is not None else ""
+        rows.append(PageRow("told by", own.get(group.death.teller, f"the {group.death.teller}") + where))
+    if notice is not None:
+        rows.append(PageRow("noticed as", f"{notice.type}: {notice.message}"))
+        place = notice.reached_from or notice.frame
+        rows += _frame_rows("noticed at", place) if place is not None else []
+    return [*rows, *(PageRow("error before", f"{_line(line)}: {text}") for text, line in _errors_before(page))]
+
+
+def _errors_before(page: Page) -> list[tuple[str, int | None]]:
+    """The first and the last error printed shortly before a failure that says nothing of its reason."""
+    group = page.who.groups[0]
+    is_mute = page.who.has_only_echoes or group.type.endswith("CalledProcessError")
+    if group.line is None or not (is_mute or group.kind in ("signal", "killed")):
         return []
-    own = {"process": "the process's own crash handler", "launcher": "its launcher", "parent": "its parent process"}
-    where = f", {_line(group.death.line)}" if group.death.line is not None else ""
-    return [PageRow("told by", own.get(group.death.teller, f"the {group.death.teller}") + where)]
+    before = [(text, line) for text, line in page.error_lines if line and 0 < group.line - line <= MAX_LINES_BEFORE]
+    return list(dict.fromkeys((*before[:1], *before[-1:])))
 
 
 def _no_root_rows(page: Page) -> list[PageRow]:
@@ -180,6 +206,7 @@ def _no_root_rows(page: Page) -> list[PageRow]:
         rows = [PageRow("", f"none: {number}, no exception. A stack that somebody printed is not a failure.", "good")]
         if page.num_cut_off:
             rows = [PageRow("", "not in this log: a traceback ends before its exception", "bad")]
+            rows += [PageRow("error line", f"{_line(line)}: {text}") for text, line in page.error_lines]
         end = next((line.frame for part in page.stack for line in part.lines if line.is_innermost), None)
         return [*rows, *(_frame_rows("ends at", end) if end is not None else [])]
     if page.who.groups:
@@ -322,7 +349,8 @@ def _stack_rows(page: Page) -> list[PageRow]:
         widths = [len(_at(line.frame)) for line in lines if line.frame is not None and line.frame.source]
         width = max((number for number in widths if number <= MAX_PLACE), default=0)
         rows += [_stack_row(line, width) for line in lines]
-    return rows or [PageRow("", "this log holds no frames")]
+    of_it = " of it" if page.outcome == "failure" else ""
+    return rows or [PageRow("", f"this log holds no frames{of_it}")]
 
 
 def _stack_row(line: StackLine, width: int) -> PageRow:
@@ -466,5 +494,6 @@ def _spans(stem: str, numbers: list[int]) -> list[str]:
 
 
 def _full_name(process: Process) -> str:
-    more = [f"pid {process.pid}"] * (process.pid is not None) + [f"on {process.host}"] * (process.host is not None)
+    is_named_so = process.pid is None or process.label == f"pid {process.pid}"
+    more = [f"pid {process.pid}"] * (not is_named_so) + [f"on {process.host}"] * (process.host is not None)
     return f"{process.label} ({', '.join(more)})" if more else process.label

@@ -30,6 +30,7 @@ _BY_DESCRIPTION = {
 }
 _DESCRIPTIONS = "|".join(sorted((re.escape(words) for words in _BY_DESCRIPTION), key=len, reverse=True))
 _STATES = {"TIME LIMIT": "TIMEOUT", "PREEMPTION": "PREEMPTED", "NODE FAILURE": "NODE_FAIL", "JOB REQUEUE": "REQUEUED"}
+_BAR = re.compile(r".*(?:it/s|s/it)(?:, [^\]]*)?\]")
 _SHELL_LIMIT = 128
 """A shell adds this to the number of the signal that ended a command."""
 
@@ -40,9 +41,14 @@ _RULES: tuple[tuple[Teller, str], ...] = (
     ("scheduler", r"PBS: job killed: (?P<pbs>walltime|mem|vmem)\b"
                   r"|(?P<lsf>TERM_RUNLIMIT|TERM_MEMLIMIT|TERM_OWNER): job"),
     ("scheduler", r"(?P<oom>[Dd]etected \d+ oom[-_]kill event)|(?P<k8s>\bOOMKilled\b)"),
+    ("scheduler", r"(?P<limit>[Ee]xceeded (?:job|step) memory limit"
+                  r"|exceeded memory limit \(\d+ > \d+\), being killed)"),
+    ("scheduler", r"srun: error: (?P<host>\S+): tasks? (?P<task>[\d,-]+): (?P<srun_oom>Out Of Memory)"),
     ("scheduler", r"srun: error: (?P<host>\S+): tasks? (?P<task>[\d,-]+): (?P<words>{words})\b"),
     ("kernel", r"[Oo]ut of memory: [Kk]illed process (?P<pid>\d+)|oom-kill:.*\bpid=(?P<pid2>\d+)"),
     ("launcher", r"(?P<raylet>[Ww]orkers? \(tasks / actors\) killed due to memory pressure)"),
+    ("launcher", r"(?P<lost>A worker died or was killed while executing a task)"
+                 r"(?:.{{0,600}}?Worker PID: (?P<pid>\d+))?"),
     ("shell", r"^(?:\S.{{0,200}}?: line \d+: +)?(?:(?P<pid>\d+) )?(?P<words>{words})"
               r"(?: +\(core dumped\))?(?:  +\S.*)?$"),
     ("shell", r"^(?:zsh: (?:\S+ )?|\[\d+\][+-]? +)(?:(?P<pid>\d+) +)?(?:exit \d+ +)?(?P<words>{words})\b(?! by)"),
@@ -58,7 +64,8 @@ _RULES: tuple[tuple[Teller, str], ...] = (
                  r"(?:(?P<sig>SIG[A-Z]+)|(?P<number>\d+)|(?P<words>{words}))"),
     ("launcher", r"(?i:exit(?:ed|s)?(?: with)?(?: an)?(?: exit)?[ _]?(?:status|code)|return ?code)"
                  r"\s*(?:is|of|:|=)?\s*(?P<code>-\d{{1,2}}|1[2-5]\d)\b(?!\.\d)"),
-    ("launcher", r"exit code (?P<ntstatus>-1073\d{{6}}|3221\d{{6}})\b"),
+    ("launcher", r"(?i:exit(?:ed with)?(?: exit)? code):? (?P<ntstatus>-1073\d{{6}}|3221\d{{6}})\b"),
+    ("process", r"Exception Code: (?P<hex_status>0xC[0-9A-F]{{7}})(?![0-9A-Fa-f])"),
     ("launcher", r"(?:[Ww]orker|[Ee]ngine core) proc(?:ess)? (?P<who>\w[\w.-]*) died unexpectedly"
                  r"|\b(?P<who2>EngineCore\w*) died unexpectedly"
                  r"|\b(?P<who3>[Rr]ank \d+ scheduler|Scheduler \d+) (?:is dead|died)"),
@@ -67,13 +74,15 @@ _RULES: tuple[tuple[Teller, str], ...] = (
     ("process", r"\] Signal: (?P<words>{words}) \(\d+\)$"),
     ("process", r"(?P<segfault>!{{3,}} Segfault encountered !{{3,}})"),
     ("process", r"(?P<glibc>^(?:double free or corruption|free\(\): invalid|malloc\(\): |corrupted (?:size vs|double)|"
-                r"munmap_chunk\(\): invalid|malloc_consolidate\(\))|\*\*\* stack smashing detected)"),
+                r"munmap_chunk\(\): invalid|malloc_consolidate\(\))|\*\*\* stack smashing detected"
+                r"|\*\*\* Error in .{{1,120}}: (?:free|malloc|munmap_chunk|double free|corrupted))"),
     ("process", r"(?P<bus>ERROR: Unexpected bus error encountered in worker)"
                 r"|(?P<segv>ERROR: Unexpected segmentation fault encountered in worker)"),
 )  # fmt: skip
 _COMPILED = tuple((teller, re.compile(pattern.format(words=rf"(?i:{_DESCRIPTIONS})"))) for teller, pattern in _RULES)
 WORDS = (
     *("*** JOB", "*** STEP", "srun: ", "PBS: job", "TERM_", "oom", "OOM", "illed", "memory pressure", "SIG", "ignal"),
+    *("memory limit", "Out Of Memory", "worker died or", "Exception Code: 0xC"),
     *(
         "xit",
         "eturn code",
@@ -91,7 +100,8 @@ WORDS = (
 )
 """A line that tells of a death holds one of these."""
 _BY_GROUP = {
-    "oom": "OUT_OF_MEMORY", "k8s": "OUT_OF_MEMORY", "raylet": "OUT_OF_MEMORY",
+    "oom": "OUT_OF_MEMORY", "k8s": "OUT_OF_MEMORY", "raylet": "OUT_OF_MEMORY", "limit": "OUT_OF_MEMORY",
+    "srun_oom": "OUT_OF_MEMORY",
     "segfault": "SIGSEGV", "segv": "SIGSEGV", "glibc": "SIGABRT", "bus": "SIGBUS",
 }  # fmt: skip
 _SCHEDULER_WORDS = {
@@ -131,16 +141,26 @@ def _read(teller: Teller, found: re.Match[str], text: str, line: int | None) -> 
     number, code = _signal_of(parts), int(parts["code"]) if "code" in parts else None
     if number is not None:
         name = signal_name(number)
-    elif "ntstatus" in parts:
-        code = int(parts["ntstatus"])
+    elif "ntstatus" in parts or "hex_status" in parts:
+        code = int(parts.get("ntstatus") or parts["hex_status"], 0)
         name = f"0x{code & 0xFFFFFFFF:X}"  # as Windows' documentation has it
     elif code is not None:
         return None  # an exit code that is no signal's
     else:
         name = _state_of(parts)
     return Death(
-        name=name, teller=teller, text=text[:MAX_TEXT], signal=number, code=code, process=_process_of(parts), line=line
-    )
+        name=name, teller=teller, text=_excerpt(text, found), signal=number, code=code, process=_process_of(parts),
+        line=line,
+    )  # fmt: skip
+
+
+def _excerpt(text: str, found: re.Match[str]) -> str:
+    """The line without the progress bar it is glued to; of a long one the part that tells."""
+    bar = _BAR.match(text[: found.start() + 1])
+    start = bar.end() if bar is not None else 0
+    if found.end() - start > MAX_TEXT:
+        start = max(start, min(found.start(), found.end() - MAX_TEXT))
+    return ("" if bar is not None or not start else "... ") + text[start : start + MAX_TEXT]
 
 
 def _signal_of(parts: dict[str, str]) -> int | None:
@@ -152,6 +172,8 @@ def _signal_of(parts: dict[str, str]) -> int | None:
         code = int(parts["code"])
         number = -code if code < 0 else code - _SHELL_LIMIT
         return number if 0 < number <= signal.SIGSYS else None
+    if "lost" in parts:
+        return None
     if parts.keys() & {"pid", "pid2"}:
         return int(signal.SIGKILL)  # the kernel's words alone have a pid and no signal
     named = parts.get("sig") or next((_BY_GROUP[group] for group in parts if group in _BY_GROUP), "")

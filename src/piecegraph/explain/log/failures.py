@@ -22,7 +22,7 @@ from piecegraph.explain.log.torn import repair
 from piecegraph.explain.log.tracebacks import ExceptionParts, Traceback, key_of, num_processes, read_in_order
 from piecegraph.explain.log.unweave import unweave
 
-_FATAL = re.compile(r"^(?:Fatal Python error|Windows fatal exception): (?P<reason>.+)$")
+_FATAL = re.compile(r"^(?P<type>Fatal Python error|Windows fatal exception): (?P<reason>.+)$")
 _THREAD = re.compile(r"^(?:(?P<which>Current thread|Thread) 0x[0-9a-fA-F]+.*|Stack) \(most recent call first\):\s*$")
 _TERMINATE = re.compile(r"terminate called after throwing an instance of '(?P<type>[^']+)'")
 _WHAT = re.compile(r"^\s*what\(\):\s+(?P<message>.*)$")
@@ -56,7 +56,7 @@ def find_failures(
         is_open: whether the stream goes on, so that what is unfinished must wait.
     """
     crashes = _take_crashes(repair(translate(lines)), process)
-    done = split_parts(crashes.rest)
+    done = split_parts(crashes.rest, is_open=is_open)
     whole = _complete_part(done) if is_open else done
     read = _read_tracebacks(whole, process, may_search)
     rest_from = done.parts[len(whole.parts)].line if len(whole.parts) < len(done.parts) else None
@@ -222,19 +222,19 @@ def _take_crashes(lines: Sequence[Line], process: Process) -> _Crashes:
     failures: list[Failure] = []
     chains: list[tuple[Frame, ...]] = []
     rest: list[Line] = []
-    reason, at = "", 0
+    name, reason, at = "", "", 0
     while at < len(lines):
         line = lines[at]
         fatal, thread, terminate = (pattern.search(line.text) for pattern in (_FATAL, _THREAD, _TERMINATE))
         at += 1
         if fatal is not None:
             if reason:
-                failures.append(_crash("Fatal Python error", reason, (), process, line.number))
-            reason = fatal["reason"].strip()
+                failures.append(_crash(name, reason, (), process, line.number))
+            name, reason = fatal["type"], fatal["reason"].strip()
         elif thread is not None:
             frames, at = _frames_below(lines, at)
-            if reason and thread["which"] == "Current thread":
-                failures.append(_crash("Fatal Python error", reason, frames, process, lines[at - 1].number))
+            if reason and thread["which"] != "Thread":
+                failures.append(_crash(name, reason, frames, process, lines[at - 1].number))
                 reason = ""
             elif frames:
                 chains.append(frames)
@@ -243,7 +243,7 @@ def _take_crashes(lines: Sequence[Line], process: Process) -> _Crashes:
         else:
             rest.append(line)
     if reason:
-        failures.append(_crash("Fatal Python error", reason, (), process, lines[-1].number))
+        failures.append(_crash(name, reason, (), process, lines[-1].number))
     return _Crashes(tuple(failures), tuple(chains), tuple(rest))
 
 
@@ -269,5 +269,9 @@ def _what(lines: Sequence[Line], at: int) -> str:
 def _crash(name: str, message: str, frames: tuple[Frame, ...], process: Process, line: int) -> Failure:
     known = (process,) if process.label else ()
     return Failure(
-        chain=(Raised(type=name, message=message, frames=frames),), kind="signal", processes=known, line=line
+        chain=(Raised(type=name, message=message, frames=frames),),
+        kind="signal",
+        processes=known,
+        num_unnamed=0 if known else 1,
+        line=line,
     )

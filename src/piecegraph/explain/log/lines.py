@@ -57,15 +57,15 @@ _RECORD_PREFIX = re.compile(
     (?:{_LEVELS})[ ]\d\d-\d\d[ ]\d\d:\d\d:\d\d(?:\.\d+)?[ ]\[(?P<place>[^\]\s]+:\d+)\][ ]?     # vLLM
   | \[\d{{4}}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?                                # SGLang
         (?:[ ](?P<claim>(?:ATTN_)?(?:DP|TP|PP|EP|CP)\d+(?:[ ](?:DP|TP|PP|EP|CP)\d+)*))?\][ ]?
-  | \[?[DIWEF]\d{{4}}[ ]\d\d:\d\d:\d\d\.\d+[ ](?:\d+[ ])?(?P<source>[\w./<>-]+:\d+)\][ ]?   # glog, torch
+  | \[?[DIWEF]\d{{3,4}}[ ]\d\d:\d\d:\d\d\.\d+[ ](?:\d+[ ])?(?P<source>[\w./<>-]+:\d+)\][ ]?   # glog, torch
         (?:\[\d+/\d+(?:_\d+)?\][ ]?)?                                                # compile id
   | \d{{4}}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?                                  # logging
-        (?:[ ]?[-|:]?[ ][\w.]+)?(?:[ ]?[-|:]?[ ](?:{_LEVELS})\b)?(?:[ ]?[-|:]|(?=[ ]))[ ]?
+        (?:[ ]?[-|:]?[ ](?![\w.]*(?:Error|Exception):)[\w.]+)?(?:[ ]?[-|:]?[ ](?:{_LEVELS})\b)?(?:[ ]?[-|:]|(?=[ ]))[ ]?
   | (?:{_LEVELS}):[\w.]+:                                                             # logging.basicConfig
     """,
     re.VERBOSE,
 )
-_MILD = re.compile(r"\b(?:DEBUG|WARN|WARNING)\b|^\[?[DW]\d{4} ")
+_MILD = re.compile(r"\b(?:DEBUG|WARN|WARNING)\b|^\[?[DW]\d{3,4} ")
 """Not INFO: whole outputs, tracebacks included, are passed on as such."""
 _PROOF = re.compile(r'\s*(?:Traceback \(most recent call last\):|File "[^"]+", line \d+)')
 _BEFORE_HEAD = re.compile(r"^(?P<prefix>\S.{0,120}?)[ ]?Traceback \(most recent call last\):\s*$")

@@ -21,6 +21,8 @@ MAX_KEPT = 40
 """Of each sort; the page shows a few and the number of the others."""
 
 MAX_TEXT = 200
+MAX_ERROR = 400
+"""Errors end with their place."""
 MAX_RANKS = 4096
 
 _MARKS: tuple[tuple[Phase, str, str], ...] = (
@@ -78,12 +80,15 @@ _SAVED = re.compile(
     r"|error_file\s*:\s*(?P<error_file>/\S+)|(?P<minifier>/\S*minifier\w*\.py)"
 )
 _LISTED = re.compile(r"^\s+- (?P<name>[\w./-]+\.\w+) \([\d,]+ bytes\)$")
-_ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b")
+_ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b|(?:^|[ :])\[?[EF]\d{3,4} \d\d:\d\d:\d\d\.")
+_LEVEL = re.compile(r"\b(?:DEBUG|INFO|WARN|WARNING)\b|(?:^|[ :])\[?[DIW]\d{3,4} \d\d:\d\d:\d\d\.")
 _BARE_ERROR = re.compile(
-    r"^(?:\S{1,80}: )?(?:fatal )?(?:[Ee]rror|ERROR|FATAL)(?:\[[\w-]+\])?: \S|: command not found$"
-    r"|^\S+: can't open file |^\S*python\S*: No module named |^\[ERROR\] "
+    r"^\s*(?:\S{1,200}: )?(?:fatal )?(?:[Ee]rror|ERROR|FATAL)(?:\[[\w-]+\]| [A-Z]{1,3}\d+)?: \S"
+    r"|: command not found$|^\S+: can't open file |^\S*python\S*: No module named |^\[ERROR\] "
+    r"|(?:^|\| )!!! Exception during processing ?!!! \S|\] \S+:\d+ NCCL WARN \S|\[TensorRT-LLM\]\[ERROR\] "
+    r"|\[TRT-LLM\](?: \[RANK \d+\])? \[E\] "
 )
-"""What programs print that do not log: argparse, shells, compilers, pip."""
+"""What programs print that do not log as Python does: argparse, shells, compilers, pip, ComfyUI, NCCL, TensorRT-LLM."""
 _STOP = re.compile(
     r"(?i:\b(?:received|caught|got|trigger received)(?: an?)? (?:signal[= ]|exit signal )?(?:SIGTERM|SIGINT|SIGHUP)"
     r"|\bSIG(?:TERM|INT|HUP)\b(?:/SIG\w+)? (?:was )?(?:received|caught)|received signal (?:2|15)\b"
@@ -96,6 +101,7 @@ _DEVICE_ASSERT = re.compile(r"^(?P<place>\S+:\d+): .*\bAssertion `(?P<check>.+?)
 _GLOO_RANK = re.compile(r"\[Gloo\] Rank (?P<rank>\d+) is connected to [1-9]")
 
 _LETTERS = re.compile(r"[A-Za-z]{2,}")
+_WITHOUT_DIGITS = str.maketrans("", "", "0123456789")
 ERROR_WORDS = ("rror: ", "rror[", "xception: ", "command not found", "open file", "No module named")
 """Beside those below; of interest as long as nothing has failed."""
 WORDS = (
@@ -103,7 +109,19 @@ WORDS = (
     *("memory", "OutOfMemory", "OUT_OF_MEMORY", "bad_alloc", "avail"),
     *("olution", "uggestion", "can try", "ry setting", "Try ", "onsider ", "Please ", "VERBOSE=1", "NCCL_DEBUG"),
     *("aved", "ritten", "rote ", "riting ", "tored", "error_file", "minifier", "bytes)"),
-    *("ERROR", "CRITICAL", "FATAL", "[Gloo] Rank", "Assertion `"),
+    *(
+        "ERROR",
+        "CRITICAL",
+        "FATAL",
+        "[E",
+        "[F",
+        "during processing",
+        "NCCL WARN",
+        "TRT-LLM",
+        "[TensorRT-LLM]",
+        "[Gloo] Rank",
+        "Assertion `",
+    ),
     *("ohup: ignoring", "Setting OMP_NUM", "values were not passed", "startup time", "runner.py"),
     *("shutdown triggered", "nterrupt", "^C"),
     *DEATH_WORDS,
@@ -112,8 +130,8 @@ WORDS = (
 
 
 def vocabulary_of(text: str) -> str:
-    """Every run of letters in a block of a log, once: in most blocks a few hundred, which are searched in no time."""
-    return "\n".join(set(_LETTERS.findall(text)))
+    """Every word of a block of a log without its digits, once: in most blocks a few hundred, searched in no time."""
+    return "\n".join(set(text.translate(_WITHOUT_DIGITS).split()))
 
 
 def words_in(text: str, vocabulary: str, words: Iterable[str]) -> tuple[str, ...]:
@@ -144,7 +162,6 @@ class Observations:
     free_memory: tuple[str, int | None] | None = None
     artefacts: dict[str, list[str]] = field(default_factory=dict)
     errors: dict[str, tuple[str, int | None]] = field(default_factory=dict)
-    """The first of each wording, and the last few."""
     last_errors: deque[tuple[str, int | None]] = field(default_factory=lambda: deque(maxlen=3))
     exits: dict[Hashable, Exit] = field(default_factory=dict)
     deaths: dict[Hashable, Death] = field(default_factory=dict)
@@ -165,7 +182,7 @@ class Observations:
         if free is not None:
             self.free_memory = (free["free"], number)
         self._files(text)
-        self._error(line, raw)
+        self.keep_error(line, raw)
         self._ending(text, number)
         rank = _GLOO_RANK.search(text)
         if rank is not None and len(self.ranks) < MAX_RANKS:
@@ -182,13 +199,10 @@ class Observations:
         elif known is not None and known.process.rank is None:
             self.exits[key] = replace(ended, line=known.line)
 
-    def _error(self, line: Line, raw: str) -> None:
-        text = line.text.strip()[:MAX_TEXT]
-        is_error = bool(_ERROR.search(raw)) if line.record else bool(_BARE_ERROR.search(line.text))
-        if not is_error and not line.record:
-            read = exception_of(line.text)
-            is_error = read is not None and bool(read[1]) and bool(EXCEPTION_NAME.search(read[0]))
-        if not is_error or not text:
+    def keep_error(self, line: Line, raw: str) -> None:
+        """Keep a line if it is an error: the first of each wording, and the last few."""
+        text = line.text.strip()[:MAX_ERROR]
+        if not text or not is_error(line, raw):
             return
         self.last_errors.append((text, line.number))
         if len(self.errors) < MAX_KEPT:
@@ -245,6 +259,16 @@ class Observations:
         if saved is not None and len(self.artefacts) < MAX_KEPT:
             path = saved["path"] or saved["error_file"] or saved["minifier"]
             self.artefacts.setdefault(path.rstrip(".:"), [])
+
+
+def is_error(line: Line, raw: str) -> bool:
+    """Whether a line is logged as an error, or printed as one."""
+    if line.record and (_ERROR.search(raw) or _LEVEL.search(raw)):
+        return _ERROR.search(raw) is not None
+    if _BARE_ERROR.search(line.text):
+        return True
+    read = exception_of(line.text)
+    return read is not None and bool(read[1]) and EXCEPTION_NAME.search(read[0]) is not None
 
 
 def is_start(text: str) -> bool:

@@ -20,6 +20,7 @@ from piecegraph.explain.evidence import Frame
 from piecegraph.explain.log.deaths import tells_death
 from piecegraph.explain.log.lines import Line
 from piecegraph.explain.log.syntax import (
+    COMMAND_END,
     EXCEPTION_NAME,
     LINK_TEXTS,
     NAMED,
@@ -71,7 +72,7 @@ class StreamParts:
 _GROUP_MARGIN = re.compile(r"^\s+(?:\| ?|\+ (?=Exception Group)|\+(?:-\+)?-{4,}.*$)")
 _MIN_MESSAGE = 12
 """Shorter messages may stand in any line by chance."""
-_LOG_LINE = re.compile(r"^(?:={8,}|-{20,}|Capturing batches|.*\d+%\||/\S+\.py:\d+: \w*Warning)")
+_LOG_LINE = re.compile(r"^(?:={8,}|-{20,}|Capturing batches|.*\d+%\||/\S+\.py:\d+: \w*Warning|\s*\[end of output\]$)")
 _ORIGINS: tuple[tuple[str, TracebackOrigin], ...] = (
     ("Exception in thread ", "thread"),
     ("Exception ignored in", "ignored"),
@@ -85,8 +86,12 @@ _USER_CODE = "from user code:"
 """Below it Dynamo quotes the user's frames, as a part of the message."""
 
 
-def split_parts(lines: Sequence[Line]) -> StreamParts:
-    """Split a stream. Which lines start the text of an exception is learned first: see :func:`_learn_starts`."""
+def split_parts(lines: Sequence[Line], *, is_open: bool = False) -> StreamParts:
+    """Split a stream. Which lines start the text of an exception is learned first: see :func:`_learn_starts`.
+
+    Args:
+        is_open: whether the stream goes on, so that its last traceback may be unfinished.
+    """
     lines = [_without_margin(line) for line in lines]
     starts = _without_torn(_learn_starts(lines))  # a dict, for its order: pages must not depend on hash seeds
     done = _PartReader(lines, starts).run()
@@ -94,13 +99,11 @@ def split_parts(lines: Sequence[Line]) -> StreamParts:
     # stood right under a frame and were taken for a part of another's text: give the likeliest such line back.
     if len(lines) > MAX_REPAIRED_LINES:
         return replace(done, parts=_with_settled_sources(done.parts))
-    if _count(done, "text") < _count(done, "header"):
+    if _num_missing(done, is_open):
         torn = _PartReader(lines, starts, are_torn=True).run()
         done = torn if _count(torn, "text") <= _count(torn, "header") else done
     for _ in range(8):
-        if _count(done, "text") >= _count(done, "header"):
-            break
-        missed = _likeliest_missed_start(done.parts)
+        missed = _likeliest_missed_start(done.parts) if _num_missing(done, is_open) else None
         if missed is None:
             break
         starts[missed] = None
@@ -226,6 +229,12 @@ def representatives(parts: Sequence[TracebackPart]) -> dict[Hashable, TracebackP
     for key, votes in wordings.items():
         first[key] = first[key]._replace(text=by_wording[key, votes.most_common(1)[0][0]])
     return first
+
+
+def _num_missing(done: StreamParts, is_open: bool) -> int:
+    """How many headers have no exception text, but for one that may still come."""
+    is_unfinished = is_open and bool(done.parts) and done.parts[-1].kind != "text"
+    return max(0, _count(done, "header") - _count(done, "text") - is_unfinished)
 
 
 def _count(done: StreamParts, kind: PartKind) -> int:
@@ -375,7 +384,7 @@ class _PartReader:
     def _ends_text(self, first: Line, line: Line) -> bool:
         if bool(kind_of(line.text)) or line.record != first.record:
             return True
-        if _LOG_LINE.match(line.text) or tells_death(line.text):
+        if _LOG_LINE.match(line.text) or (tells_death(line.text) and not COMMAND_END.search(line.text)):
             return True
         if self._num_waiting > 1 and any(pattern.search(line.text) for pattern, _ in self._messages):
             return True

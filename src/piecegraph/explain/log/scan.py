@@ -16,12 +16,14 @@ from dataclasses import dataclass, field, replace
 
 from piecegraph.explain.evidence import Evidence, Failure, Process
 from piecegraph.explain.log.collected import CollectedRun
+from piecegraph.explain.log.deaths import tells_death
 from piecegraph.explain.log.failures import find_failures
 from piecegraph.explain.log.lines import Line, PrefixReader
 from piecegraph.explain.log.observations import (
     ERROR_WORDS,
     WORDS,
     has_any,
+    is_error,
     is_start,
     milestone_of,
     vocabulary_of,
@@ -50,7 +52,8 @@ MAX_GATHERED_LINES = 60_000
 
 OPENING = (
     *('File "', "(most recent call", "Process ", "Exception i", " above exception"),
-    *("Fatal Python error", "terminate called after", "--- Logging error", " In[", "mIn[", "ray::", "-- Process "),
+    *("Fatal Python error", "Windows fatal exc", "terminate called after", "--- Logging error", " In[", "mIn["),
+    *("ray::", "-- Process "),
     *("File /", "File ~", "mFile ", "\u2771"),
 )
 """A line that is, or announces, a part of a traceback holds one of these."""
@@ -134,13 +137,15 @@ class Scanner:
         whole = "\n".join(lines)
         vocabulary = vocabulary_of(whole)
         self._opening = words_in(whole, vocabulary, OPENING)
-        outside = "\n".join(line for line in lines if not line.startswith(("    ", '  File "')))
+        outside = whole  # of tracebacks, whose sources may hold any word
+        if 'File "' in self._opening:
+            outside = "\n".join(line for line in lines if not line.startswith(("    ", '  File "')))
         self._fold = self._fold or (folded_at(lines) if 'File "' in self._opening else 0)
         self._first_line = self._known_first_line(lines)
         watched = (*WORDS, self._first_line) if self._first_line else WORDS
         self._watched = words_in(outside, vocabulary, watched)
         self._known = words_in(outside, vocabulary, self._known_words)
-        self._errors = () if self._run.failures else words_in(outside, vocabulary, ERROR_WORDS)
+        self._errors = () if self._run.failures else words_in(whole, vocabulary, ERROR_WORDS)
         for at, raw in enumerate(lines):
             if self._num_read > MAX_READ_PARTS:
                 self._pass_by(lines[at:])
@@ -178,7 +183,7 @@ class Scanner:
         known = self._first_line
         if known is None:
             known = next((line.strip() for line in lines if sum(map(str.isalpha, line)) >= MIN_FIRST_LINE), None)
-            if known is not None and (known != mask(known) or has_any(known, OPENING) or len(known) > MAX_FIRST_LINE):
+            if known is not None and (known != mask(known) or _tells_failure(known) or len(known) > MAX_FIRST_LINE):
                 known = ""
         return known
 
@@ -186,8 +191,15 @@ class Scanner:
         is_worth_observing = self._is_worth_observing(raw)
         for process, line in self._reader.read(self._number, raw):
             self._gather(process, line)
-            if is_worth_observing and not line.text.startswith("    ") and kind_of(line.text) != "frame":
+            if not is_worth_observing or kind_of(line.text) == "frame":
+                continue
+            if not line.text.startswith("    "):
                 self._observe(line, raw)
+            elif not self._streams:  # else it is the source of a frame
+                if tells_death(line.text):
+                    self._observe(line, raw)
+                else:
+                    self._run.seen.keep_error(line, raw)
         if self._streams and not self._number % QUIET_LINES:
             self._close_streams(only_quiet=True)
 
@@ -318,6 +330,11 @@ class Scanner:
 def _is_inside(line: Line) -> bool:
     """Whether a line may be a part of a traceback that goes on."""
     return line.text.startswith(" ") or bool(kind_of(line.text))
+
+
+def _tells_failure(text: str) -> bool:
+    """Whether a line is about an end, and so is no beginning."""
+    return has_any(text, OPENING) or tells_death(text) or is_error(Line(0, text), text)
 
 
 def _never_started(failure: Failure) -> bool:

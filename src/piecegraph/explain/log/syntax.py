@@ -27,6 +27,10 @@ EXCEPTION_NAME = re.compile(
     r"(?:Error|Exception|Failed|Failure|Interrupt|Exit|Warning|Timeout|TimedOut|Unsupported|Abort\w*|Fault|StopIteration"
     r"|StopAsyncIteration|Empty|Full|Died|Group|Dead|Refused)$"
 )
+COMMAND_END = re.compile(
+    r"'? (?:returned non-zero exit status -?\d+|died with (?:<Signals\.\w+: \d+>|unknown signal \d+))\.?$"
+)
+"""How the message about a command ends, which may be many lines long."""
 _CLASS_IN_MODULE = re.compile(r"\._?[A-Z]\w*$")
 _NUMBER = re.compile(r"0x[0-9a-fA-F]{4,}|\d+(?:\.\d+)?")
 
@@ -56,6 +60,7 @@ def frame_of(text: str) -> tuple[str, int, str] | None:
     return (found["file"], int(found["line"]), found["function"] or "") if found is not None else None
 
 
+@lru_cache(maxsize=1 << 14)
 def exception_of(text: str) -> tuple[str, str] | None:
     """Type and message, if a line reads like the first line of an exception's text.
 
@@ -71,6 +76,7 @@ def exception_of(text: str) -> tuple[str, str] | None:
     return name, (found["message"] or "")
 
 
+@lru_cache(maxsize=1 << 14)
 def mask(text: str) -> str:
     """Without what differs between processes that fail alike.
 
