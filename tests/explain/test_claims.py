@@ -276,7 +276,9 @@ def test_a_side_thread(tmp_path: Path) -> None:
 
 def test_a_run_that_was_interrupted(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import time\nprint('step 1', flush=True)\ntime.sleep(60)\n")
+    # What is started in the background inherits that the signal is ignored.
+    heed = "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    script.write_text(f"{heed}print('step 1', flush=True)\ntime.sleep(60)\n")
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.readline()
@@ -286,7 +288,7 @@ def test_a_run_that_was_interrupted(tmp_path: Path) -> None:
     page = page_of(interrupted)
     assert page.outcome == "stopped"
     assert headline(page) == "no failure: the run was stopped on request (KeyboardInterrupt)"
-    assert "script.py:3" in to_text(page)
+    assert "script.py:4" in to_text(page)
     assert page_of(TRACEBACK + "\n" + interrupted).outcome == "failure", "it had failed before"
 
 
