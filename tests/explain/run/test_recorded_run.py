@@ -507,7 +507,9 @@ def test_a_process_is_told_whenever_it_is_killed(tmp_path: Path) -> None:
 def test_a_process_that_kills_itself_is_no_echo(tmp_path: Path) -> None:
     (failure,) = record(tmp_path, "import os; os.kill(os.getpid(), 9)").failures
     assert failure.chain[0].message == "the process sent it to itself"
-    assert not compose(evidence_of_records(read_records(tmp_path / "records")[0], Ended(1, 9))).who.has_only_echoes
+    page = compose(evidence_of_records(read_records(tmp_path / "records")[0], Ended(1, 9)))
+    assert not page.who.has_only_echoes
+    assert page.known == (), "nothing was done to it from outside"
 
 
 def test_a_warning_of_a_scheduler_is_passed_on(tmp_path: Path) -> None:
