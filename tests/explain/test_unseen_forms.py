@@ -335,7 +335,7 @@ def test_shared_memory_is_memory() -> None:
         ("/home/me/envs/vllm/bin/torchrun", "python", "bin/torchrun"),
         ("C:\\Python311\\Lib\\subprocess.py", "python", "subprocess.py"),
         ("C:\\Users\\me\\anaconda3\\envs\\x\\lib\\asyncio\\events.py", "python", "asyncio/events.py"),
-        ("D:\\work\\lib\\losses.py", "user", "D:/work/lib/losses.py"),
+        ("D:\\code\\lib\\losses.py", "user", "D:/code/lib/losses.py"),
         ("/srv/verl/verl/trainer/main_ppo.py", "engine", "verl/trainer/main_ppo.py"),
         ("/srv/bin/train.py", "user", "/srv/bin/train.py"),
     ],
