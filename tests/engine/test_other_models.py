@@ -375,3 +375,16 @@ def test_what_changes_at_every_call_is_refused_and_put_back() -> None:
     with torch.no_grad(), pytest.raises(TraceError, match="PG202"):
         piecegraph.compile(model, backend="eager")(torch.ones(3))
     assert model.calls == 0
+
+
+def test_a_first_call_that_the_model_does_not_take() -> None:
+    def picky(x: Tensor) -> Tensor:
+        if x.shape[-1] != 4:
+            raise ValueError(f"four columns, not {x.shape[-1]}")
+        return x * 2
+
+    fast = piecegraph.compile(picky, backend="eager")
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="four columns, not 5"):
+            fast(torch.ones(2, 5))
+        assert torch.equal(fast(torch.ones(2, 4)), torch.full((2, 4), 2.0))

@@ -214,6 +214,9 @@ class Planner:
             told, hint = repr(second), ""
             if isinstance(second, PiecegraphError):
                 told, hint = describe(second.code, second.what, second.where, second.why), second.hint
+            else:  # a call that the function itself does not take raises what it raises without us
+                args, kwargs = example.with_tensors([tensor.clone() for tensor in example.tensors])
+                self._subject.function(*args, **kwargs)
             why = f"{error.why.rstrip('.')}; nor can it run as it is: {told}"
             raise TraceError(
                 error.code, error.what, where=error.where, why=why, hint=hint, phase="trace", line=error.line
