@@ -715,3 +715,30 @@ def test_padding_is_tried_with_other_signs_than_the_calls(compiled: Any) -> None
     fast = compiled(function, capture_sizes=[8])
     x = torch.tensor([[1.5, 1.5], [1.25, 0.5], [0.0, -0.25]])
     compare(fast, function, [(x,), (x[:2],), (-x,)])
+
+
+def test_padding_is_not_refused_for_inputs_that_are_read_in_place() -> None:
+    cache = torch.randn(8, 2)
+
+    def function(x: Tensor, cache: Tensor) -> Tensor:
+        return x * 2 + cache[: x.shape[0]]
+
+    options = {"graph_device": "simulated", "static_inputs": ["cache"]}
+    fast = piecegraph.compile(function, backend="eager", dynamic_dims={"x": 0}, capture_sizes=[8], options=options)
+    for size in (3, 5, 3):
+        x = torch.randn(size, 2)
+        torch.testing.assert_close(fast(x, cache), function(x, cache))
+    assert fast.stats()["coverage"] == 1
+    assert "padding of s0: allowed" in fast.explain()
+
+
+def test_padding_of_numbers_that_torch_does_not_negate() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x.to(torch.float32) * 2
+
+    options = {"graph_device": "simulated"}
+    fast = piecegraph.compile(function, backend="eager", dynamic_dims={"x": 0}, capture_sizes=[8], options=options)
+    for size in (3, 5, 3):
+        x = torch.randn(size, 2).to(torch.float8_e4m3fn)
+        torch.testing.assert_close(fast(x), function(x))
+    assert fast.stats()["coverage"] == 1

@@ -14,6 +14,7 @@ So do random numbers, wherever they go: those drawn after the call would be othe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,48 +46,86 @@ def padding_changes(
         sizes: what is padded to it.
         call: its rows, repeated, are what it is tried with.
     """
-    body, leaves = calls.body, calls.buffers.leaves
+    trial = _Trial(calls, run_tape, key, sizes)
+    leaves = calls.buffers.leaves
     rows = [rows_at(tensor, leaf, call.sizes, sizes) for tensor, leaf in zip(call.tensors, leaves, strict=True)]
     random_states = torch_compat.random_states(calls.devices)
-    expected = _run_without(calls, rows, sizes)
+    expected = trial.without_padding(rows)
     if torch_compat.random_states(calls.devices) != random_states:
         return "it draws random numbers, and more of them for more rows"
-    if not can_cut(body, key.values, sizes):
+    if not can_cut(calls.body, key.values, sizes):
         return f"results of {SizeKey(sizes)} rows are not the beginning of results of {key} rows"
-    tried = f"(tried {SizeKey(sizes)} rows padded to {key})"
     for what, padding in (("padding", _pad_values(calls)), ("NaN in padded rows", _poison(calls, rows))):
-        reason = first_difference(_run_padded(calls, run_tape, key, sizes, rows, padding), expected)
+        reason = first_difference(trial.padded(rows, padding), expected)
         if reason is not None:
-            return f"{what} gives {reason} {tried}"
-    negated = [-row if _has_nan(leaf) and leaf.dynamic else row for row, leaf in zip(rows, leaves, strict=True)]
-    reason = _other_rows_change(calls, run_tape, key, sizes, negated, _poison(calls, rows))
-    return (
-        f"with negated numbers it gives {reason} {tried}"
-        if reason
-        else _extremes_change(calls, run_tape, key, sizes, rows)
-    )
+            return f"{what} gives {reason} {trial}"
+    reason = trial.other_rows_change(_negated(calls, rows), _poison(calls, rows))
+    return f"with negated numbers it gives {reason} {trial}" if reason else _extremes_change(trial, rows)
 
 
-def _other_rows_change(
-    calls: SizedCalls,
-    run_tape: Callable[[], Sequence[Any]],
-    key: SizeKey,
-    sizes: Sizes,
-    rows: Sequence[torch.Tensor],
-    padding: Sequence[torch.Tensor],
-) -> str | None:
-    """How padding changes what comes of rows that are not those of the call; None also if they make no valid call."""
-    try:
-        expected = _run_without(calls, rows, sizes)
-    except Exception:  # noqa: BLE001 - numbers that must go together: nothing is learned
-        return None
-    return first_difference(_run_padded(calls, run_tape, key, sizes, rows, padding), expected)
+@dataclass(frozen=True)
+class _Trial:
+    """Runs rows of one size without padding, and padded to a recorded one."""
+
+    calls: SizedCalls
+    run_tape: Callable[[], Sequence[Any]]
+    key: SizeKey
+    sizes: Sizes
+
+    def __str__(self) -> str:
+        return f"(tried {SizeKey(self.sizes)} rows padded to {self.key})"
+
+    def without_padding(self, rows: Sequence[torch.Tensor]) -> list[Any]:
+        """What a run without padding returns and writes."""
+        body, leaves, state = self.calls.body, self.calls.buffers.leaves, self.calls.state
+        with preserved(state):
+            inputs = [row if leaf.address is not None else row.clone() for row, leaf in zip(rows, leaves, strict=True)]
+            plain = body.run(inputs, self.sizes)
+            return [
+                *(plain[i] for i in _returned(body)),
+                *(inputs[i] for i in _written(self.calls)),
+                *(t.clone() for t in state),
+            ]
+
+    def padded(self, rows: Sequence[torch.Tensor], padding: Sequence[torch.Tensor]) -> list[Any]:
+        """The real part of what a run with padding returns and writes."""
+        buffers, state = self.calls.buffers, self.calls.state
+        leaves, views = buffers.leaves, buffers.views(self.key.values)
+        with preserved(state):
+            for view, row, leaf, pad in zip(views, rows, leaves, padding, strict=True):
+                if leaf.address is None:
+                    real_part(view, leaf, self.sizes).copy_(row)
+                    for part in padded_parts(view, leaf, self.sizes):
+                        part.copy_(repeat_to(pad, part.shape) if pad.dim() else pad)
+            buffers.filled_by = None
+            outputs = _real_outputs(self.run_tape(), self.calls.body, self.sizes)
+            written = [real_part(views[i], leaves[i], self.sizes) for i in _written(self.calls)]
+            return [
+                value.clone() if isinstance(value, torch.Tensor) else value for value in (*outputs, *written, *state)
+            ]
+
+    def other_rows_change(self, rows: Sequence[torch.Tensor], padding: Sequence[torch.Tensor]) -> str | None:
+        """How padding changes what comes of rows that are not those of the call; None also if they make no valid
+        call.
+        """
+        try:
+            expected = self.without_padding(rows)
+        except Exception:  # noqa: BLE001 - numbers that must go together: nothing is learned
+            return None
+        return first_difference(self.padded(rows, padding), expected)
 
 
-def _extremes_change(
-    calls: SizedCalls, run_tape: Callable[[], Sequence[Any]], key: SizeKey, sizes: Sizes, rows: Sequence[torch.Tensor]
-) -> str | Unclear | None:
+def _negated(calls: SizedCalls, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The rows, with the other sign where they are copied into buffers; torch negates no numbers of eight bits."""
+    return [
+        -row if _has_nan(leaf) and leaf.dynamic and leaf.address is None and leaf.dtype.itemsize > 1 else row
+        for row, leaf in zip(rows, calls.buffers.leaves, strict=True)
+    ]
+
+
+def _extremes_change(trial: _Trial, rows: Sequence[torch.Tensor]) -> str | Unclear | None:
     """The same, with the least integers of the call in real rows and the largest in padded ones; and the other way."""
+    calls = trial.calls
     leaves = calls.buffers.leaves
     padded = [i for i, leaf in enumerate(leaves) if leaf.dynamic and leaf.address is None]
     counted = [i for i in padded if not _has_nan(leaves[i])]
@@ -97,9 +136,9 @@ def _extremes_change(
     if counted == padded and all(bool((least[i] == pads[i]).all() & (largest[i] == pads[i]).all()) for i in counted):
         return Unclear(f"all of {', '.join(leaves[i].name for i in counted)} is what padding would be")
     for real, other in ((least, largest), (largest, least)) if counted else ():
-        reason = _other_rows_change(calls, run_tape, key, sizes, real, _poison(calls, other))
+        reason = trial.other_rows_change(real, _poison(calls, other))
         if reason is not None:
-            return f"other numbers in padded rows give {reason} (tried {SizeKey(sizes)} rows padded to {key})"
+            return f"other numbers in padded rows give {reason} {trial}"
     return None
 
 
@@ -126,43 +165,6 @@ def _poison(calls: SizedCalls, rows: Sequence[torch.Tensor]) -> list[torch.Tenso
         torch.tensor(float("nan"), dtype=leaf.dtype, device=leaf.device) if _has_nan(leaf) else row
         for leaf, row in zip(calls.buffers.leaves, rows, strict=True)
     ]
-
-
-def _run_without(calls: SizedCalls, rows: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
-    """What a run without padding returns and writes."""
-    body, leaves, state = calls.body, calls.buffers.leaves, calls.state
-    with preserved(state):
-        inputs = [row if leaf.address is not None else row.clone() for row, leaf in zip(rows, leaves, strict=True)]
-        plain = body.run(inputs, sizes)
-        return [
-            *(plain[i] for i in _returned(body)),
-            *(inputs[i] for i in _written(calls)),
-            *(t.clone() for t in state),
-        ]
-
-
-def _run_padded(
-    calls: SizedCalls,
-    run_tape: Callable[[], Sequence[Any]],
-    key: SizeKey,
-    sizes: Sizes,
-    rows: Sequence[torch.Tensor],
-    padding: Sequence[torch.Tensor],
-) -> list[Any]:
-    """The real part of what a run with padding returns and writes."""
-    leaves, views = calls.buffers.leaves, calls.buffers.views(key.values)
-    with preserved(calls.state):
-        for view, row, leaf, pad in zip(views, rows, leaves, padding, strict=True):
-            if leaf.address is None:
-                real_part(view, leaf, sizes).copy_(row)
-                for part in padded_parts(view, leaf, sizes):
-                    part.copy_(repeat_to(pad, part.shape) if pad.dim() else pad)
-        calls.buffers.filled_by = None
-        outputs = _real_outputs(run_tape(), calls.body, sizes)
-        written = [real_part(views[i], leaves[i], sizes) for i in _written(calls)]
-        return [
-            value.clone() if isinstance(value, torch.Tensor) else value for value in (*outputs, *written, *calls.state)
-        ]
 
 
 def _written(calls: SizedCalls) -> list[int]:
