@@ -36,7 +36,7 @@ class Raised:
     """One exception with the stack it was raised through."""
 
     type: str
-    """As printed: ``torch._dynamo.exc.BackendCompilerFailed``."""
+    """As printed: ``torch.OutOfMemoryError``."""
     message: str
     frames: tuple[Frame, ...]
     """Outermost first."""
