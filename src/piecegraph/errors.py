@@ -13,7 +13,8 @@
     ├── CommandError                      PG61x  a command cannot do what it was asked to
     ├── RequestError (also ValueError)    PG65x  one request cannot be served; the others go on
     ├── ModelError                        PG66x  a language model cannot be loaded or run as it is
-    │                                     PG67x  the same, of the demo model and the cache it is kept in
+    │                                     PG671  the same, of the demo model
+    ├── CacheError                        PG67x  the cache on disk cannot be used
     ├── SelectionError (also ValueError)  PG71x  what was asked for is not among the kernels that ran
     └── KernelError                       PG73x  kernels of recorded graphs cannot be chosen, read or switched
 
@@ -100,6 +101,9 @@ CODES: dict[str, str] = {
     "PG671": "the demo model cannot be read",
     "PG672": "the cache folder is not safe to use",
     "PG673": "the cache folder cannot be used",
+    "PG674": "an entry of the cache cannot be used and was made again",
+    "PG675": "there is no such entry in the cache",
+    "PG676": "an archive of cache entries cannot be used",
     "PG701": "a trace cannot be read",
     "PG702": "a trace is empty",
     "PG703": "a trace is not JSON",
@@ -125,7 +129,7 @@ CODES: dict[str, str] = {
 PLACE = ("phase", "piece", "size", "op", "line")
 """The fields that say where in the making of a plan an error happened."""
 
-NOTES = frozenset({"PG404", "PG406", "PG510", "PG515", "PG516", "PG724"})
+NOTES = frozenset({"PG404", "PG406", "PG510", "PG515", "PG516", "PG674", "PG724"})
 """Events that are shown and counted, but are no fallback: the call is served from its plan all the same."""
 
 
@@ -221,6 +225,10 @@ class RequestError(PiecegraphError, ValueError):
 
 class ModelError(PiecegraphError):
     """A language model cannot be loaded, or not be run as it is."""
+
+
+class CacheError(PiecegraphError):
+    """The cache on disk, or something in it, cannot be used."""
 
 
 class SelectionError(PiecegraphError, ValueError):

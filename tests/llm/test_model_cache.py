@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.errors import ModelError
+from piecegraph.base.cache_root import cache_root
+from piecegraph.errors import CacheError
 from piecegraph.llm.model import model_cache
-from piecegraph.llm.model.model_cache import cache_root, cached_folder
+from piecegraph.llm.model.model_cache import cached_folder
 
 HEADER = b'{"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
 
@@ -168,7 +169,7 @@ def test_what_others_may_write_to_is_not_trusted(mode: int, inner: bool, root: P
     folder = make()
     unsafe = folder if inner else root
     unsafe.chmod(mode)
-    with pytest.raises(ModelError, match="PG672 .* is not safe to use: others may write to it. hint: chmod go-w"):
+    with pytest.raises(CacheError, match="PG672 .* is not safe to use: others may write to it. hint: chmod go-w"):
         make(refuse)
     unsafe.chmod(0o755)
     assert make(refuse) == folder
@@ -177,13 +178,13 @@ def test_what_others_may_write_to_is_not_trusted(mode: int, inner: bool, root: P
 def test_what_belongs_to_someone_else_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     make()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(ModelError, match=r"PG672 .* belongs to user \d+, not to \d+. hint: set PIECEGRAPH_CACHE"):
+    with pytest.raises(CacheError, match=r"PG672 .* belongs to user \d+, not to \d+. hint: set PIECEGRAPH_CACHE"):
         make(refuse)
 
 
 def test_no_room(root: Path) -> None:
     with pytest.raises(
-        ModelError, match=r"PG673 .*cannot be used: \d+ MiB are needed and \d+ MiB are free. hint: make"
+        CacheError, match=r"PG673 .*cannot be used: \d+ MiB are needed and \d+ MiB are free. hint: make"
     ):
         make(num_bytes=2**60)
 
@@ -192,7 +193,7 @@ def test_no_room(root: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(
-        ModelError, match=r"PG673 the cache folder .*cannot be used: No space left on device. hint: make"
+        CacheError, match=r"PG673 the cache folder .*cannot be used: No space left on device. hint: make"
     ):
         make(fill_the_disk)
     assert names(root) == {".model.lock"}
@@ -200,5 +201,5 @@ def test_no_room(root: Path) -> None:
 
 def test_a_folder_that_cannot_be_made(root: Path) -> None:
     root.write_text("a file")
-    with pytest.raises(ModelError, match="PG673 .*: File exists"):
+    with pytest.raises(CacheError, match="PG673 .*: File exists"):
         make()

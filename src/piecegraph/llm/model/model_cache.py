@@ -9,41 +9,23 @@ while the lock is free is that of a process which was killed.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
-import stat
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from piecegraph.errors import ModelError
+from piecegraph.base.cache_root import locked, require_ours, usable_root
 
 _LOG = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 _MISSING = "it is not there"
-_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
-
-
-def cache_root() -> Path:
-    """Where piecegraph keeps what it makes: ``PIECEGRAPH_CACHE``, or a folder in the user's cache."""
-    chosen = os.environ.get("PIECEGRAPH_CACHE")
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    caches = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        return (Path(caches) if os.path.isabs(caches) else Path.home() / ".cache") / "piecegraph"
-    except RuntimeError as error:
-        raise ModelError(
-            "PG673", "there is no place for a cache", why=str(error), hint="set PIECEGRAPH_CACHE to a folder"
-        ) from error
 
 
 def cached_folder(name: str, make: Callable[[Path], None], *, num_bytes: int) -> Path:
@@ -55,15 +37,12 @@ def cached_folder(name: str, make: Callable[[Path], None], *, num_bytes: int) ->
         num_bytes: how large they are, about.
 
     Raises:
-        ModelError: PG672, others may write to the cache; PG673, we may not, or it is full.
+        CacheError: PG672, others may write to the cache; PG673, we may not, or it is full.
     """
-    root = cache_root()
-    folder = root / name
-    with _told_as_ours(root):
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _require_ours(root)
+    with usable_root() as root:
+        folder = root / name
         if damage(folder):
-            with _locked(root / f".{name}.lock"):
+            with locked(root / f".{name}.lock"):
                 reason = damage(folder)
                 if reason and reason != _MISSING:
                     _LOG.warning("%s is damaged (%s) and is made again", folder, reason)
@@ -76,11 +55,11 @@ def damage(folder: Path) -> str:
     """What is wrong with a folder of the cache; empty if nothing is.
 
     Raises:
-        ModelError: PG672, others may write to it.
+        CacheError: PG672, others may write to it.
     """
     if not folder.exists():
         return _MISSING
-    _require_ours(folder)
+    require_ours(folder)
     try:
         expected = json.loads((folder / _MANIFEST).read_text())["files"]
         wrong = [name for name, found in expected.items() if _fingerprint(folder / name) != found]
@@ -123,35 +102,3 @@ def _fingerprint(path: Path) -> dict[str, Any]:
         else:
             hashed = file.read()
     return {"bytes": num_bytes, "sha256": hashlib.sha256(hashed).hexdigest()}
-
-
-def _require_ours(folder: Path) -> None:
-    found = folder.stat()
-    if found.st_uid != os.geteuid():
-        reason = f"it belongs to user {found.st_uid}, not to {os.geteuid()}"
-        hint = "set PIECEGRAPH_CACHE to a folder of your own"
-    elif found.st_mode & _OTHERS_MAY_WRITE:
-        reason, hint = "others may write to it", f"chmod go-w {folder}"
-    else:
-        return
-    raise ModelError("PG672", f"the cache folder {folder} is not safe to use", why=reason, hint=hint)
-
-
-@contextlib.contextmanager
-def _told_as_ours(root: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ModelError(
-            "PG673",
-            f"the cache folder {root} cannot be used",
-            why=error.strerror or str(error),
-            hint="make room there, or set PIECEGRAPH_CACHE to another folder",
-        ) from error
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -1,0 +1,246 @@
+"""Entries of the cache on disk: a folder for each key, whole, unchanged and ours, or not used at all.
+
+Note [Entries]
+~~~~~~~~~~~~~~
+An entry is a folder of files and ``entry.json``, which holds the factors of its key and a hash of every file, and of
+itself. It is written under another name and renamed, so whoever finds it finds all of it; it holds no path, so that it
+may lie anywhere; and nothing runs in it: a process copies what it needs, checking each hash on the way. So entries can
+be removed, or replaced by another process, at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from piecegraph.base.cache_root import locked, require_ours, usable_root
+from piecegraph.errors import CacheError
+
+FORMAT = 1
+"""Of what is written. Another number is another version's."""
+
+Factors = Mapping[str, Mapping[str, str]]
+"""What a key is made of: groups of names with a text each."""
+
+_PLANS = "plans"
+_INDEX = "entry.json"
+_LOCK = ".lock"
+_WORK = ".new-"
+_DEFAULT_GIB = 16.0
+
+
+class DamagedEntryError(Exception):
+    """An entry is not what was written."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry, as its index describes it."""
+
+    folder: Path
+    key: str
+    name: str
+    """Of what was compiled."""
+    made: float
+    """Seconds since the epoch."""
+    used: float
+    factors: Factors
+    facts: Mapping[str, Any]
+    """What else is worth knowing, for people."""
+    files: Mapping[str, tuple[int, str]]
+    """Bytes and hash of each."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for size, _ in self.files.values())
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy the files to a folder, each of them checked. Raises DamagedEntryError."""
+        for name in self.files:
+            data = self.read(name)
+            path = folder / name
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.write_bytes(data)
+
+    def read(self, name: str) -> bytes:
+        """A file, checked. Raises DamagedEntryError."""
+        size, expected = self.files[name]
+        try:
+            file = os.open(self.folder / name, os.O_RDONLY | os.O_NOFOLLOW)
+            with open(file, "rb") as opened:
+                found = os.fstat(file)
+                data = opened.read()
+        except OSError as error:
+            raise DamagedEntryError(f"{name}: {error.strerror}") from error
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise DamagedEntryError(f"others may write to {name}, or it is not ours")
+        if len(data) != size or hashlib.sha256(data).hexdigest() != expected:
+            raise DamagedEntryError(f"{name} is not what was written")
+        return data
+
+
+def find_entry(key: str) -> Entry | None:
+    """The entry of a key, marked as used; None if there is none. Raises DamagedEntryError, CacheError."""
+    with usable_root() as root:
+        folder = root / _PLANS / key
+        if not folder.exists():
+            return None
+        require_ours(folder.parent)
+        require_ours(folder)
+        entry = _read_index(folder)
+        if entry.key != key:
+            raise DamagedEntryError(f"it is the entry of {entry.key}")
+        with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+            os.utime(folder)
+        return entry
+
+
+def all_entries() -> Iterator[Entry | tuple[Path, str]]:
+    """Every entry; of one that cannot be read, its folder and what is wrong."""
+    with usable_root() as root:
+        plans = root / _PLANS
+        folders = sorted(plans.iterdir()) if plans.exists() else []
+        for folder in folders:
+            if not folder.name.startswith("."):
+                try:
+                    require_ours(folder)
+                    yield _read_index(folder)
+                except (DamagedEntryError, CacheError, FileNotFoundError) as error:
+                    yield folder, str(error)
+
+
+def write_entry(key: str, name: str, factors: Factors, facts: Mapping[str, Any], files: Path) -> None:
+    """Make an entry of the files in a folder, in the place of any there is. See Note [Entries]."""
+    with usable_root() as root:
+        plans = root / _PLANS
+        plans.mkdir(mode=0o700, exist_ok=True)
+        require_ours(plans)
+        work = Path(tempfile.mkdtemp(prefix=_WORK, dir=plans))
+        try:
+            fresh = work / key
+            shutil.copytree(files, fresh)
+            fresh.chmod(0o700)
+            _write_index(fresh, key, name, factors, facts)
+            with locked(plans / _LOCK):
+                _put(fresh, plans / key)
+                _drop_oldest(plans, keep=key)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def remove_entry(key: str) -> None:
+    """Remove an entry, or what is left of one."""
+    with usable_root() as root, locked(root / _PLANS / _LOCK):
+        _remove(root / _PLANS / key)
+
+
+def prune(most_bytes: int | None = None) -> list[str]:
+    """Remove damaged entries, unfinished work, and the least recently used until the others fit; their names."""
+    with usable_root() as root:
+        plans = root / _PLANS
+        if not plans.exists():
+            return []
+        with locked(plans / _LOCK):
+            damaged = [found[0] for found in all_entries() if isinstance(found, tuple)]
+            for folder in (*damaged, *plans.glob(f"{_WORK}*")):
+                _remove(folder)
+            return [folder.name for folder in damaged] + _drop_oldest(plans, most_bytes=most_bytes)
+
+
+def limit_bytes() -> int:
+    """What all entries may take together: ``PIECEGRAPH_CACHE_GIB``."""
+    try:
+        gib = float(os.environ.get("PIECEGRAPH_CACHE_GIB", _DEFAULT_GIB))
+    except ValueError as error:
+        raise CacheError("PG673", "PIECEGRAPH_CACHE_GIB is not a number", why=str(error)) from error
+    return int(gib * 2**30)
+
+
+def damage_of(entry: Entry) -> str:
+    """What is wrong with the files of an entry; empty if nothing is."""
+    try:
+        for name in entry.files:
+            entry.read(name)
+    except DamagedEntryError as error:
+        return str(error)
+    return ""
+
+
+def _put(fresh: Path, folder: Path) -> None:
+    """A folder cannot be renamed onto one that holds something: the old one goes out of the way first."""
+    if os.path.lexists(folder):
+        folder.rename(fresh.parent / "old")
+    fresh.rename(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Out of its place at once, so that nobody finds half of it."""
+    gone = folder.with_name(f"{_WORK}{folder.name}-{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(gone)
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+
+
+def _drop_oldest(plans: Path, *, keep: str = "", most_bytes: int | None = None) -> list[str]:
+    most = limit_bytes() if most_bytes is None else most_bytes
+    found = [entry for entry in all_entries() if isinstance(entry, Entry)]
+    total, dropped = sum(entry.num_bytes for entry in found), []
+    for entry in sorted(found, key=lambda entry: entry.used):
+        if total > most and entry.key != keep:
+            _remove(plans / entry.key)
+            dropped.append(entry.key)
+            total -= entry.num_bytes
+    return dropped
+
+
+def _write_index(folder: Path, key: str, name: str, factors: Factors, facts: Mapping[str, Any]) -> None:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {str(path.relative_to(folder)): _fingerprint(path) for path in paths}
+    for path in paths:
+        path.chmod(0o600)
+    content = {
+        "format": FORMAT,
+        "key": key,
+        "name": name,
+        "made": time.time(),
+        "factors": factors,
+        "facts": facts,
+        "files": files,
+    }
+    (folder / _INDEX).write_text(json.dumps({**content, "sha256": _hash_of(content)}, indent=1))
+
+
+def _read_index(folder: Path) -> Entry:
+    try:
+        content = json.loads((folder / _INDEX).read_text())
+        expected = content.pop("sha256")
+        used = folder.stat().st_mtime
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise DamagedEntryError(f"{_INDEX}: {type(error).__name__}: {error}") from error
+    if expected != _hash_of(content):
+        raise DamagedEntryError(f"{_INDEX} is not what was written")
+    if content["format"] != FORMAT:
+        raise DamagedEntryError(f"it is of format {content['format']}, and this version writes {FORMAT}")
+    files = {name: (size, digest) for name, (size, digest) in content["files"].items()}
+    return Entry(
+        folder, content["key"], content["name"], content["made"], used, content["factors"], content["facts"], files
+    )
+
+
+def _hash_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _fingerprint(path: Path) -> tuple[int, str]:
+    data = path.read_bytes()
+    return len(data), hashlib.sha256(data).hexdigest()
