@@ -63,6 +63,8 @@ class Options:
     """Write down which line of the model put which kernels into the graphs, for ``trace()`` and ``kernels``: recording
     takes longer, replays do not.
     """
+    cache: bool = True
+    """Keep plans on disk, so that another process neither traces nor compiles; see docs/cache.md."""
     progress: bool | Literal["auto"] = "auto"
     """Show progress bars on standard error. ``"auto"``: when it is a terminal."""
 
@@ -72,6 +74,7 @@ class Options:
             if not _is_positive_int(value):
                 raise ConfigError("PG101", f"options[{name!r}] is {value!r}", why="it must be a positive integer")
         _check_choice("options['provenance']", self.provenance, (True, False))
+        _check_choice("options['cache']", self.cache, (True, False))
         _check_choice("options['lazy']", self.lazy, (True, False, "auto"))
         _check_choice("options['progress']", self.progress, (True, False, "auto"))
         _check_choice("options['check_addresses']", self.check_addresses, get_args(AddressChecks))

@@ -17,6 +17,7 @@ import hashlib
 import importlib
 import inspect
 import operator
+import os
 import re
 import sys
 import threading
@@ -60,6 +61,10 @@ class DynamoCapture:
     """What the expressions are evaluated in."""
     left_out: tuple[str, ...]
     """What the function does that is in no graph and changes no tensor, with the lines."""
+    code: tuple[CodeType, ...]
+    """All Python that was read for the trace."""
+    imports: Mapping[str, str]
+    """The modules that expressions name, by the names they have there."""
     sizes: tuple[tuple[torch.Tensor, int, Any], ...] = ()
     """Every symbolic size of an argument, with the tensor and the dimension: also of one that is no input of the graph,
     because nothing but its size is read.
@@ -103,9 +108,11 @@ def dynamo_capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     touched = _touched_objects(told, call_scopes)
 
     run_bytecode = functools.partial(_around_graph, captured, plain_function, receiver, gone_on.copies)
-    names, scopes = _outside_values(captured.graph_capture_output, plain_function, receiver)
+    output = captured.graph_capture_output
+    names, imports = _outside_values(output, plain_function, receiver)
+    scopes, code, left_out = outside_scopes(function, imports), tuple(output.traced_code), tuple(gone_on.left_out)
     if backend_input is None:
-        return DynamoCapture(None, (), None, objects, run_bytecode, touched, (), names, scopes, tuple(gone_on.left_out))
+        return DynamoCapture(None, (), None, objects, run_bytecode, touched, (), names, scopes, left_out, code, imports)
     graph_module, inputs, fake_mode = (
         backend_input.graph_module,
         tuple(backend_input.example_inputs),
@@ -114,9 +121,20 @@ def dynamo_capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     sizes = _symbolic_sizes(fake_mode, call_scopes)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     sources = tuple(_source_name(getattr(node, "_dynamo_source", None)) for node in placeholders)
-    left_out = tuple(gone_on.left_out)
     return DynamoCapture(
-        graph_module, inputs, fake_mode, objects, run_bytecode, touched, sources, names, scopes, left_out, sizes
+        graph_module,
+        inputs,
+        fake_mode,
+        objects,
+        run_bytecode,
+        touched,
+        sources,
+        names,
+        scopes,
+        left_out,
+        code,
+        imports,
+        sizes,
     )
 
 
@@ -166,8 +184,8 @@ def _source_name(source: Any) -> str:
 
 def _outside_values(
     output: Any, function: Callable[..., Any], receiver: tuple[Any, ...]
-) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """What Dynamo would guard of the values outside the call: their expressions, and the scopes of these.
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """What Dynamo would guard of the values outside the call: their expressions, and the modules that these name.
 
     Hooks are left out, which would be looked up by the hundred at every call, and torch's own state.
     """
@@ -185,10 +203,7 @@ def _outside_values(
         root = name.partition("]")[0] + "]"
         if kind in kinds and root in roots:
             found[kinds[kind].format(name)] = None
-    local = _Scope(held, lambda name: cells[name].cell_contents)
-    modules = {name: sys.modules[module] for name, module in imports.items() if module in sys.modules}
-    names = tuple(_IMPORTED.sub(r"\1", name) for name in sorted(found))
-    return names, {"L": local, "G": function.__globals__, **modules}
+    return tuple(_IMPORTED.sub(r"\1", name) for name in sorted(found)), imports
 
 
 _IMPORTED = re.compile(r"G\['(__import_\w+)'\]")
@@ -751,6 +766,8 @@ class CompiledGraph:
     function: Callable[..., Any]
     source: CompiledSource | None
     """None where Inductor generated no Python."""
+    artifact: str | None = None
+    """What :func:`load_compiled` finds it by; None if Inductor keeps nothing of it."""
 
 
 def inductor_compile(
@@ -781,7 +798,15 @@ def inductor_compile(
             dynamic_shapes="from_tracing_context",
             options={"config_patches": patches},
         )
-    return CompiledGraph(function, sources[-1] if sources else None)
+    return CompiledGraph(function, sources[-1] if sources else None, _artifact_of(function))
+
+
+def _artifact_of(compiled: Any) -> str | None:
+    """The name of a compiled graph in Inductor's cache. A graph of several, or none, cannot be loaded again."""
+    if compiled._artifacts is None or not compiled.is_saveable():
+        return None
+    name: str = compiled._artifacts[1].aot_autograd_artifacts[0]
+    return name
 
 
 def _salted_cache(graph_module: torch.fx.GraphModule) -> Any:
@@ -1076,3 +1101,253 @@ def job_store() -> Any:
 def demangle(name: str) -> str:
     """A C++ name as it was written; the name itself if torch cannot read it: it knows no ``std::bfloat16_t``."""
     return str(torch._C._demangle(name))
+
+
+# --- what outlives a process
+# -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSymbol:
+    """A symbolic size, as far as tracing and compiling know it."""
+
+    symbol: sympy.Symbol
+    hint: int | None
+    """Its value in the example; None for one that stands for data."""
+    lower: Any
+    upper: Any
+
+
+@dataclass(frozen=True, slots=True)
+class FakeLayout:
+    """All that there is of a fake tensor."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[Any, ...]
+    """Numbers and expressions."""
+    strides: tuple[Any, ...]
+    offset: Any
+    storage: int
+    """Equal for those that share memory."""
+
+
+def kept_symbols(fake_mode: Any) -> tuple[KeptSymbol, ...]:
+    """The symbols of a trace."""
+    env = fake_mode.shape_env if fake_mode is not None else None
+    if env is None:
+        return ()
+    return tuple(
+        KeptSymbol(
+            symbol, None if (hint := env.backed_var_to_val.get(symbol)) is None else int(hint), span.lower, span.upper
+        )
+        for symbol, span in env.var_to_range.items()
+    )
+
+
+def kept_layout(fake: torch.Tensor) -> FakeLayout:
+    """A fake tensor as a value."""
+    plain = (int(n) if not isinstance(n, torch.SymInt) else size_expr(n) for n in (*fake.shape, *fake.stride()))
+    numbers = tuple(plain)
+    offset = fake.storage_offset()
+    return FakeLayout(
+        fake.dtype,
+        fake.device,
+        numbers[: fake.dim()],
+        numbers[fake.dim() :],
+        size_expr(offset) if isinstance(offset, torch.SymInt) else int(offset),
+        storage_id(fake),
+    )
+
+
+def is_keepable_fake(value: Any) -> bool:
+    """Whether a fake tensor is nothing but its layout."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if type(value) is not FakeTensor or value.layout is not torch.strided:
+        return False
+    return not (value.is_quantized or value.is_conj() or value.is_neg() or value.is_nested)
+
+
+class FakeWorld:
+    """Symbols and fake tensors made anew, for a graph that was traced in another process."""
+
+    def __init__(self, symbols: Sequence[KeptSymbol]) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+        from torch.utils._sympy.value_ranges import ValueRanges
+
+        self._env = env = ShapeEnv()
+        for kept in symbols:
+            env.var_to_range[kept.symbol] = ValueRanges(kept.lower, kept.upper)
+            env.var_to_sources[kept.symbol] = []
+            if kept.hint is not None:
+                env.backed_var_to_val[kept.symbol] = sympy.Integer(kept.hint)
+        self.mode = FakeTensorMode(shape_env=env)
+        self._storages: dict[int, Any] = {}
+
+    def size(self, expr: sympy.Expr, kind: str) -> Any:
+        """A number of a trace: ``kind`` is the name of its class, SymInt, SymFloat or SymBool."""
+        from torch.fx.experimental.sym_node import SymNode
+
+        python = {"SymInt": int, "SymFloat": float, "SymBool": bool}[kind]
+        return getattr(torch, kind)(SymNode(expr, self._env, python, None))
+
+    def tensor(self, layout: FakeLayout) -> torch.Tensor:
+        """A fake tensor of that layout; those of one storage share memory."""
+        from torch._subclasses.fake_tensor import FakeTensor
+        from torch.utils._mode_utils import no_dispatch
+
+        def number(value: Any) -> Any:
+            return value if isinstance(value, int) else self.size(value, "SymInt")
+
+        shape, strides = (tuple(map(number, part)) for part in (layout.shape, layout.strides))
+        with no_dispatch(), self._env.suppress_guards(), torch.no_grad():
+            if layout.storage not in self._storages and layout.offset == 0:
+                made = torch.empty_strided(shape, strides, dtype=layout.dtype, device="meta")
+                self._storages[layout.storage] = made.untyped_storage()
+            else:
+                storage = self._storages.setdefault(layout.storage, torch.UntypedStorage(0, device="meta"))
+                made = torch.empty(0, dtype=layout.dtype, device="meta")
+                made.set_(storage, number(layout.offset), shape, strides)
+            return FakeTensor(self.mode, made, layout.device)
+
+
+def kept_op_name(target: Any) -> str | None:
+    """What :func:`find_op` finds an op by in another process; None for what is no op."""
+    if isinstance(target, OpOverload):
+        return f"{target.overloadpacket._qualified_op_name}.{target._overloadname}"
+    return str(target._qualified_op_name) if isinstance(target, OpOverloadPacket) else None
+
+
+def op_definition(target: Any) -> tuple[str, list[Any]]:
+    """An op's schema, and the Python functions that are known to stand behind it."""
+    _, overload = op_of(target)
+    if isinstance(target, OpOverloadPacket):
+        overload = getattr(target, target.overloads()[0], None)
+    if not isinstance(overload, OpOverload):
+        return "", []
+    definition = OPDEFS.get(overload._name)
+    if definition is None:
+        return str(overload._schema), []
+    functions = [definition._init_fn, definition._abstract_fn, *definition._backend_fns.values()]
+    return str(overload._schema), [function for function in functions if function is not None]
+
+
+def map_aggregate(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested arguments of a node, with every atom changed."""
+    from torch.fx.node import map_aggregate as torch_map_aggregate
+
+    return torch_map_aggregate(value, change)
+
+
+def outside_scopes(function: Callable[..., Any], imports: Mapping[str, str]) -> dict[str, Any]:
+    """What expressions for values outside a call are evaluated in; see :attr:`DynamoCapture.constants`."""
+    plain = getattr(function, "__func__", function)
+    receiver = (function.__self__,) if hasattr(function, "__self__") else ()
+    code = plain.__code__
+    held = dict(zip(code.co_varnames, receiver, strict=False))
+    cells = dict(zip(code.co_freevars, plain.__closure__ or (), strict=True))
+    local = _Scope(held, lambda name: cells[name].cell_contents)
+    modules = {name: sys.modules[module] for name, module in imports.items() if module in sys.modules}
+    return {"L": local, "G": plain.__globals__, **modules}
+
+
+_in_folder = threading.RLock()
+"""Held while compilers write to a folder of ours, which is a matter of the whole process."""
+
+
+@contextlib.contextmanager
+def compiler_folder(folder: str) -> Iterator[None]:
+    """Inside, Inductor and Triton keep all that they write, and find what they look for, in a folder.
+
+    torch 2.11 to 2.13: both read the environment at every use; Inductor's caches in memory go by paths in the folder.
+    """
+    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+
+    with _in_folder:
+        if os.environ.get("TORCHINDUCTOR_CACHE_DIR") == folder:
+            yield
+            return
+        before = os.environ.get("TRITON_CACHE_DIR")
+        os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
+        try:
+            with temporary_cache_dir(folder):
+                yield
+        finally:
+            if before is None:
+                os.environ.pop("TRITON_CACHE_DIR", None)
+            else:
+                os.environ["TRITON_CACHE_DIR"] = before
+
+
+def choose_vector_units() -> None:
+    """Have Inductor find out, once for all processes, for which vector units of the CPU it can compile.
+
+    It compiles a test for that, which would otherwise be compiled again in every :func:`compiler_folder`.
+    """
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    bool(pick_vec_isa())  # asking is what compiles
+
+
+def load_compiled(artifact: str) -> CompiledGraph:
+    """What :func:`inductor_compile` made, from the :func:`compiler_folder` that it was made in. Nothing is compiled.
+
+    Not by ``CompiledArtifact.load``, which takes a folder for each graph, and spends a third of a second on a hash of
+    torch's own files.
+    """
+    import torch._inductor.config
+    from torch._inductor.standalone_compile import CacheCompiledArtifact
+
+    # That it was compiled shows that it can be.
+    settings = torch._inductor.config.patch({"cpp.vec_isa_ok": True})  # type: ignore[attr-defined]
+    with torch.no_grad(), settings, _generated_sources() as sources, _without_headers():
+        function = CacheCompiledArtifact._load_impl(contextlib.nullcontext(), artifact)
+    return CompiledGraph(function, sources[-1] if sources else None)
+
+
+@contextlib.contextmanager
+def _without_headers() -> Iterator[None]:
+    """Inside, Inductor compiles no headers for kernels before it looks whether there is something to compile."""
+    from torch._inductor import codecache
+
+    original = codecache._precompile_header
+    codecache._precompile_header = lambda header, *args, **kwargs: ""  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        codecache._precompile_header = original
+
+
+def compiler_settings() -> dict[str, str]:
+    """Every setting of torch that changes what is traced or compiled and is not as torch is delivered, as text."""
+    found: dict[str, str] = {}
+    for name in ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.config"):
+        config: Any = sys.modules.get(name)  # nobody has changed one that is not imported
+        for setting, value in config._get_dict(skip_default=True).items() if config is not None else ():
+            if value != config._config[setting].default:  # it may have been changed, and changed back
+                found[f"{name.removeprefix('torch.')}.{setting}"] = _setting_text(value)
+    # What the environment says is part of their defaults.
+    found |= {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TRITON_")) and name not in _PLACES
+    }
+    backends = torch.backends
+    return found | {
+        "default dtype": str(torch.get_default_dtype()),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "cudnn": f"{backends.cudnn.enabled} {backends.cudnn.deterministic} {backends.cudnn.allow_tf32}",
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def _setting_text(value: Any) -> str:
+    parts = sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else value
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(parts))
+
+
+_PLACES = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"})
+"""Variables that say where and how fast, not what."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,12 @@ import torch
 
 from piecegraph.base import torch_compat
 from piecegraph.base.config import Options
+from piecegraph.base.describe import IndescribableError
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Cut, Decision, Piece
 from piecegraph.base.progress import Progress, StageClock
+from piecegraph.engine.plan_cache import KeptPlan, is_on
+from piecegraph.engine.plan_key import pipeline_factors
 from piecegraph.errors import located
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.example import Example
@@ -48,18 +52,27 @@ class Pipeline:
     options: Options
     events: EventLog
     is_full: bool = False
+    name: str = ""
+    """Of what is traced, for what is kept of it."""
     clock: StageClock = field(default_factory=StageClock)
     compiled: CompiledPieces = field(default_factory=dict)
     """The pieces of all plans."""
+    kept: list[KeptPlan] = field(default_factory=list)
+    """What the cache has of each trace; the last is the one that is cut."""
 
     def trace(self, function: Callable[..., Any], example: Example, weights: Mapping[str, torch.Tensor]) -> Traced:
-        """One graph of a function."""
-        if self.backend == "inductor" and any(tensor.is_cuda for tensor in example.tensors):
-            torch_compat.start_compile_workers()  # they come up meanwhile
-        with located(phase="trace"):
-            traced = trace(function, example, weights)
+        """One graph of a function, from the cache if it is there."""
+        kept = self._open()
+        found = None if kept is None else kept.find(function, example, weights)
+        if found is None:
+            if self.backend == "inductor" and any(tensor.is_cuda for tensor in example.tensors):
+                torch_compat.start_compile_workers()  # they come up meanwhile
+            with located(phase="trace"):
+                found = trace(function, example, weights)
+            if kept is not None:
+                kept.take(found, function, weights)
         self.clock.lap("trace")
-        return traced
+        return found
 
     def fuse(self, traced: Traced) -> tuple[Traced, tuple[Decision, ...]]:
         """The same graph with linears joined, if that is asked for."""
@@ -78,6 +91,44 @@ class Pipeline:
             provenance = self.options.provenance or is_attributing()
             lowering = Lowering(self.backend, self.passes, self.options.inductor, provenance)
             progress = Progress(self.options.progress)
-            program, num_compiles = lower(traced, segments, lowering, self.events, progress, self.compiled)
-        self.clock.lap("lower")
+            kept = self.kept[-1] if self.kept and not interceptions else None
+            with contextlib.nullcontext() if kept is None else kept.compiling():
+                program, num_compiles = lower(
+                    traced,
+                    segments,
+                    lowering,
+                    self.events,
+                    progress,
+                    self.compiled,
+                    {} if kept is None else kept.pieces,
+                )
+        self.clock.lap("compile")
         return Lowered(segments, program, num_compiles)
+
+    def keep(self, traced: Traced) -> None:
+        """Let the plan outlive the process. To be called once it is complete: what is tuned at the first run, too."""
+        if self.kept:
+            self.kept[-1].keep(traced, self.compiled)
+            self.clock.lap("keep")
+
+    def refuse_kept(self, reason: str) -> bool:
+        """The last trace is wrong. Whether it came from the cache, which has it no more: another is worth a try."""
+        if not self.kept or not self.kept[-1].is_warm:
+            return False
+        self.kept[-1].refuse(reason)
+        return True
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What the cache had to do with it."""
+        return (self.kept[-1].decision,) if self.kept else ()
+
+    def _open(self) -> KeptPlan | None:
+        if not self.options.cache or not is_on():
+            return None
+        try:
+            how = pipeline_factors(self.backend, self.passes, self.rules, self.options, is_full=self.is_full)
+        except IndescribableError:
+            return None
+        self.kept.append(KeptPlan(self.name, how, self.events))
+        return self.kept[-1]

@@ -130,7 +130,9 @@ class Planner:
         """Understand calls like this one; also returns the call, or why not even this one can be served."""
         subject, config = self._subject, self._config
         is_full = config.cudagraph_mode == "full"
-        pipeline = Pipeline(config.backend, config.passes, self._rules, config.options, self._events, is_full)
+        pipeline = Pipeline(
+            config.backend, config.passes, self._rules, config.options, self._events, is_full, subject.name
+        )
         source, decisions = self._understand(example, pipeline)
         signature = source.signature if isinstance(source, Traced) else example.signature
         if source.layout_reader:
@@ -139,7 +141,8 @@ class Planner:
         call = signature.match(*example.binder.bind(args, kwargs), subject.training, args, kwargs)
         device = _device_of(signature, subject)
         outside = source.outside if isinstance(source, Traced) and source.outside.names else None
-        return Blueprint(signature, source, outside, device, (example.decision, *decisions), pipeline), call
+        told = (example.decision, *decisions, *pipeline.decisions)
+        return Blueprint(signature, source, outside, device, told, pipeline), call
 
     def make(self, blueprint: Blueprint, interceptions: Sequence[Interception], call: Call) -> PlanRunner:
         """Make a plan. Nothing is recorded yet.
@@ -231,8 +234,14 @@ class Planner:
         self._joined += [w for w in traced.inputs.values() if isinstance(w, Weight) and w.parts]
         watched = watch_example(subject.function, example)
         refuse_moved(watched, example)
-        check_trace(traced, watched, subject.function, example)
-        pipeline.clock.lap("watch")
+        try:
+            check_trace(traced, watched, subject.function, example)
+        except TraceError as error:
+            if pipeline.refuse_kept(error.why):
+                return self._trace(example, pipeline)
+            raise
+        finally:
+            pipeline.clock.lap("check")
         seen = replace(
             traced,
             results=_with_seen_aliases(traced, watched),
@@ -257,7 +266,7 @@ class Planner:
                 BreakRules(self._rules, _device_of(example.signature, subject)),
                 subject.module,
             )
-        pipeline.clock.lap("watch")
+        pipeline.clock.lap("check")
         return body, ()
 
     def _cut(self, blueprint: Blueprint, interceptions: Sequence[Interception]) -> tuple[Body, tuple[Piece | Cut, ...]]:
@@ -268,6 +277,8 @@ class Planner:
         if interceptions and blueprint.pipeline.is_full:
             self._events.emit(cut_while_intercepted(self._subject.name))
         lowered = blueprint.pipeline.cut(source, interceptions)
+        if not interceptions:
+            blueprint.pipeline.keep(source)
         self.num_compiles += lowered.num_compiles
         return TracedBody(source, lowered.program, self._subject.current_weight), lowered.steps
 

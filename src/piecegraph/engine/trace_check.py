@@ -16,7 +16,7 @@ from piecegraph.base import torch_compat
 from piecegraph.base.compare import difference
 from piecegraph.engine.watch import Watched, watch_example
 from piecegraph.errors import TraceError
-from piecegraph.graph.example import Example
+from piecegraph.graph.example import Example, sizes_of
 from piecegraph.graph.sources import FromCall, FromGraph, Weight
 from piecegraph.graph.streams import StreamInterpreter
 from piecegraph.graph.tracer import Traced
@@ -25,7 +25,7 @@ from piecegraph.tape.buffers import preserved
 
 def check_trace(traced: Traced, watched: Watched, function: Callable[..., Any], example: Example) -> None:
     """Refuse a trace that gives other values than the function gave when it was watched."""
-    sizes = _sizes(traced, example)
+    sizes = sizes_of(traced.signature, example)
     if min(sizes, default=2) < 2:  # traced as two; such a size is compared with the function when it is served
         return
     expected = dict(_computed(traced, watched))
@@ -46,13 +46,6 @@ def check_trace(traced: Traced, watched: Watched, function: Callable[..., Any], 
                 why=f"{reason} on the same data; a function may ask whether it is being traced, and go another way",
                 hint='use frontend="breakable", which runs the code as it is',
             )
-
-
-def _sizes(traced: Traced, example: Example) -> tuple[int, ...]:
-    found = dict.fromkeys(range(len(traced.signature.size_names)), 2)
-    for leaf, tensor in zip(traced.signature.tensors, example.tensors, strict=True):
-        found |= {size: tensor.shape[dim] for dim, size in leaf.dynamic}
-    return tuple(found.values())
 
 
 def _computed(traced: Traced, watched: Watched) -> Iterator[tuple[torch.fx.Node, Any]]:

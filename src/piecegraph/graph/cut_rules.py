@@ -75,6 +75,7 @@ class CutRules:
     """Finds the cuts of a graph."""
 
     def __init__(self, splitting_ops: Iterable[Any] | str) -> None:
+        self.asked_for = splitting_ops if isinstance(splitting_ops, str) else tuple(splitting_ops)
         wishes = (
             dict(_registered)
             if splitting_ops == "auto"

@@ -64,3 +64,11 @@ def read_example(
     requests, decision = find_dynamic_dims(function, leaves, paths, dynamic_dims, earlier)
     signature = make_signature(names, values, requests, static_inputs, training)
     return Example(args, kwargs, binder, tuple(leaves), structure, signature, requests, decision)
+
+
+def sizes_of(signature: Signature, example: Example) -> tuple[int, ...]:
+    """The sizes of an example call, by the signature that a trace has made of its own."""
+    found = dict.fromkeys(range(len(signature.size_names)), 2)
+    for leaf, tensor in zip(signature.tensors, example.tensors, strict=True):
+        found |= {size: tensor.shape[dim] for dim, size in leaf.dynamic}
+    return tuple(found.values())

@@ -11,7 +11,8 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx
@@ -46,16 +47,29 @@ INDUCTOR_DEFAULTS: Mapping[str, Any] = {
 }
 
 
+class KeptPiece(NamedTuple):
+    """A compiled piece in another process."""
+
+    artifact: str | None
+    """What Inductor finds it by; None for one that runs as it was traced."""
+    loss: tuple[str, str] | None = None
+    """(code, reason) of the event that is told of it."""
+
+
 @dataclass(frozen=True, slots=True)
-class _CompiledPiece:
+class CompiledPiece:
     """A compiled piece, for all segments with the same graph."""
 
     function: Callable[..., Any]
     backend: str
     source: torch_compat.CompiledSource | None = None
+    kept: KeptPiece | None = None
+    """How to have it in another process without compiling it; None if there is no way."""
+    is_loaded: bool = False
+    """Whether it was compiled in another process."""
 
 
-CompiledPieces = dict[str, _CompiledPiece]
+CompiledPieces = dict[str, CompiledPiece]
 """By structural key."""
 
 
@@ -83,21 +97,23 @@ def lower(
     events: EventLog,
     progress: Progress,
     compiled: CompiledPieces | None = None,
+    kept: Mapping[str, KeptPiece] = MappingProxyType({}),
 ) -> tuple[Program, int]:
     """Compile every distinct piece and stitch the segments together. Also returns the number of compiles.
 
     Args:
         compiled: the pieces that were compiled when the same trace was lowered before with other cuts; added to.
+        kept: those that another process compiled.
     """
     slots = _Slots(traced, segments)
     compiled = {} if compiled is None else compiled
-    num_known = len(compiled)
+    known = set(compiled)
     steps = []
     pieces = [segment for segment in segments if segment.verdict is None]
     with progress.bar("compile", len(pieces)) as bar:
         for index, segment in enumerate(segments):
             if segment.verdict is None:
-                steps.append(_piece_step(index, segment, slots, lowering, compiled, traced, events))
+                steps.append(_piece_step(index, segment, slots, lowering, compiled, kept, traced, events))
                 bar.advance(str(steps[-1].label))
             else:
                 steps.append(_cut_step(index, segment, slots, traced))
@@ -108,7 +124,7 @@ def lower(
         num_slots=len(slots),
         sizes=traced.sizes,
     )
-    return program, len(compiled) - num_known
+    return program, sum(not piece.is_loaded for key, piece in compiled.items() if key not in known)
 
 
 class _Slots:
@@ -146,6 +162,7 @@ def _piece_step(
     slots: _Slots,
     lowering: Lowering,
     compiled: CompiledPieces,
+    kept: Mapping[str, KeptPiece],
     traced: Traced,
     events: EventLog,
 ) -> Step:
@@ -156,7 +173,8 @@ def _piece_step(
     key = structural_key(module, lowering)
     if key not in compiled:
         with located(piece=index, line=str(segment.first_line or "")):
-            compiled[key] = _compile(f"piece {index}", module, lowering, traced.fake_mode, events)
+            loaded = _load(f"piece {index}", module, kept[key], events) if key in kept else None
+            compiled[key] = loaded or _compile(f"piece {index}", module, lowering, traced.fake_mode, events)
     shared = compiled[key]
     return Step(
         label=Piece(index, len(segment.nodes), key, segment.first_line, shared.backend),
@@ -171,25 +189,45 @@ def _piece_step(
 
 def _compile(
     name: str, module: torch.fx.GraphModule, lowering: Lowering, fake_mode: Any, events: EventLog
-) -> _CompiledPiece:
+) -> CompiledPiece:
     """Compile one piece; one that cannot be is run as it was traced, and that is an event."""
     if lowering.backend == "eager":
-        return _CompiledPiece(module.forward, "eager")
+        return CompiledPiece(module.forward, "eager", kept=KeptPiece(None))
     if _writes_overlapping_input(module):
-        events.emit(Event("PG303", name, "compilers assume that inputs written to do not overlap others"))
-        return _CompiledPiece(module.forward, "eager")
+        loss = ("PG303", "compilers assume that inputs written to do not overlap others")
+        return _as_traced(name, module, loss, events)
     fakes = [torch_compat.meta_value(node) for node in module.graph.find_nodes(op="placeholder")]
     try:
         if callable(lowering.backend):
-            return _CompiledPiece(lowering.backend(module, fakes), lowering.name)
+            return CompiledPiece(lowering.backend(module, fakes), lowering.name)
         settings = {**INDUCTOR_DEFAULTS, **lowering.inductor}
         made = torch_compat.inductor_compile(module, fakes, fake_mode, settings, provenance=lowering.provenance)
-        return _CompiledPiece(made.function, "inductor", made.source)
+        kept = None if made.artifact is None else KeptPiece(made.artifact)
+        return CompiledPiece(made.function, "inductor", made.source, kept)
     except Exception as error:  # noqa: BLE001 - a compiler may raise anything; the piece still runs, and it is counted
         line = next((str(source) for node in module.graph.nodes if (source := source_line(node))), "unknown line")
         reason = f"{lowering.name} failed on it (from {line}): {type(error).__name__}: {error}"
-        events.emit(Event("PG302", name, reason))
-        return _CompiledPiece(module.forward, "eager")
+        return _as_traced(name, module, ("PG302", reason), events)
+
+
+def _as_traced(name: str, module: torch.fx.GraphModule, loss: tuple[str, str], events: EventLog) -> CompiledPiece:
+    """A piece that is not compiled. That a compiler failed may be another matter the next time, and is not kept."""
+    events.emit(Event(loss[0], name, loss[1]))
+    return CompiledPiece(module.forward, "eager", kept=KeptPiece(None, loss) if loss[0] == "PG303" else None)
+
+
+def _load(name: str, module: torch.fx.GraphModule, kept: KeptPiece, events: EventLog) -> CompiledPiece | None:
+    """A piece that another process compiled; None if it cannot be had, and is to be compiled."""
+    if kept.artifact is None:
+        if kept.loss is not None:
+            events.emit(Event(kept.loss[0], name, kept.loss[1]))
+        return CompiledPiece(module.forward, "eager", kept=kept, is_loaded=True)
+    try:
+        made = torch_compat.load_compiled(kept.artifact)
+    except Exception as error:  # noqa: BLE001 - whatever Inductor raises: it is compiled instead, and that is told
+        events.emit(Event("PG674", name, f"what Inductor kept cannot be loaded: {type(error).__name__}: {error}"))
+        return None
+    return CompiledPiece(made.function, "inductor", made.source, kept, is_loaded=True)
 
 
 def _writes_overlapping_input(module: torch.fx.GraphModule) -> bool:

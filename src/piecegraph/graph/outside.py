@@ -50,6 +50,16 @@ class OutsideValues:
         self._num_turns = len(turns)
         self._is_doubtful = self._is_late = False
 
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Those that are no tensors, as they were, by their expressions."""
+        named = zip(self.names, self._values, strict=True)
+        return {name: value for name, value in named if not isinstance(value, torch.Tensor)}
+
+    def find(self, expression: str) -> Any:
+        """What an expression leads to now; the object itself if to nothing."""
+        return self._try(expression)
+
     def hold(self) -> bool:
         """Whether they are what they were, as far as it is their turn."""
         try:

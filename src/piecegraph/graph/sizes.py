@@ -23,6 +23,9 @@ from piecegraph.errors import TraceError
 from piecegraph.graph.fx_nodes import source_line
 from piecegraph.graph.signature import Signature
 
+SizeGuards = tuple[tuple[sympy.Basic, str], ...]
+"""Conditions on sizes, each with the line that relies on it."""
+
 
 @dataclass(frozen=True)
 class SizeRules:
@@ -31,6 +34,13 @@ class SizeRules:
     symbols: Mapping[sympy.Symbol, int]
     """The index of the size each symbol stands for."""
     fake_mode: Any
+    kept_guards: SizeGuards = ()
+    """Of a trace that was made in another process, and of its compiled pieces."""
+
+    @property
+    def guards(self) -> SizeGuards:
+        """See Note [Dropped guards]. There are more once pieces were compiled."""
+        return (*self.kept_guards, *torch_compat.size_guards(self.fake_mode))
 
     @staticmethod
     def learn(
@@ -71,7 +81,7 @@ class SizeRules:
     def violated(self, sizes: tuple[int, ...]) -> str | None:
         """The condition that these sizes violate, with its line. See Note [Dropped guards]."""
         values = self.values(sizes)
-        for condition, line in torch_compat.size_guards(self.fake_mode):
+        for condition, line in self.guards:
             # A condition on data (an unbacked symbol) is an assertion in the graph itself.
             if condition.free_symbols <= values.keys() and condition.xreplace(values) == sympy.false:
                 return f"the plan holds only where {condition}" + (f", decided at `{line}`" if line else "")

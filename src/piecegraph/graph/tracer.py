@@ -10,7 +10,7 @@ from __future__ import annotations
 import linecache
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,22 @@ from piecegraph.graph.views import StridedView
 
 EAGER_OP_REASON = "a function marked with piecegraph.eager_op cannot be traced"
 """What such a function says when it is; see breakable.py."""
+
+
+@dataclass(frozen=True)
+class TraceOrigin:
+    """What a trace was made of, for one that is to be kept for another process. Empty for one that was."""
+
+    code: tuple[types.CodeType, ...] = ()
+    """All Python that was read."""
+    sources: tuple[str, ...] = ()
+    """The expression that leads to each input."""
+    outside_tensors: tuple[str, ...] = ()
+    """The expressions among them for tensors that are neither of the call nor weights."""
+    imports: Mapping[str, str] = field(default_factory=dict)
+    """The modules that expressions name."""
+    fixed: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    """Dimensions of the call that the function has fixed, with their sizes."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,7 @@ class Traced:
     """What was read outside the call."""
     streams: Mapping[int, Any]
     """The streams and events the graph refers to by number."""
+    origin: TraceOrigin
     left_out: tuple[str, ...] = ()
     """What the function does that changes no tensor and happens in no replay, with the lines."""
 
@@ -76,7 +93,7 @@ def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, 
     """Trace a function on an example call. Nothing is executed and nothing of the caller's is changed."""
     tensors = _stand_ins(example, weights)
     args, kwargs = example.with_tensors(tensors)
-    capture = _capture(_traceable(function), args, kwargs)
+    capture = _capture(traceable(function), args, kwargs)
     graph, owner = _graph_of(capture)
     inputs = _identify_inputs(graph, capture.example_inputs, tensors, weights)
     traced_sizes = _sizes_of_call(capture, inputs, tensors)
@@ -85,7 +102,9 @@ def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, 
     shapes = {leaf.name: leaf.shape for leaf in signature.tensors}
     if any(shapes[name][dim] != size for (name, dim), size in fixed.items()):
         # A size of 0 or 1 was traced as 2, and the model fixes it to that.
-        return trace(function, replace(example, signature=signature), weights)
+        again = trace(function, replace(example, signature=signature), weights)
+        own = {(name, dim): shapes[name][dim] for name, dim in fixed}
+        return replace(again, origin=replace(again.origin, fixed={**own, **again.origin.fixed}))
     code = GeneratedCode(capture, graph, inputs, example)
     try:
         results, structure, updates = identify_results(code, inputs, tensors)
@@ -94,6 +113,7 @@ def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, 
     except Exception as error:  # the code around the graph is the user's as much as the graph
         raise _trace_error(function, error) from error
     written = _written_placeholders(graph)
+    outside_tensors = _outside_tensors(capture, inputs, weights)
     return Traced(
         signature=signature,
         graph=graph,
@@ -109,8 +129,9 @@ def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, 
         hidden_state=(),
         layout_reader="",
         devices=(),
-        outside=_outside_values(capture, inputs, weights),
+        outside=OutsideValues(outside_tensors, capture.constants, capture.scopes),
         streams=capture.external_objects,
+        origin=TraceOrigin(capture.code, capture.sources, outside_tensors, capture.imports, fixed),
         left_out=capture.left_out,
     )
 
@@ -140,7 +161,7 @@ def _trace_error(function: Callable[..., Any], error: Exception) -> TraceError:
     )
 
 
-def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
+def traceable(function: Callable[..., Any]) -> Callable[..., Any]:
     """Dynamo starts from a Python function of the user's: builtins, partials and torch's own are called from one."""
     if isinstance(function, (types.FunctionType, types.MethodType)) and is_user_file(function.__code__.co_filename):
         return function
@@ -204,18 +225,17 @@ def _identify_inputs(
     return inputs
 
 
-def _outside_values(
+def _outside_tensors(
     capture: torch_compat.DynamoCapture,
     inputs: Mapping[torch.fx.Node, GraphInput],
     weights: Mapping[str, torch.Tensor],
-) -> OutsideValues:
+) -> tuple[str, ...]:
     known = {id(tensor) for tensor in weights.values()}
-    tensors = [
+    return tuple(
         name
         for name, source in zip(capture.sources, inputs.values(), strict=True)
         if isinstance(source, Weight) and name and id(source.tensor) not in known
-    ]
-    return OutsideValues(tensors, capture.constants, capture.scopes)
+    )
 
 
 def _sizes_of_call(

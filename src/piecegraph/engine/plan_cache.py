@@ -1,0 +1,195 @@
+"""Plans that outlive a process: found by their key before anything is traced, kept when they have served once.
+
+Note [A warm start]
+~~~~~~~~~~~~~~~~~~~
+What takes long is kept: the trace, which Dynamo made, and what compilers made of the pieces. The rest is done again, on
+the trace that was loaded: linears are joined, the graph is cut, passes run, and compiled pieces are looked up by their
+structural keys. So what is loaded is the plan that would be made, or a piece is not found and is compiled. The checks
+of a new plan are those of a loaded one, too: the function runs once and is compared with its trace.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from piecegraph.base import torch_compat
+from piecegraph.base.cache_root import OFF
+from piecegraph.base.describe import IndescribableError
+from piecegraph.base.entries import (
+    DamagedEntryError,
+    Entry,
+    Factors,
+    all_entries,
+    find_entry,
+    remove_entry,
+    write_entry,
+)
+from piecegraph.base.events import Event, EventLog
+from piecegraph.base.plan import Decision
+from piecegraph.engine.plan_key import changes, key_of, plan_factors
+from piecegraph.errors import CacheError
+from piecegraph.graph.example import Example
+from piecegraph.graph.kept_trace import StaleTraceError, UnkeepableError, dump_trace, load_trace
+from piecegraph.graph.lower import CompiledPieces, KeptPiece
+from piecegraph.graph.tracer import Traced
+
+_TRACE, _GUARDS, _PIECES, _COMPILED = "trace.pickle", "guards.pickle", "pieces.json", "compiled"
+_SHOWN_CHANGES = 3
+
+
+def is_on() -> bool:
+    """Whether plans are kept at all."""
+    return os.environ.get("PIECEGRAPH_CACHE") != OFF
+
+
+class KeptPlan:
+    """One plan, as far as the cache has to do with it. See Note [A warm start].
+
+    Args:
+        name: of what is compiled.
+        how: what is asked of the stages, described; see :func:`~piecegraph.engine.plan_key.pipeline_factors`.
+        events: where losses are told.
+    """
+
+    def __init__(self, name: str, how: Mapping[str, str], events: EventLog) -> None:
+        self._name = name
+        self._how = how
+        self._events = events
+        self._factors: Factors = {}
+        self._key = ""
+        self._trace = b""
+        self._folder: Path | None = None
+        """Where compilers write, and read what was loaded."""
+        self.pieces: Mapping[str, KeptPiece] = {}
+        """By structural key."""
+        self.decision = Decision("cache", "off", "nothing was traced")
+        self.is_warm = False
+
+    def find(
+        self, function: Callable[..., Any], example: Example, weights: Mapping[str, torch.Tensor]
+    ) -> Traced | None:
+        """The trace of a function, if it is kept and holds for what is there now."""
+        try:
+            self._factors = plan_factors(function, example, weights, self._how)
+        except IndescribableError as error:
+            self.decision = Decision("cache", "off", f"there is no key: {error}")
+            return None
+        self._key = key_of(self._factors)
+        try:
+            entry = find_entry(self._key)
+            self.decision = self._miss() if entry is None else self.decision
+            return None if entry is None else self._load(entry, function, example, weights)
+        except StaleTraceError as stale:
+            self.decision = Decision("cache", "cold", f"{stale} since {self._key} was kept")
+        except DamagedEntryError as damage:
+            self._tell_damage(str(damage))
+        except CacheError as error:
+            self._give_up(error)
+        return None
+
+    def take(self, traced: Traced, function: Callable[..., Any], weights: Mapping[str, torch.Tensor]) -> None:
+        """Write down a trace that was just made, before anything is changed in it."""
+        if not self._key:
+            return
+        try:
+            self._trace = dump_trace(traced, function, weights)
+        except UnkeepableError as error:
+            self._key, self.decision = "", Decision("cache", "off", f"the trace cannot be kept: {error}")
+
+    def refuse(self, reason: str) -> None:
+        """What was loaded is wrong: it goes, and the plan is to be made anew."""
+        self._tell_damage(reason)
+        with contextlib.suppress(CacheError):
+            remove_entry(self._key)
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Around everything that compiles or loads compiled code."""
+        if not self._key:
+            yield
+            return
+        if self._folder is None:
+            self._folder = _scratch_folder()
+            if self._how["backend"] == repr("inductor") and "cpu" in self._factors["device"]:
+                torch_compat.choose_vector_units()
+        with torch_compat.compiler_folder(str(self._folder / _COMPILED)):
+            yield
+
+    def keep(self, traced: Traced, pieces: CompiledPieces) -> None:
+        """Write an entry, unless all of it was loaded from one. What cannot be written is told, and nothing else."""
+        is_known = self.is_warm and all(piece.is_loaded or piece.kept is None for piece in pieces.values())
+        if not self._key or not self._trace or is_known:
+            return
+        if self._folder is None:
+            self._folder = _scratch_folder()
+        records = {key: piece.kept for key, piece in pieces.items() if piece.kept is not None}
+        (self._folder / _TRACE).write_bytes(self._trace)
+        (self._folder / _GUARDS).write_bytes(pickle.dumps(traced.sizes.guards))
+        (self._folder / _PIECES).write_text(json.dumps({key: kept._asdict() for key, kept in records.items()}))
+        facts = {"pieces": len(pieces), "pieces kept": len(records)}
+        try:
+            write_entry(self._key, self._name, self._factors, facts, self._folder)
+        except CacheError as error:
+            self._give_up(error)
+
+    def _load(
+        self, entry: Entry, function: Callable[..., Any], example: Example, weights: Mapping[str, torch.Tensor]
+    ) -> Traced:
+        folder = _scratch_folder()
+        entry.copy_to(folder)
+        try:
+            trace = (folder / _TRACE).read_bytes()
+            guards = pickle.loads((folder / _GUARDS).read_bytes())
+            traced = load_trace(trace, function, example, weights, guards)
+            pieces = json.loads((folder / _PIECES).read_text())
+            self.pieces = {key: KeptPiece(**record) for key, record in pieces.items()}
+        except StaleTraceError:
+            raise
+        except Exception as error:  # its files are what was written: whoever wrote them knew another torch, or us
+            raise DamagedEntryError(f"it cannot be read: {type(error).__name__}: {error}") from error
+        self._trace, self._folder, self.is_warm = trace, folder, True
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.made))
+        self.decision = Decision("cache", "warm", f"{self._key}, made {made}: neither traced nor compiled")
+        return traced
+
+    def _miss(self) -> Decision:
+        """Why there is no entry: what has changed since the nearest one was kept."""
+        mine = [entry for entry in all_entries() if isinstance(entry, Entry) and entry.name == self._name]
+        if not mine:
+            return Decision("cache", "cold", f"nothing is kept of {self._name} yet")
+        found = [(changes(entry.factors, self._factors), entry) for entry in mine]
+        nearest, entry = min(found, key=lambda pair: (len(pair[0]), -pair[1].made))
+        shown = "; ".join(f"{factor} was {old}, is {new}" for factor, old, new in nearest[:_SHOWN_CHANGES])
+        more = f"; and {len(nearest) - _SHOWN_CHANGES} more" if len(nearest) > _SHOWN_CHANGES else ""
+        return Decision("cache", "cold", f"since {entry.key} was kept: {shown}{more}")
+
+    def _tell_damage(self, reason: str) -> None:
+        self._events.emit(Event("PG674", f"cache entry {self._key}", reason))
+        self.decision = Decision("cache", "cold", f"entry {self._key} cannot be used: {reason}")
+
+    def _give_up(self, error: CacheError) -> None:
+        self._key, self.decision = "", Decision("cache", "off", str(error))
+        self._events.emit(Event(error.code, "cache", f"{error.what}: {error.why}", error.hint))
+
+
+def _scratch_folder() -> Path:
+    """A folder of this process alone, removed at its end.
+
+    It is named as Inductor names its own: what is written there is known to be nobody's code.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="torchinductor_piecegraph_"))
+    (folder / _COMPILED).mkdir(mode=0o700)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

@@ -1,0 +1,112 @@
+"""The Python that a trace was made of: written down with the trace, and looked at again before it is used.
+
+The key of a trace is made before anything is traced, from what can be seen from outside. Which functions are called is
+known only afterwards.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from piecegraph.base.describe import Describer, is_versioned
+
+
+@dataclass(frozen=True, slots=True)
+class CodeUsed:
+    """A function that was traced into."""
+
+    module: str
+    function: str
+    """Its qualified name; of a function inside another, that of the outermost."""
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.function}"
+
+
+class UnknownCodeError(Exception):
+    """Code was traced that lies in no module, so that nobody can say whether it is the same later on."""
+
+
+def code_used(codes: Iterable[types.CodeType], function: Any) -> tuple[CodeUsed, ...]:
+    """The functions that were traced into, without those that a version tells all about.
+
+    Args:
+        codes: what Dynamo has read.
+        function: what was traced.
+    """
+    describer = Describer()
+    plain = getattr(function, "__func__", function)
+    names = {module.__file__: name for name, module in list(sys.modules.items()) if getattr(module, "__file__", None)}
+    names[plain.__code__.co_filename] = plain.__module__
+    found: dict[CodeUsed, None] = {}
+    for code in codes:
+        if code.co_filename.startswith("<frozen "):
+            continue
+        written = code.co_filename in names and not code.co_qualname.startswith("__create_fn__")
+        place = (
+            (names[code.co_filename], code.co_qualname.partition(".<locals>")[0]) if written else _made_by_class(code)
+        )
+        if not is_versioned(place[0]) and code is not plain.__code__:  # the function itself is part of the key
+            found[CodeUsed(*place, describer.code(code))] = None
+    for used in found:
+        if _changed(used, Describer()):
+            raise UnknownCodeError(f"{used} is not found by its name")
+    return tuple(found)
+
+
+def _made_by_class(code: types.CodeType) -> tuple[str, str]:
+    """The module and the name of a method that nobody wrote, as those of a dataclass."""
+    modules = [module for name, module in list(sys.modules.items()) if not is_versioned(name)]
+    for module in modules:
+        for value in list(vars(module).values()) if isinstance(module, types.ModuleType) else ():
+            for name, method in list(vars(value).items()) if isinstance(value, type) else ():
+                if isinstance(method, types.FunctionType) and method.__code__ is code:
+                    return value.__module__, f"{value.__qualname__}.{name}"
+    raise UnknownCodeError(f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno}) lies in no module")
+
+
+def first_changed(used: Iterable[CodeUsed]) -> CodeUsed | None:
+    """One that is another now, or gone."""
+    describer = Describer()
+    return next((each for each in used if _changed(each, describer)), None)
+
+
+def _changed(used: CodeUsed, describer: Describer) -> bool:
+    try:
+        value: Any = sys.modules.get(used.module) or importlib.import_module(used.module)
+        for part in used.function.split("."):
+            value = vars(value)[part] if isinstance(value, type) and part in vars(value) else getattr(value, part)
+    except (ImportError, AttributeError, ValueError):
+        return True
+    return used.digest not in map(describer.code, _codes_behind(value))
+
+
+def _codes_behind(value: Any) -> Iterator[types.CodeType]:
+    """The code of a function, of what its decorators have wrapped, and of the functions inside of each."""
+    waiting, seen = [value], set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, types.CodeType):
+            yield value
+            waiting += [constant for constant in value.co_consts if isinstance(constant, types.CodeType)]
+            continue
+        names = ("__code__", "__wrapped__", "__func__", "fget", "func")
+        waiting += [getattr(value, name) for name in names if hasattr(value, name)]
+        cells = getattr(value, "__closure__", None) or ()
+        waiting += [cell.cell_contents for cell in cells if _holds_function(cell)]
+
+
+def _holds_function(cell: types.CellType) -> bool:
+    try:
+        return isinstance(cell.cell_contents, types.FunctionType)
+    except ValueError:  # not filled yet
+        return False

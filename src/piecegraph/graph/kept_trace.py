@@ -1,0 +1,376 @@
+"""A trace as bytes, and the same trace in another process.
+
+Written are the graph with what is known of each value, where each input and each part of the result comes from, and
+what must be as it was. Not written is what belongs to the process: weights are found by their names, ops by theirs,
+values outside the call by the expressions that lead to them, and the signature is that of the call at hand.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx
+
+from piecegraph.base import torch_compat
+from piecegraph.base.describe import Describer, IndescribableError, describe_tensor
+from piecegraph.graph.code_used import CodeUsed, UnknownCodeError, code_used, first_changed
+from piecegraph.graph.example import Example, sizes_of
+from piecegraph.graph.fx_nodes import attribute
+from piecegraph.graph.outside import OutsideValues
+from piecegraph.graph.signature import Signature, is_constant, with_fixed
+from piecegraph.graph.sizes import SizeGuards, SizeRules
+from piecegraph.graph.sources import Fixed, FromGraph, Weight
+from piecegraph.graph.streams import is_stream_object, uses_streams
+from piecegraph.graph.tracer import Traced, TraceOrigin, traceable
+from piecegraph.graph.views import InputView, StridedView
+
+_KEPT_META = ("example_value", "val", "stack_trace")
+_MODULES = "nn_module_stack"
+
+
+class UnkeepableError(Exception):
+    """A trace holds something that means nothing in another process."""
+
+
+class StaleTraceError(Exception):
+    """A trace was made for something else than is there now."""
+
+
+@dataclass(frozen=True, slots=True)
+class _NodeNumber:
+    """A node, by its place in the graph."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptSize:
+    """A symbolic number."""
+
+    expr: Any
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptNode:
+    op: str
+    name: str
+    target: Any
+    args: Any
+    kwargs: Any
+    meta: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptWeight:
+    """A weight: a parameter or buffer of that name, or what an expression leads to."""
+
+    name: str
+    expression: str
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptView:
+    """An :class:`InputView`, with the graph that it applies."""
+
+    source: Any
+    symbols: tuple[Any, ...]
+    nodes: tuple[_KeptNode, ...]
+
+
+@dataclass(frozen=True)
+class _KeptTrace:
+    """All that is written of a trace."""
+
+    symbols: tuple[torch_compat.KeptSymbol, ...]
+    nodes: tuple[_KeptNode, ...]
+    attributes: Mapping[str, Any]
+    """What ``get_attr`` nodes name."""
+    inputs: tuple[Any, ...]
+    results: tuple[Any, ...]
+    structure: Any
+    updates: tuple[Any, ...]
+    size_symbols: Mapping[Any, int]
+    fixed: Mapping[tuple[str, int], int]
+    written_calls: tuple[int, ...]
+    written_weights: tuple[_KeptWeight, ...]
+    outside_tensors: tuple[str, ...]
+    outside_constants: Mapping[str, str]
+    """Described."""
+    imports: Mapping[str, str]
+    code: tuple[CodeUsed, ...]
+    ops: Mapping[str, str]
+    """Those that are not torch's own, described."""
+    left_out: tuple[str, ...]
+
+
+# --- writing
+
+
+def dump_trace(traced: Traced, function: Callable[..., Any], weights: Mapping[str, torch.Tensor]) -> bytes:
+    """Write a trace that was just made. Raises UnkeepableError."""
+    if any(is_stream_object(node) or uses_streams(node) for node in traced.graph.nodes):
+        raise UnkeepableError("it uses streams, which are objects of a process")
+    try:
+        used = code_used(traced.origin.code, traceable(function))
+        kept = _keep(traced, used, weights)
+        file = io.BytesIO()
+        _OpPickler(file, pickle.HIGHEST_PROTOCOL).dump(kept)
+    except (UnknownCodeError, IndescribableError, pickle.PicklingError, TypeError, AttributeError) as error:
+        raise UnkeepableError(str(error)) from error
+    return file.getvalue()
+
+
+def _keep(traced: Traced, used: tuple[CodeUsed, ...], weights: Mapping[str, torch.Tensor]) -> _KeptTrace:
+    origin, numbers = traced.origin, _numbers(traced.graph)
+    names = {id(tensor): name for name, tensor in weights.items()}
+    sources = dict(zip(traced.inputs, origin.sources, strict=True))
+
+    def keep_weight(weight: Weight) -> _KeptWeight:
+        if id(weight.tensor) in names:
+            return _KeptWeight(weight.name, "", describe_tensor(weight.tensor))
+        expression = next((sources[node] for node, source in traced.inputs.items() if source is weight), "")
+        if traced.outside.find(expression) is not weight.tensor:
+            raise UnkeepableError(f"it reads a tensor that nothing leads to ({weight.name})")
+        return _KeptWeight(weight.name, expression, describe_tensor(weight.tensor))
+
+    def keep(value: Any) -> Any:
+        if isinstance(value, Weight):
+            return keep_weight(value)
+        if isinstance(value, (FromGraph, StridedView)):
+            return replace(value, node=_NodeNumber(numbers[value.node]))  # type: ignore[arg-type]
+        if isinstance(value, InputView):
+            return _keep_view(value, keep(value.source))
+        if isinstance(value, Fixed) and (isinstance(value.value, torch.Tensor) or not is_constant(value.value)):
+            raise UnkeepableError(f"its result holds a {type(value.value).__name__} that was there before the call")
+        return value
+
+    return _KeptTrace(
+        symbols=torch_compat.kept_symbols(traced.fake_mode),
+        nodes=_keep_nodes(traced.graph),
+        attributes=_attributes(traced),
+        inputs=tuple(map(keep, traced.inputs.values())),
+        results=tuple(map(keep, traced.results)),
+        structure=traced.structure,
+        updates=traced.updates,
+        size_symbols=dict(traced.sizes.symbols),
+        fixed=dict(origin.fixed),
+        written_calls=traced.written_calls,
+        written_weights=tuple(map(keep_weight, traced.written_weights)),
+        outside_tensors=origin.outside_tensors,
+        outside_constants=_described(traced.outside),
+        imports=dict(origin.imports),
+        code=used,
+        ops=_described_ops(n.target for n in traced.graph.nodes if n.op == "call_function"),
+        left_out=traced.left_out,
+    )
+
+
+def _numbers(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
+    return {node: number for number, node in enumerate(graph.nodes)}
+
+
+def _keep_nodes(graph: torch.fx.Graph) -> tuple[_KeptNode, ...]:
+    numbers = _numbers(graph)
+
+    def refer(value: Any) -> Any:
+        return torch.fx.map_arg(value, lambda node: _NodeNumber(numbers[node]))  # type: ignore[arg-type,return-value]
+
+    return tuple(_KeptNode(n.op, n.name, n.target, refer(n.args), refer(n.kwargs), _keep_meta(n)) for n in graph.nodes)
+
+
+def _keep_meta(node: torch.fx.Node) -> dict[str, Any]:
+    """What is known of a node. Modules are kept by their paths: their classes need not be found again."""
+    meta = {name: _keep_value(node.meta[name]) for name in _KEPT_META if name in node.meta}
+    if _MODULES in node.meta:
+        meta[_MODULES] = {key: (str(path), str(cls)) for key, (path, cls) in node.meta[_MODULES].items()}
+    return meta
+
+
+def _keep_value(value: Any) -> Any:
+    """What a node produces, without what belongs to the process."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return _KeptSize(torch_compat.size_expr(value), type(value).__name__)
+    if isinstance(value, torch.Tensor):
+        if not torch_compat.is_keepable_fake(value):
+            raise UnkeepableError(f"it computes a {type(value).__name__} that is no plain dense tensor")
+        return torch_compat.kept_layout(value)
+    if isinstance(value, torch.Size):
+        return ("size", [_keep_value(part) for part in value])
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__ if type(value) in (tuple, list) else "tuple", [_keep_value(p) for p in value])
+    return value if is_constant(value) else None
+
+
+def _keep_view(view: InputView, source: Any) -> _KeptView:
+    chain = getattr(view.apply, "__self__", None)
+    if not isinstance(chain, torch.fx.GraphModule):
+        raise UnkeepableError("its result holds a view that is made outside the graph")
+    return _KeptView(source, view.symbols, _keep_nodes(chain.graph))
+
+
+def _attributes(traced: Traced) -> dict[str, torch.Tensor]:
+    """The tensors that the graph itself holds."""
+    found: dict[str, torch.Tensor] = {}
+    for node in traced.graph.find_nodes(op="get_attr"):
+        value = attribute(traced.owner, node)
+        if not isinstance(value, torch.Tensor) or "." in str(node.target):
+            raise UnkeepableError(f"its graph holds a {type(value).__name__}")
+        found[str(node.target)] = value.detach()
+    return found
+
+
+def _described(outside: OutsideValues) -> dict[str, str]:
+    describer = Describer()
+    return {name: describer.text(value, name) for name, value in outside.constants.items()}
+
+
+def _described_ops(targets: Iterable[Any]) -> dict[str, str]:
+    """Schemas of ops, and the code behind them as far as it is Python."""
+    found: dict[str, str] = {}
+    for target in targets:
+        name = torch_compat.kept_op_name(target)
+        if name is not None and not name.startswith(("aten::", "prims::")):
+            schema, functions = torch_compat.op_definition(target)
+            found[name] = f"{schema} {Describer().text(functions, name)}"
+    return found
+
+
+class _OpPickler(pickle.Pickler):
+    """Writes ops by their names."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        return torch_compat.kept_op_name(obj)
+
+
+# --- reading
+
+
+def load_trace(
+    data: bytes, function: Callable[..., Any], example: Example, weights: Mapping[str, torch.Tensor], guards: SizeGuards
+) -> Traced:
+    """A trace that :func:`dump_trace` wrote, for the function, the call and the weights that are there now.
+
+    Args:
+        guards: the conditions on sizes that compiling its pieces has added, and those of the trace.
+
+    Raises:
+        StaleTraceError: it was made for something else.
+    """
+    kept: _KeptTrace = _OpUnpickler(io.BytesIO(data)).load()
+    changed = first_changed(kept.code)
+    if changed is not None:
+        raise StaleTraceError(f"the code of {changed} is another")
+    for name, text in kept.ops.items():
+        if _described_ops([torch_compat.find_op(name)]) != {name: text}:
+            raise StaleTraceError(f"the op {name} is another")
+    scopes = torch_compat.outside_scopes(traceable(function), kept.imports)
+    outside = OutsideValues(kept.outside_tensors, tuple(kept.outside_constants), scopes)
+    _check_outside(outside, kept.outside_constants)
+    signature, world = _signature(example, kept.fixed), torch_compat.FakeWorld(kept.symbols)
+    rules = SizeRules(kept.size_symbols, world.mode, guards)
+    violated = rules.violated(sizes_of(signature, example))
+    if violated is not None:
+        raise StaleTraceError(f"{violated}, which is not so")
+    graph, nodes = _make_graph(kept.nodes, world)
+    owner = torch.nn.Module()
+    for name, value in kept.attributes.items():
+        owner.register_buffer(name, value)
+
+    def find_weight(weight: _KeptWeight) -> Weight:
+        found = outside.find(weight.expression) if weight.expression else weights.get(weight.name)
+        if not isinstance(found, torch.Tensor) or describe_tensor(found) != weight.layout:
+            raise StaleTraceError(f"{weight.name} is no {weight.layout} any more")
+        return Weight(weight.name, found)
+
+    def find(value: Any) -> Any:
+        if isinstance(value, _KeptWeight):
+            return find_weight(value)
+        if isinstance(value, (FromGraph, StridedView)):
+            return replace(value, node=nodes[value.node.number])  # type: ignore[attr-defined]
+        if isinstance(value, _KeptView):
+            chain = torch.fx.GraphModule(torch.nn.Module(), _make_graph(value.nodes, world)[0])
+            return InputView(find(value.source), value.symbols, chain.forward)
+        return value
+
+    return Traced(
+        signature=signature,
+        graph=graph,
+        owner=owner,
+        fake_mode=world.mode,
+        inputs=dict(zip(graph.find_nodes(op="placeholder"), map(find, kept.inputs), strict=True)),
+        results=tuple(map(find, kept.results)),
+        structure=kept.structure,
+        updates=kept.updates,
+        sizes=rules,
+        written_calls=kept.written_calls,
+        written_weights=tuple(map(find_weight, kept.written_weights)),
+        hidden_state=(),
+        layout_reader="",
+        devices=(),
+        outside=outside,
+        streams={},
+        origin=TraceOrigin(),
+        left_out=kept.left_out,
+    )
+
+
+def _signature(example: Example, fixed: Mapping[tuple[str, int], int]) -> Signature:
+    signature = with_fixed(example.signature, tuple(fixed))
+    shapes = {leaf.name: leaf.shape for leaf in signature.tensors}
+    for (name, dim), size in fixed.items():
+        if shapes[name][dim] != size:
+            raise StaleTraceError(f"{name}.shape[{dim}] is {shapes[name][dim]}, and the model fixed it to {size}")
+    return signature
+
+
+def _check_outside(outside: OutsideValues, expected: Mapping[str, str]) -> None:
+    describer = Describer()
+    for name, text in expected.items():
+        if name not in outside.constants or describer.text(outside.constants[name], name) != text:
+            raise StaleTraceError(f"{name} is not {text} any more")
+
+
+def _make_graph(kept: Sequence[_KeptNode], world: torch_compat.FakeWorld) -> tuple[torch.fx.Graph, list[torch.fx.Node]]:
+    graph = torch.fx.Graph()
+    nodes: list[torch.fx.Node] = []
+
+    def resolve(value: Any) -> Any:
+        return torch_compat.map_aggregate(value, lambda v: nodes[v.number] if isinstance(v, _NodeNumber) else v)
+
+    for each in kept:
+        node = graph.create_node(each.op, each.target, resolve(each.args), resolve(each.kwargs), each.name)
+        node.meta = {
+            name: value if name in ("stack_trace", _MODULES) else _make_value(value, world)
+            for name, value in each.meta.items()
+        }
+        nodes.append(node)
+    return graph, nodes
+
+
+def _make_value(value: Any, world: torch_compat.FakeWorld) -> Any:
+    if isinstance(value, _KeptSize):
+        return world.size(value.expr, value.kind)
+    if isinstance(value, torch_compat.FakeLayout):
+        return world.tensor(value)
+    if isinstance(value, tuple):
+        kind, parts = value
+        made = [_make_value(part, world) for part in parts]
+        return torch.Size(made) if kind == "size" else made if kind == "list" else tuple(made)
+    return value
+
+
+class _OpUnpickler(pickle.Unpickler):
+    """Finds ops by their names."""
+
+    def persistent_load(self, pid: Any) -> Any:
+        found = torch_compat.find_op(pid)
+        if found is None:
+            raise StaleTraceError(f"there is no op {pid!r}")
+        return found
