@@ -119,8 +119,19 @@ def all_entries() -> Iterator[Entry | tuple[Path, str]]:
                     yield folder, str(error)
 
 
-def write_entry(key: str, name: str, factors: Factors, facts: Mapping[str, Any], files: Path) -> None:
-    """Make an entry of the files in a folder, in the place of any there is. See Note [Entries]."""
+def write_entry(
+    key: str, name: str, factors: Factors, facts: Mapping[str, Any], files: Path, *, replaces: bool
+) -> None:
+    """Make an entry of the files in a folder. See Note [Entries].
+
+    Args:
+        key: of the entry.
+        name: of what was compiled.
+        factors: of the key.
+        facts: what else is worth knowing.
+        files: the folder, which is copied.
+        replaces: whether it takes the place of an entry that is there. If not, another process was quicker.
+    """
     with usable_root() as root:
         plans = root / _PLANS
         plans.mkdir(mode=0o700, exist_ok=True)
@@ -132,7 +143,8 @@ def write_entry(key: str, name: str, factors: Factors, facts: Mapping[str, Any],
             fresh.chmod(0o700)
             _write_index(fresh, key, name, factors, facts)
             with locked(plans / _LOCK):
-                _put(fresh, plans / key)
+                if replaces or not (plans / key).exists():
+                    _put(fresh, plans / key)
                 _drop_oldest(plans, keep=key)
         finally:
             shutil.rmtree(work, ignore_errors=True)

@@ -62,7 +62,7 @@ class Pipeline:
 
     def trace(self, function: Callable[..., Any], example: Example, weights: Mapping[str, torch.Tensor]) -> Traced:
         """One graph of a function, from the cache if it is there."""
-        kept = self._open()
+        kept = self.open_kept()
         found = None if kept is None else kept.find(function, example, weights)
         if found is None:
             if self.backend == "inductor" and any(tensor.is_cuda for tensor in example.tensors):
@@ -123,7 +123,8 @@ class Pipeline:
         """What the cache had to do with it."""
         return (self.kept[-1].decision,) if self.kept else ()
 
-    def _open(self) -> KeptPlan | None:
+    def open_kept(self) -> KeptPlan | None:
+        """What the cache has of the next trace, which is to be asked for; None if nothing is kept."""
         if not self.options.cache or not is_on():
             return None
         try:

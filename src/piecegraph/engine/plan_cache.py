@@ -70,6 +70,8 @@ class KeptPlan:
         self._factors: Factors = {}
         self._key = ""
         self._trace = b""
+        self._replaces = False
+        """Whether there is an entry that was of no use."""
         self._folder: Path | None = None
         """Where compilers write, and read what was loaded."""
         self.pieces: Mapping[str, KeptPiece] = {}
@@ -92,6 +94,7 @@ class KeptPlan:
             self.decision = self._miss() if entry is None else self.decision
             return None if entry is None else self._load(entry, function, example, weights)
         except StaleTraceError as stale:
+            self._replaces = True
             self.decision = Decision("cache", "cold", f"{stale} since {self._key} was kept")
         except DamagedEntryError as damage:
             self._tell_damage(str(damage))
@@ -140,7 +143,14 @@ class KeptPlan:
         (self._folder / _PIECES).write_text(json.dumps({key: kept._asdict() for key, kept in records.items()}))
         facts = {"pieces": len(pieces), "pieces kept": len(records)}
         try:
-            write_entry(self._key, self._name, self._factors, facts, self._folder)
+            write_entry(
+                self._key,
+                self._name,
+                self._factors,
+                facts,
+                self._folder,
+                replaces=self._replaces or self.is_warm,
+            )
         except CacheError as error:
             self._give_up(error)
 
@@ -176,6 +186,7 @@ class KeptPlan:
         return Decision("cache", "cold", f"since {entry.key} was kept: {shown}{more}")
 
     def _tell_damage(self, reason: str) -> None:
+        self._replaces = True
         self._events.emit(Event("PG674", f"cache entry {self._key}", reason))
         self.decision = Decision("cache", "cold", f"entry {self._key} cannot be used: {reason}")
 

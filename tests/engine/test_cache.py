@@ -1,0 +1,179 @@
+"""Plans in another process: warm without any compiler, cold when anything has changed, whole or made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import piecegraph
+from piecegraph.base import entries
+from piecegraph.base.describe import Describer
+from piecegraph.errors import FallbackError
+from tests.cases import modules
+from tests.cases.cached import CachedModel
+from tests.cases.forked import ForkServer
+from tests.cases.modules import Stack, attend_into
+
+
+@pytest.fixture
+def model(forked: ForkServer, tmp_path: Path) -> CachedModel:
+    return CachedModel(forked, tmp_path)
+
+
+def test_a_new_process_traces_nothing(model: CachedModel) -> None:
+    cold = model.run()
+    assert cold["cache"] == "cache: cold (nothing is kept of Model yet)"
+    warm = model.run(compilers="refused")
+    assert warm["cache"].startswith(f"cache: warm ({model.entry.name}, made ")
+    assert warm["compiles"] == 0
+    assert warm["events"] == cold["events"] == {}
+
+
+def test_a_new_process_compiles_nothing_wherever_the_cache_lies(model: CachedModel, tmp_path: Path) -> None:
+    arguments = {"backend": "inductor"}
+    assert model.run(arguments=arguments)["compiles"] == 1
+    model.cache.rename(tmp_path / "moved")
+    model.cache = tmp_path / "moved"
+    warm = model.run(arguments=arguments, compilers="refused")
+    assert "cache: warm" in warm["cache"], warm["cache"]
+    assert (warm["compiles"], warm["events"]) == (0, {})
+    assert "piece (inductor)" in warm["text"]
+
+
+def test_edited_files(model: CachedModel) -> None:
+    model.run()
+    key = model.entry.name
+    model.edit("helpers", "torch.tanh(x)", "torch.tanh(x * 1.5)")
+    assert model.run()["cache"] == f"cache: cold (the code of helpers.squash is another since {key} was kept)"
+    model.edit("model", "SCALE = 2.0", "SCALE = 3.0")
+    assert model.run()["cache"].endswith(f"['SCALE'] is not 2.0 any more since {key} was kept)")
+    model.edit("model", "return x + 1.0", "return x + 2.0")
+    assert "the op pgcached::shift.default is another" in model.run()["cache"]
+    model.edit("model", "x = shift(block(x))", "x = shift(shift(block(x)))")
+    assert "classes: model.Model was " in model.run()["cache"]
+
+
+# --- in one process, which is a new one to the cache
+
+
+def call(module: nn.Module | None = None, **arguments: Any) -> tuple[str, dict[str, int]]:
+    """What the cache says to a call, and what was lost; the result is compared."""
+    torch.manual_seed(0)
+    module = module or Stack(attend_into)
+    fast = piecegraph.compile(module, **{"backend": "eager", "on_fallback": "ignore", **arguments})
+    with torch.no_grad():
+        for size in (5, 3):
+            x = torch.randn(size, 12)
+            torch.testing.assert_close(fast(x), module(x))
+    return next(str(d) for d in fast.plan.decisions if d.subject == "cache"), fast.stats()["events"]
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PIECEGRAPH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def entry_of(root: Path) -> Path:
+    (entry,) = (path for path in (root / "plans").iterdir() if not path.name.startswith("."))
+    return entry
+
+
+def test_what_is_damaged_is_made_again(root: Path) -> None:
+    assert call() == ("cache: cold (nothing is kept of Stack yet)", {})
+    for name, harm in (("trace.pickle", lambda b: b[:-9]), ("entry.json", lambda b: b.replace(b"eager", b"eagle"))):
+        path = entry_of(root) / name
+        path.write_bytes(harm(path.read_bytes()))
+        told, events = call()
+        assert told.startswith(
+            f"cache: cold (entry {entry_of(root).name} cannot be used: {name} is not what was written"
+        )
+        assert events == {"PG674": 1}
+        told, events = call()
+        assert told.startswith(f"cache: warm ({key}, made ")
+        assert events == {}
+
+
+def test_an_entry_of_an_older_version_is_made_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(entries, "FORMAT", 0)
+        call()
+    told, events = call()
+    assert "it is of format 0, and this version writes 1" in told
+    assert events == {"PG674": 1}
+    assert call()[0].startswith("cache: warm")
+
+
+def test_a_folder_that_others_may_write_to_is_refused(root: Path) -> None:
+    call()
+    root.chmod(0o777)
+    told, events = call()
+    assert told.startswith("cache: off (PG672 the cache folder ")
+    assert "is not safe to use: others may write to it. hint: chmod go-w " in told
+    assert events == {"PG672": 1}
+    with pytest.raises(FallbackError, match="PG672"):
+        call(on_fallback="raise")
+    root.chmod(0o700)
+    assert call()[0].startswith("cache: warm")
+
+
+def test_a_folder_that_cannot_be_written_to(root: Path) -> None:
+    root.write_text("a file")
+    told, events = call()
+    assert told.startswith("cache: off (PG673 ")
+    assert events == {"PG673": 1}
+
+
+def test_a_trace_that_is_wrong_is_found_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should something be missing in the key, the function itself still tells."""
+    monkeypatch.setattr(Describer, "code", lambda self, code: "the same")
+    monkeypatch.setattr(modules.MLP, "forward", lambda self, x: x - self.down(self.up(x).sin()))
+    call()
+    told, events = call()
+    assert told.startswith("cache: warm")
+    monkeypatch.setattr(modules.MLP, "forward", lambda self, x: x + self.down(self.up(x).cos()))
+    told, events = call()
+    assert told == "cache: cold (nothing is kept of Stack yet)"
+    assert events == {"PG674": 1}
+    assert call()[0].startswith("cache: warm")
+
+
+def test_other_sizes_than_the_trace_is_for(root: Path) -> None:
+    """A trace that took another branch is no use for this call, and is replaced."""
+
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.shape[0] > 10 else x - 1
+
+    for size, expected in ((20, "cold (nothing"), (30, "warm"), (5, "cold (the plan holds only where"), (7, "warm")):
+        fast = piecegraph.compile(branches, backend="eager", dynamic_dims={"x": 0})
+        assert torch.equal(fast(torch.ones(size)), branches(torch.ones(size)))
+        assert f"cache: {expected}" in fast.explain()
+        assert fast.stats()["events"] == {}
+
+
+def test_ops_of_a_loaded_plan_can_be_intercepted(root: Path) -> None:
+    """It is cut anew, from what is known of every value, and compiled where it must be."""
+    call()
+    module = Stack(attend_into)
+    fast = piecegraph.compile(module, backend="eager")
+    seen = []
+    with torch.no_grad():
+        expected = fast(torch.ones(5, 12))
+        with piecegraph.intercept("aten::gelu", before=lambda ctx, *args: seen.append(args)):
+            torch.testing.assert_close(fast(torch.ones(5, 12)), expected)
+    assert "cache: warm" in fast.explain()
+    assert len(seen) == 3
+
+
+def test_what_is_switched_off_is_not_kept(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = piecegraph.compile(torch.sin, backend="eager", options={"cache": False})
+    fast(torch.ones(3))
+    monkeypatch.setenv("PIECEGRAPH_CACHE", "off")
+    fast = piecegraph.compile(torch.sin, backend="eager")
+    fast(torch.ones(3))
+    assert "cache:" not in fast.explain()
+    assert not root.exists()
