@@ -11,7 +11,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Plans of earlier runs are not for tests, but for those that are about them.
-os.environ.setdefault("PIECEGRAPH_CACHE", "off")
+os.environ["PIECEGRAPH_CACHE"] = "off"
 
 import pytest
 import torch

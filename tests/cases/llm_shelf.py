@@ -67,7 +67,7 @@ class Shelf:
         def trace_once(
             model: Any, cache: Any, *, options: Any, events: Any, on_traced: Any = None, **arguments: Any
         ) -> Any:
-            arguments.pop("on_traced", None)  # starts compilers, and only on a GPU
+            arguments.pop("clock", None)  # on_traced, too, is for what is traced: it starts compilers, on a GPU
             key = (id(model), cache.decisions, options.fuse_linears, options.provenance, *arguments.values())
             if key not in self._traced:
                 self._traced[key] = trace_model(model, cache, options=options, events=events, **arguments)

@@ -89,9 +89,8 @@ def test_what_is_damaged_is_made_again(root: Path) -> None:
         path = entry_of(root) / name
         path.write_bytes(harm(path.read_bytes()))
         told, events = call()
-        assert told.startswith(
-            f"cache: cold (entry {entry_of(root).name} cannot be used: {name} is not what was written"
-        )
+        key = entry_of(root).name
+        assert told.startswith(f"cache: cold (entry {key} cannot be used: {name} is not what was written")
         assert events == {"PG674": 1}
         told, events = call()
         assert told.startswith(f"cache: warm ({key}, made ")

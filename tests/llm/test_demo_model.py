@@ -82,7 +82,7 @@ def test_it_is_converted_once_and_loaded_like_any_other(
         assert torch.equal(model.state_dict()[name], weight.to(torch.bfloat16)), name
     llm = piecegraph.LLM("demo", backend="eager")
     assert llm.stats()["dtype"] == "float32", "half precision is slow on a CPU"
-    assert llm.stats()["stages"].keys() >= {"demo model", "load"}
+    assert "load" in llm.stats()["stages"]
     assert llm.chat_prompt("a b") == llm.tokenizer("<user> a b <assistant>")["input_ids"]
 
 

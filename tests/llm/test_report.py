@@ -41,12 +41,13 @@ def test_explain(models: Shelf) -> None:
 
 
 def test_stages_add_up(models: Shelf) -> None:
+    models.path("llama")
     start = time.perf_counter()
     llm = models.load("llama")
     wall = time.perf_counter() - start
     stages = llm.stats()["stages"]
-    assert list(stages) == ["load", "trace and compile", "measure and allocate", "record", "self check"]
-    assert 0.8 * wall - 0.1 < sum(stages.values()) <= wall
+    assert {"import", "load", "kernels", "measure", "record", "check"} <= stages.keys()
+    assert 0.98 * wall - 0.01 < sum(stages.values()) - stages["import"] <= wall
 
 
 def test_steps_are_those_of_requests(models: Shelf) -> None:

@@ -120,8 +120,7 @@ class Describer:
             return f"{type(value).__name__} {sorted(self.text(part, path) for part in value)}"
         if type(value).__module__ == "numpy":
             return f"numpy {value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()[:16]}"
-        name = torch_compat.qualified_name(value)
-        if name:
+        if callable(value) and is_versioned(type(value).__module__) and (name := torch_compat.qualified_name(value)):
             return f"op {name}"
         if isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
             return f"builtin {value.__module__ or ''}.{value.__qualname__}"
@@ -165,7 +164,11 @@ class Describer:
         return name
 
     def _own_code(self, cls: type) -> str:
-        """What a class defines. Of a class of torch, what somebody else has put there."""
+        """What a class defines. Of a class of torch, what somebody else has put there.
+
+        Lists and the like that instances share are changed by some libraries while a model is loaded. What a trace has
+        read of them is looked at when it is loaded.
+        """
         is_known = is_versioned(cls.__module__)
         lines = [f"{cls.__module__}.{cls.__qualname__}"]
         for name, value in sorted(vars(cls).items()):
@@ -173,15 +176,8 @@ class Describer:
             if function is not None and not (is_known and is_versioned(function.__module__)):
                 lines.append(f"{name} {self._callable_code(function)}")
             elif function is None and not is_known and name not in _NO_CODE:
-                lines.append(f"{name} {self._class_attribute(value)}")
+                lines.append(f"{name} {repr(value) if isinstance(value, _BY_REPR) else type(value).__qualname__}")
         return "\n".join(lines)
-
-    def _class_attribute(self, value: Any) -> str:
-        """What is no code of a class: descriptors and the like are known by their class."""
-        try:
-            return self.text(value)
-        except IndescribableError:
-            return type(value).__qualname__
 
     def _callable_code(self, function: types.FunctionType) -> str:
         """Of a method and of what its decorators have put around it."""
@@ -200,9 +196,8 @@ def module_state(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
         if name in ("_parameters", "_buffers", "_modules") or name in _NO_MATTER:
             continue
-        if name in _EVERY_MODULE and isinstance(value, Mapping):
-            if value:
-                yield name, list(value.values())
+        if name in ("_forward_hooks", "_forward_pre_hooks") and value:
+            yield name, list(value.values())
         elif name not in _EVERY_MODULE or name == "training":
             yield name, value
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Literal, Protocol
+
+STAGES = ("import", "load", "trace", "split", "compile", "kernels", "measure", "record", "check")
+"""Of a start, in their order: not all of them are to be found in every start."""
+
+import_seconds: defaultdict[str, float] = defaultdict(float)
+"""What importing the homes of the package's names took, torch and transformers included where they were not there."""
 
 
 class Bar(Protocol):
@@ -79,3 +86,12 @@ class StageClock:
         now = time.perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
         self._last = now
+
+
+def in_order(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of stages in the order of the stages.
+
+    >>> in_order({"check": 1.0, "trace": 2.0})
+    {'trace': 2.0, 'check': 1.0}
+    """
+    return {stage: seconds[stage] for stage in sorted(seconds, key=STAGES.index)}

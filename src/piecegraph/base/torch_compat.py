@@ -1174,27 +1174,37 @@ class FakeWorld:
 
     def __init__(self, symbols: Sequence[KeptSymbol]) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv, ValueRangesSLoc
         from torch.utils._sympy.value_ranges import ValueRanges
 
         self._env = env = ShapeEnv()
         for kept in symbols:
             env.var_to_range[kept.symbol] = ValueRanges(kept.lower, kept.upper)
+            env.var_to_range_sloc[kept.symbol] = ValueRangesSLoc(env._get_sloc(), env._get_sloc())
             env.var_to_sources[kept.symbol] = []
             if kept.hint is not None:
                 env.backed_var_to_val[kept.symbol] = sympy.Integer(kept.hint)
         self.mode = FakeTensorMode(shape_env=env)
+        self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        """What reads a storage as a dtype, one for each of both."""
         self._storages: dict[int, Any] = {}
+        self._sizes: dict[tuple[sympy.Expr, str], Any] = {}
 
     def size(self, expr: sympy.Expr, kind: str) -> Any:
         """A number of a trace: ``kind`` is the name of its class, SymInt, SymFloat or SymBool."""
         from torch.fx.experimental.sym_node import SymNode
 
-        python = {"SymInt": int, "SymFloat": float, "SymBool": bool}[kind]
-        return getattr(torch, kind)(SymNode(expr, self._env, python, None))
+        if (expr, kind) not in self._sizes:
+            python = {"SymInt": int, "SymFloat": float, "SymBool": bool}[kind]
+            self._sizes[expr, kind] = getattr(torch, kind)(SymNode(expr, self._env, python, None))
+        return self._sizes[expr, kind]
 
     def tensor(self, layout: FakeLayout) -> torch.Tensor:
-        """A fake tensor of that layout; those of one storage share memory."""
+        """A fake tensor of that layout; those of one storage share memory.
+
+        A view of a tensor of one element takes a tenth of the time that a tensor of symbolic sizes does, whose bytes
+        are computed.
+        """
         from torch._subclasses.fake_tensor import FakeTensor
         from torch.utils._mode_utils import no_dispatch
 
@@ -1203,14 +1213,17 @@ class FakeWorld:
 
         shape, strides = (tuple(map(number, part)) for part in (layout.shape, layout.strides))
         with no_dispatch(), self._env.suppress_guards(), torch.no_grad():
-            if layout.storage not in self._storages and layout.offset == 0:
-                made = torch.empty_strided(shape, strides, dtype=layout.dtype, device="meta")
-                self._storages[layout.storage] = made.untyped_storage()
-            else:
-                storage = self._storages.setdefault(layout.storage, torch.UntypedStorage(0, device="meta"))
-                made = torch.empty(0, dtype=layout.dtype, device="meta")
-                made.set_(storage, number(layout.offset), shape, strides)
-            return FakeTensor(self.mode, made, layout.device)
+            base = self._base(layout.storage, layout.dtype).as_strided(shape, strides, number(layout.offset))
+            return FakeTensor(self.mode, base, layout.device)
+
+    def _base(self, storage: int, dtype: torch.dtype) -> torch.Tensor:
+        if (storage, dtype) not in self._bases:
+            base = torch.empty(1, dtype=dtype, device="meta")
+            if storage in self._storages:
+                base.set_(self._storages[storage], 0, (1,), (1,))
+            self._storages.setdefault(storage, base.untyped_storage())
+            self._bases[storage, dtype] = base
+        return self._bases[storage, dtype]
 
 
 def kept_op_name(target: Any) -> str | None:

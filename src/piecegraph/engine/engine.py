@@ -295,7 +295,7 @@ class Engine:
                     raise CallError(found.event.code, f"{self.name} cannot be captured", why=found.event.reason)
                 plan, call = found
                 if plan.plan.mode != "none":
-                    plan.record_listed(call)
+                    plan.capture(call)
             except Exception as error:
                 self._on_failure(self.name, error)
                 raise

@@ -54,6 +54,8 @@ class Pipeline:
     is_full: bool = False
     name: str = ""
     """Of what is traced, for what is kept of it."""
+    factors: Mapping[str, str] = field(default_factory=dict)
+    """What else a trace depends on, besides the function and the call."""
     clock: StageClock = field(default_factory=StageClock)
     compiled: CompiledPieces = field(default_factory=dict)
     """The pieces of all plans."""
@@ -79,12 +81,13 @@ class Pipeline:
         if not self.options.fuse_linears:
             return traced, ()
         fused, decision = fuse_linears(traced)
-        self.clock.lap("fuse")
+        self.clock.lap("split")
         return fused, (decision,)
 
     def cut(self, traced: Traced, interceptions: Sequence[Interception] = ()) -> Lowered:
         """Cut a graph, at intercepted ops too, and compile the pieces that are not compiled yet."""
-        self.clock.start()  # it may have been traced long ago
+        if interceptions:
+            self.clock.start()  # it was traced long ago
         with located(phase="compile"):
             segments = split(traced, self.rules, full=self.is_full, interceptions=interceptions)
             self.clock.lap("split")
@@ -107,9 +110,14 @@ class Pipeline:
 
     def keep(self, traced: Traced) -> None:
         """Let the plan outlive the process. To be called once it is complete: what is tuned at the first run, too."""
+        for earlier in self.kept[:-1]:
+            earlier.keep(None, {})
         if self.kept:
             self.kept[-1].keep(traced, self.compiled)
-            self.clock.lap("keep")
+
+    def compiling(self) -> contextlib.AbstractContextManager[None]:
+        """Around all that compiles for this plan, whoever compiles: what is compiled inside is kept with it."""
+        return self.kept[-1].compiling() if self.kept else contextlib.nullcontext()
 
     def refuse_kept(self, reason: str) -> bool:
         """The last trace is wrong. Whether it came from the cache, which has it no more: another is worth a try."""
@@ -131,5 +139,5 @@ class Pipeline:
             how = pipeline_factors(self.backend, self.passes, self.rules, self.options, is_full=self.is_full)
         except IndescribableError:
             return None
-        self.kept.append(KeptPlan(self.name, how, self.events))
+        self.kept.append(KeptPlan(self.name, {**how, **self.factors}, self.events))
         return self.kept[-1]

@@ -43,6 +43,7 @@ from piecegraph.errors import CacheError
 from piecegraph.graph.example import Example
 from piecegraph.graph.kept_trace import StaleTraceError, UnkeepableError, dump_trace, load_trace
 from piecegraph.graph.lower import CompiledPieces, KeptPiece
+from piecegraph.graph.sizes import SizeGuards
 from piecegraph.graph.tracer import Traced
 
 _TRACE, _GUARDS, _PIECES, _COMPILED = "trace.pickle", "guards.pickle", "pieces.json", "compiled"
@@ -70,6 +71,7 @@ class KeptPlan:
         self._factors: Factors = {}
         self._key = ""
         self._trace = b""
+        self._guards: SizeGuards = ()
         self._replaces = False
         """Whether there is an entry that was of no use."""
         self._folder: Path | None = None
@@ -107,7 +109,7 @@ class KeptPlan:
         if not self._key:
             return
         try:
-            self._trace = dump_trace(traced, function, weights)
+            self._trace, self._guards = dump_trace(traced, function, weights), traced.sizes.guards
         except UnkeepableError as error:
             self._key, self.decision = "", Decision("cache", "off", f"the trace cannot be kept: {error}")
 
@@ -130,8 +132,13 @@ class KeptPlan:
         with torch_compat.compiler_folder(str(self._folder / _COMPILED)):
             yield
 
-    def keep(self, traced: Traced, pieces: CompiledPieces) -> None:
-        """Write an entry, unless all of it was loaded from one. What cannot be written is told, and nothing else."""
+    def keep(self, traced: Traced | None, pieces: CompiledPieces) -> None:
+        """Write an entry, unless all of it was loaded from one. What cannot be written is told, and nothing else.
+
+        Args:
+            traced: the trace, if it was cut: compiling adds conditions on sizes.
+            pieces: what was compiled of it.
+        """
         is_known = self.is_warm and all(piece.is_loaded or piece.kept is None for piece in pieces.values())
         if not self._key or not self._trace or is_known:
             return
@@ -139,7 +146,8 @@ class KeptPlan:
             self._folder = _scratch_folder()
         records = {key: piece.kept for key, piece in pieces.items() if piece.kept is not None}
         (self._folder / _TRACE).write_bytes(self._trace)
-        (self._folder / _GUARDS).write_bytes(pickle.dumps(traced.sizes.guards))
+        guards = self._guards if traced is None else traced.sizes.guards
+        (self._folder / _GUARDS).write_bytes(pickle.dumps(guards))
         (self._folder / _PIECES).write_text(json.dumps({key: kept._asdict() for key, kept in records.items()}))
         facts = {"pieces": len(pieces), "pieces kept": len(records)}
         try:
@@ -169,7 +177,7 @@ class KeptPlan:
             raise
         except Exception as error:  # its files are what was written: whoever wrote them knew another torch, or us
             raise DamagedEntryError(f"it cannot be read: {type(error).__name__}: {error}") from error
-        self._trace, self._folder, self.is_warm = trace, folder, True
+        self._trace, self._guards, self._folder, self.is_warm = trace, guards, folder, True
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.made))
         self.decision = Decision("cache", "warm", f"{self._key}, made {made}: neither traced nor compiled")
         return traced

@@ -180,6 +180,7 @@ class Planner:
             events=self._events,
             example=call,
             function=subject.function,
+            pipeline=None if interceptions else blueprint.pipeline,
         )
 
     def release(self) -> None:
@@ -277,8 +278,6 @@ class Planner:
         if interceptions and blueprint.pipeline.is_full:
             self._events.emit(cut_while_intercepted(self._subject.name))
         lowered = blueprint.pipeline.cut(source, interceptions)
-        if not interceptions:
-            blueprint.pipeline.keep(source)
         self.num_compiles += lowered.num_compiles
         return TracedBody(source, lowered.program, self._subject.current_weight), lowered.steps
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from piecegraph.base.plan import Cut, SizeKey
+from piecegraph.base.progress import import_seconds, in_order
 from piecegraph.base.text import count_of
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def _plan_stats(runner: PlanRunner) -> dict[str, Any]:
         "pieces": len(plan.pieces),
         "distinct_pieces": plan.num_distinct,
         "cuts": len(_cuts(runner)),
-        "seconds": dict(_stages(runner)),
+        "seconds": _stages(runner),
         "sizes": {
             name: {
                 "graphs": size.num_graphs,
@@ -93,7 +94,7 @@ def _explain_plan(title: str, runner: PlanRunner) -> list[str]:
         f"{title}: {plan.frontend} front end, {plan.device}, mode {plan.mode}",
         *(f"  input   {shown}" for shown in plan.inputs),
         *(f"  size    {dim}" for dim in plan.size_dims),
-        "  built   " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in _stages(runner)),
+        "  built   " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in _stages(runner).items()),
         f"  steps   {_count_steps(runner)}",
     ]
     lines += _table(("#", "what", "ops", "key or reason", "line"), _step_rows(runner))
@@ -106,8 +107,11 @@ def _explain_plan(title: str, runner: PlanRunner) -> list[str]:
     return lines
 
 
-def _stages(runner: PlanRunner) -> list[tuple[str, float]]:
-    return [*runner.plan.seconds, ("tune", runner.library.tune_seconds)]
+def _stages(runner: PlanRunner) -> dict[str, float]:
+    """What a plan took until now; all stages together are the time that calls have waited for it."""
+    tuned = runner.library.tune_seconds
+    later = {"kernels": tuned, "record": runner.seconds - tuned}
+    return in_order({"import": import_seconds["piecegraph.api"], **dict(runner.plan.seconds), **later})
 
 
 def _cuts(runner: PlanRunner) -> Sequence[Cut]:

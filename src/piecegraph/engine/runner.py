@@ -6,7 +6,9 @@ occurs and kept as a :class:`~piecegraph.engine.route.Route`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,12 +21,13 @@ from piecegraph.base.plan import Decision, Plan, SizeKey
 from piecegraph.base.structure import Structure, each_once, flatten
 from piecegraph.engine.breakable import BreakableBody
 from piecegraph.engine.paths import PathRecorder, Paths, library_of
+from piecegraph.engine.pipeline import Pipeline
 from piecegraph.engine.route import FunctionRoute, PiecesRoute, Refusal, Route, TapeRoute, UpdatingRoute, why_elsewhere
 from piecegraph.engine.sharing import Sharing
 from piecegraph.errors import CallError, ConfigError, PiecegraphError, RecordError
 from piecegraph.graph import interception
 from piecegraph.graph.signature import Binder, Call, Signature
-from piecegraph.tape.body import Body, Sizes, can_cut
+from piecegraph.tape.body import Body, Sizes, TracedBody, can_cut
 from piecegraph.tape.buckets import best_fit, ladder, next_rung
 from piecegraph.tape.buffers import preserved, rows_at, unharmed
 from piecegraph.tape.calls import SizedCalls
@@ -50,6 +53,7 @@ class PlanRunner:
         events: EventLog,
         example: Call,
         function: Callable[..., Any],
+        pipeline: Pipeline | None,
     ) -> None:
         self.plan = plan
         self.signature = signature
@@ -66,6 +70,10 @@ class PlanRunner:
         self._events = events
         self._function = function
         self._example = example
+        self._pipeline = pipeline
+        """What keeps the plan once it has run; None if it is kept, or not to be."""
+        self.seconds = 0.0
+        """What deciding on sizes and recording them took."""
         self._valid: dict[SizeKey, bool] = {}
         pad = {"always": True, "never": False, "auto": None}[config.padding]
         self._can_pad: list[bool | None] = [pad] * len(signature.size_names)
@@ -94,10 +102,27 @@ class PlanRunner:
             self.routes.clear()
         found: Route | Refusal | None = self._why_invalid(call.sizes)
         if found is None:
-            self.body.learn(call.tensors, call.sizes)
-            found = self._compared_route(call)
+            with self._recording():
+                self.body.learn(call.tensors, call.sizes)
+                found = self._compared_route(call)
         self.routes[call.sizes] = found
         return found
+
+    def capture(self, call: Call) -> None:
+        """Record sizes before they are asked for."""
+        with self._recording():
+            self.record_listed(call)
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Timed. The first time, the plan is kept: what its kernels were tuned to is known then, too."""
+        start = time.perf_counter()
+        with contextlib.nullcontext() if self._pipeline is None else self._pipeline.compiling():
+            yield
+        if self._pipeline is not None and isinstance(self.body, TracedBody):
+            self._pipeline.keep(self.body.traced)
+        self._pipeline = None
+        self.seconds += time.perf_counter() - start
 
     def _why_invalid(self, sizes: Sizes) -> Refusal | None:
         if 0 in sizes:

@@ -50,6 +50,8 @@ class LLMOptions:
     """Write down which line of the model put which kernels into the graphs, for ``trace()`` and ``kernels``."""
     graph_device: GraphDeviceName = "auto"
     """``"simulated"``: recorded without a GPU, for tests."""
+    cache: bool = True
+    """Keep what was traced and compiled on disk; see docs/cache.md."""
     progress: bool | Literal["auto"] = "auto"
     """Show progress bars; ``"auto"``: if standard error is a terminal."""
     inductor: Mapping[str, Any] = None  # type: ignore[assignment]
@@ -64,7 +66,7 @@ class LLMOptions:
             if not _is_auto(getattr(self, name)):
                 count = _positive(f"options[{name!r}]", getattr(self, name), 'a positive integer or "auto"')
                 object.__setattr__(self, name, count)
-        for name in ("fuse_linears", "self_check", "latent_cache", "provenance"):
+        for name in ("fuse_linears", "self_check", "latent_cache", "provenance", "cache"):
             _check_choice(f"options[{name!r}]", getattr(self, name), (True, False))
         for name in ("look_ahead", "progress"):
             _check_choice(f"options[{name!r}]", getattr(self, name), (True, False, "auto"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import torch
 from piecegraph.base.config import Options
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Decision
-from piecegraph.base.progress import Progress, StageClock
+from piecegraph.base.progress import Progress, StageClock, import_seconds, in_order
 from piecegraph.errors import ConfigError, ModelError
 from piecegraph.llm.cache.paged import CacheGroup, PagedCache
 from piecegraph.llm.cache.states import choose_states
@@ -56,12 +57,24 @@ class Started:
 
 def start(path: str, config: LLMConfig, events: EventLog) -> Started:
     """Load, trace, compile, measure, allocate, record, check."""
+    try:
+        return _start(path, config, events)
+    except _WrongPlanError:
+        pass  # what it holds of the device goes with it
+    gc.collect()
+    return _start(path, config, events)
+
+
+class _WrongPlanError(Exception):
+    """What was loaded from the cache did not pass the self check, and is there no more."""
+
+
+def _start(path: str, config: LLMConfig, events: EventLog) -> Started:
     clock, progress, options = StageClock(), Progress(config.options.progress), config.options
     # A wrong name is told before anything is done.
     choose_kernel(config.attention, (), torch.float32, config.device, deterministic=config.deterministic)
     if path == demo_model.NAME:
         path = str(demo_model.demo_folder(progress))
-        clock.lap("demo model")
     with progress.bar("load", 1) as bar:
         loaded = load(path, dtype=config.dtype, device=config.device, load_format=config.load_format)
         bar.advance(path)
@@ -70,18 +83,18 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
     check_batch(batch_limits(loaded, config, limits, 1, has_mrope=False), free_bytes_twice(config.device))
     rotations = hold_rotations(loaded.model, limits.max_model_len)
     clock.lap("load")
-    model, cache, early = _trace_and_compile(loaded, config, limits, events)
-    clock.lap("trace and compile")
+    model, cache, early = _trace_and_compile(loaded, config, limits, clock, events)
     parts = Parts.make(loaded, model, config, limits, _embeds_tracer(loaded, model, cache, config, events), events)
-    groups = parts.give_memory()
-    with torch.inference_mode():
-        rows = parts.forward.choose_rows(min((group.num_blocks for group in groups), default=1))
-        threads = _threads(parts)
-    clock.lap("measure and allocate")
-    if parts.device is not None:
-        at_start = [StepKey(bucket, "greedy") for bucket in parts.forward.sizes.at_start()]
-        parts.forward.library.record(at_start, tidies=False)
-    clock.lap("record")
+    with model.pipeline.compiling():
+        groups = parts.give_memory()
+        with torch.inference_mode():
+            rows = parts.forward.choose_rows(min((group.num_blocks for group in groups), default=1))
+            threads = _threads(parts)
+        clock.lap("measure")
+        if parts.device is not None:
+            at_start = [StepKey(bucket, "greedy") for bucket in parts.forward.sizes.at_start()]
+            parts.forward.library.record(at_start, tidies=False)
+        clock.lap("record")
     prefix_cache, look_ahead = _prefix_cache(config, model), _look_ahead(config)
     engine = parts.make_engine(
         path,
@@ -91,14 +104,10 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
     )
     decisions = [*loaded.decisions, *rotations, *model.decisions, rows, length]
     decisions += [*parts.kernels, *early, *threads, prefix_cache, look_ahead]
-    if options.self_check:
-        with progress.bar("self check", 1), _uncounted(engine):
-            decisions.append(self_check(loaded.model, engine))
-        clock.lap("self check")
-    if config.deterministic:
-        with _uncounted(engine):
-            decisions.append(check_rows(engine))
-        clock.lap("row check")
+    decisions += _checks(loaded, model, engine, config, progress)
+    clock.lap("check")
+    model.pipeline.keep(model.traced)
+    clock.lap("compile")
     return Started(
         loaded,
         model,
@@ -108,21 +117,41 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         cache_bytes=parts.cache_bytes(groups),
         state_bytes=parts.state_bytes,
         decisions=tuple(decisions),
-        stages=clock.seconds,
+        stages=in_order({"import": import_seconds["piecegraph.llm.llm"], **clock.seconds}),
     )
 
 
+def _checks(
+    loaded: LoadedModel, model: TracedModel, engine: LLMEngine, config: LLMConfig, progress: Progress
+) -> list[Decision]:
+    """A model must answer as transformers does; what was loaded from the cache, too, or it is made anew."""
+    decisions = []
+    if config.options.self_check:
+        try:
+            with progress.bar("self check", 1), _uncounted(engine), model.pipeline.compiling():
+                decisions.append(self_check(loaded.model, engine))
+        except ModelError as error:
+            if model.pipeline.refuse_kept(error.why):
+                raise _WrongPlanError from error
+            raise
+    if config.deterministic:
+        with _uncounted(engine):
+            decisions.append(check_rows(engine))
+    return decisions
+
+
 def _trace_and_compile(
-    loaded: LoadedModel, config: LLMConfig, limits: SchedulerLimits, events: EventLog
+    loaded: LoadedModel, config: LLMConfig, limits: SchedulerLimits, clock: StageClock, events: EventLog
 ) -> tuple[TracedModel, TraceCache, list[Decision]]:
     """The compiled model, what stood for its cache, and what became of the kernels that are compiled meanwhile."""
     options = config.options
     early: list[EarlyKernels] = []
+    with torch.no_grad(), contextlib.ExitStack() as compiling:
 
-    def on_traced(sites: TracedSites) -> None:
-        early.extend(_start_early(sites, loaded, config, limits))
+        def on_traced(sites: TracedSites) -> None:
+            compiling.enter_context(sites.pipeline.compiling())
+            early.extend(_start_early(sites, loaded, config, limits))
 
-    with torch.no_grad():
         cache = cache_for(
             decoder_of(loaded.model), linear_attention=options.linear_attention, latent_cache=options.latent_cache
         )
@@ -133,21 +162,24 @@ def _trace_and_compile(
             inductor=options.inductor,
             provenance=options.provenance,
             progress=options.progress,
+            cache=options.cache,
         )
-        backend = config.backend
         model = trace_model(
             loaded.model,
             cache,
-            backend=backend,
+            backend=config.backend,
             options=core_options,
             events=events,
             on_traced=on_traced,
             deterministic=config.deterministic,
+            clock=clock,
         )
-    _check_sizes(loaded, model, limits)
-    if config.deterministic:
-        refuse_deterministic(loaded.model, model.traced.graph, model.states, loaded.experts)
-    return model, cache, [kernels.wait() for kernels in early]
+        _check_sizes(loaded, model, limits)
+        if config.deterministic:
+            refuse_deterministic(loaded.model, model.traced.graph, model.states, loaded.experts)
+        decisions = [kernels.wait() for kernels in early]
+    clock.lap("kernels")
+    return model, cache, decisions
 
 
 def _start_early(
@@ -207,7 +239,8 @@ def _embeds_tracer(
     loaded: LoadedModel, model: TracedModel, cache: TraceCache, config: LLMConfig, events: EventLog
 ) -> Callable[[], TracedModel]:
     """What makes the model whose decoder takes embeddings. Its weights stay where they are, not joined again."""
-    options = Options(inductor=config.options.inductor, progress=config.options.progress)
+    own = config.options
+    options = Options(inductor=own.inductor, progress=own.progress, cache=own.cache)
 
     def trace_embeds() -> TracedModel:
         refuse_embeddings(loaded.model)
@@ -220,6 +253,7 @@ def _embeds_tracer(
             takes_embeds=True,
             position_rows=model.position_rows,
         )
+        traced.pipeline.keep(traced.traced)
         assert (traced.layers, traced.states) == (model.layers, model.states), "the same calls in the same order"
         return traced
 

@@ -115,7 +115,7 @@ class TracedBody:
     def __init__(
         self, traced: Traced, program: Program, current_weight: Callable[[str, torch.Tensor], torch.Tensor]
     ) -> None:
-        self._traced = traced
+        self.traced = traced
         self._program = program
         self._current_weight = current_weight
         self._output_nodes = traced.output_nodes
@@ -148,7 +148,7 @@ class TracedBody:
         value = torch_compat.meta_value(self._output_nodes[index])
         if not isinstance(value, torch.Tensor) or torch_compat.unbacked_symbols(value):
             return None
-        return tuple(self._traced.sizes.evaluate(torch_compat.size_expr(size), sizes) for size in value.shape)
+        return tuple(self.traced.sizes.evaluate(torch_compat.size_expr(size), sizes) for size in value.shape)
 
     def learn(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
         """Everything is in the graph already."""
@@ -161,17 +161,17 @@ class TracedBody:
             return (self._take_strided(self._strided[leaf.index], sizes),)
         assert isinstance(leaf, (FromSize, InputView)), leaf
         exprs = (leaf.expr,) if isinstance(leaf, FromSize) else leaf.symbols
-        return tuple(self._traced.sizes.evaluate(expr, sizes) for expr in exprs)
+        return tuple(self.traced.sizes.evaluate(expr, sizes) for expr in exprs)
 
     def _take_strided(self, view: StridedView, sizes: Sizes) -> Callable[[torch.Tensor], torch.Tensor]:
         if view.is_whole:
             return torch_compat.alias
 
         def evaluate(exprs: Sequence[Any]) -> tuple[int, ...]:
-            return tuple(self._traced.sizes.evaluate(expr, sizes) for expr in exprs)
+            return tuple(self.traced.sizes.evaluate(expr, sizes) for expr in exprs)
 
         shape, strides, (offset,) = evaluate(view.shape), evaluate(view.strides), evaluate((view.offset,))
-        dim_order = self._traced.signature.tensors[view.argument].dim_order
+        dim_order = self.traced.signature.tensors[view.argument].dim_order
 
         def take(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.stride() != dense_strides(tensor.shape, dim_order):
@@ -181,7 +181,7 @@ class TracedBody:
         return take
 
     def violated(self, sizes: Sizes) -> str | None:
-        return self._traced.sizes.violated(sizes)
+        return self.traced.sizes.violated(sizes)
 
     def weights(self) -> list[WatchedWeight]:
         readers: dict[int, str] = {}

@@ -48,6 +48,12 @@ class TraceCache:
         """Whether there are layers that remember by themselves."""
         return bool(self.fine or self.opaque)
 
+    @property
+    def factors(self) -> dict[str, str]:
+        """What a trace depends on that is made while this is installed: see ``factors`` of the pipeline."""
+        opaque = ", ".join(path for path, _ in self.opaque)
+        return {"layers with a state": f"{len(self.fine)} fine; opaque: {opaque}", "latent": str(len(self.latent))}
+
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """While tracing; afterwards the model and its modeling file are as they were."""

@@ -19,7 +19,7 @@ import torch.fx
 from piecegraph.base.config import Options
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Cut, Decision, Piece
-from piecegraph.base.progress import Progress
+from piecegraph.base.progress import Progress, StageClock
 from piecegraph.engine.pipeline import Pipeline
 from piecegraph.errors import ModelError, TraceError
 from piecegraph.graph.cut_rules import CutRules
@@ -53,6 +53,8 @@ class TracedSites:
     """Of each group of them."""
     states: tuple[StateLayer, ...]
     """Its call sites of layers with a state."""
+    pipeline: Pipeline
+    """What is about to compile it."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ def trace_model(
     position_rows: int | None = None,
     on_traced: Callable[[TracedSites], None] | None = None,
     deterministic: bool = False,
+    clock: StageClock | None = None,
 ) -> TracedModel:
     """Trace and compile a loaded model whose attention goes through our plug.
 
@@ -112,9 +115,17 @@ def trace_model(
             ``mrope_positions``, behind the positions. None: that is found out.
         on_traced: called before the pieces are compiled.
         deterministic: its linears must not let a row depend on others.
+        clock: times its stages.
     """
     pipeline = Pipeline(
-        backend, linear_passes(model.device, deterministic=deterministic), CutRules("auto"), options, events
+        backend,
+        linear_passes(model.device, deterministic=deterministic),
+        CutRules("auto"),
+        options,
+        events,
+        name=type(model).__name__,
+        factors=cache.factors,
+        clock=clock or StageClock(),
     )
     with Progress(options.progress).bar("trace", 1):
         traced, position_rows, decisions = _read_decoder(model, cache, pipeline, takes_embeds, position_rows)
@@ -122,7 +133,7 @@ def trace_model(
     states = number_states(traced.graph, tuple(path for path, _ in cache.opaque))
     traced, fused = pipeline.fuse(traced)
     if on_traced is not None:
-        on_traced(TracedSites(traced.graph, layers, reaches, states))
+        on_traced(TracedSites(traced.graph, layers, reaches, states, pipeline))
     lowered = pipeline.cut(traced)
     return TracedModel(
         traced,
@@ -135,7 +146,7 @@ def trace_model(
         position_rows,
         lowered.steps,
         lowered.num_compiles,
-        (*decisions, *fused),
+        (*decisions, *fused, *pipeline.decisions),
     )
 
 
