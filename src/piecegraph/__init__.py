@@ -50,14 +50,9 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'piecegraph' has no attribute {name!r}")
-    import importlib
-    import time
+    from piecegraph.base.progress import timed_import
 
-    from piecegraph.base.progress import import_seconds
-
-    start = time.perf_counter()
-    home = importlib.import_module(_HOMES[name])
-    import_seconds[_HOMES[name]] += time.perf_counter() - start
+    home = timed_import(_HOMES[name], of=_HOMES[name])
     return home if name == "errors" else getattr(home, name)
 
 

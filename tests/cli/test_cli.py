@@ -30,6 +30,9 @@ def run(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess
         "generate --help",
         "run --help",
         "trace --help",
+        "warm --help",
+        "cache --help",
+        "cache export --help",
     ],
 )
 def test_help_and_version_import_no_torch(arguments: str) -> None:

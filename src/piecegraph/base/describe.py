@@ -42,7 +42,7 @@ _VERSIONED = frozenset({"torch", "triton", "numpy", "sympy", "piecegraph", *sys.
 _NO_CODE = frozenset(
     {"__doc__", "__dict__", "__weakref__", "__module__", "__annotations__", "__abstractmethods__", "_abc_impl"}
 )
-_NO_MATTER = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
+_NO_MATTER = frozenset({"name_or_path", "_name_or_path", "_commit_hash", "transformers_version"})
 """Attributes that say where something comes from."""
 
 _MOST_VALUES = 200_000

@@ -32,6 +32,9 @@ FORMAT = 1
 Factors = Mapping[str, Mapping[str, str]]
 """What a key is made of: groups of names with a text each."""
 
+Changes = list[tuple[str, str, str]]
+"""(factor, before, now) of each that differs."""
+
 _PLANS = "plans"
 _INDEX = "entry.json"
 _LOCK = ".lock"
@@ -150,6 +153,28 @@ def write_entry(
             shutil.rmtree(work, ignore_errors=True)
 
 
+def adopt_entry(folder: Path) -> Entry:
+    """Take in an entry that lies in a folder of ours, unless it is there already. Raises DamagedEntryError."""
+    entry = _read_index(folder)
+    for path in sorted(folder.rglob("*")):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    if damage := damage_of(entry):
+        raise DamagedEntryError(damage)
+    with usable_root() as root:
+        plans = root / _PLANS
+        plans.mkdir(mode=0o700, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=_WORK, dir=plans))
+        try:
+            shutil.copytree(folder, work / entry.key)
+            with locked(plans / _LOCK):
+                if not (plans / entry.key).exists():
+                    _put(work / entry.key, plans / entry.key)
+                _drop_oldest(plans, keep=entry.key)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return entry
+
+
 def remove_entry(key: str) -> None:
     """Remove an entry, or what is left of one."""
     with usable_root() as root, locked(root / _PLANS / _LOCK):
@@ -176,6 +201,34 @@ def limit_bytes() -> int:
     except ValueError as error:
         raise CacheError("PG673", "PIECEGRAPH_CACHE_GIB is not a number", why=str(error)) from error
     return int(gib * 2**30)
+
+
+def changes(before: Factors, now: Factors) -> Changes:
+    """The factors in which two keys differ.
+
+    >>> changes({"options": {"backend": "eager"}}, {"options": {"backend": "inductor"}})
+    [('options: backend', 'eager', 'inductor')]
+    """
+    found: Changes = []
+    for group in dict.fromkeys((*before, *now)):
+        old, new = before.get(group, {}), now.get(group, {})
+        found += [
+            (f"{group}: {name}", old.get(name, "nothing"), new.get(name, "nothing"))
+            for name in dict.fromkeys((*old, *new))
+            if old.get(name) != new.get(name)
+        ]
+    return found
+
+
+def entry_named(beginning: str) -> Entry:
+    """The entry whose key begins so. Raises CacheError if there is none, or several."""
+    found = [entry for entry in all_entries() if isinstance(entry, Entry) and entry.key.startswith(beginning)]
+    if len(found) == 1:
+        return found[0]
+    what = f"no entry has a key that begins with {beginning!r}"
+    if found:
+        what = f"{len(found)} entries have keys that begin with {beginning!r}"
+    raise CacheError("PG675", what, hint="piecegraph cache ls lists them")
 
 
 def damage_of(entry: Entry) -> str:

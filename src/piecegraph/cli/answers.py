@@ -84,7 +84,7 @@ def summary(llm: LLM, answers: Answers) -> str:
     return ", ".join(parts)
 
 
-def document(model: str, llm: LLM, answers: Answers, *, import_s: float, explains: bool) -> dict[str, Any]:
+def document(model: str, llm: LLM, answers: Answers, *, explains: bool) -> dict[str, Any]:
     """Everything for programs."""
     stats = llm.stats()
     done = [completion for completion in answers.completions if completion is not None]
@@ -97,7 +97,7 @@ def document(model: str, llm: LLM, answers: Answers, *, import_s: float, explain
         "answers": [
             _answer(prompt, completion) for prompt, completion in zip(answers.prompts, answers.completions, strict=True)
         ],
-        "stages_s": {"import": import_s, **stats["stages"], "generate": answers.ended - answers.begun},
+        "stages_s": {**stats["stages"], "generate": answers.ended - answers.begun},
         "coverage": _coverage(done),
         "fallbacks": stats["fallbacks"],
     }

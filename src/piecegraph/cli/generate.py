@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,9 +67,7 @@ def generate(
     sampling = _Sampling(max_new_tokens, temperature, top_p, top_k, seed)
     try:
         read = _read_prompts(prompts)
-        begun = time.perf_counter()
         llm = _load(model, len(read), sampling, how)
-        import_s = time.perf_counter() - begun - sum(llm.started.stages.values())
         answers = _answer(llm, read, sampling, raw=raw, prints=not as_json)
     except KeyboardInterrupt:
         click.echo(err=True)
@@ -78,7 +75,7 @@ def generate(
     if as_json:
         from piecegraph.base.text import to_json
 
-        click.echo(to_json(document(model, llm, answers, import_s=import_s, explains=explains)))
+        click.echo(to_json(document(model, llm, answers, explains=explains)))
     else:
         click.echo(summary(llm, answers), err=True)
         if explains:
@@ -113,7 +110,7 @@ def _standard_input() -> str:
 
 
 def _load(model: str, num_prompts: int, sampling: _Sampling, how: dict[str, Any]) -> LLM:
-    from piecegraph.llm.run.request import SamplingParams
+    from piecegraph.llm import SamplingParams  # from there importing is timed
 
     params = SamplingParams(**sampling.arguments())  # a wrong number is told before the model is loaded
     if params.without_effect:

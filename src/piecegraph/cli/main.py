@@ -9,12 +9,14 @@ import traceback
 import click
 
 from piecegraph.base.version import VERSION
+from piecegraph.cli.cache import cache
 from piecegraph.cli.doctor import doctor
 from piecegraph.cli.env import env
 from piecegraph.cli.explain import explain
 from piecegraph.cli.generate import generate
 from piecegraph.cli.run import run
 from piecegraph.cli.trace import trace
+from piecegraph.cli.warm import warm
 from piecegraph.errors import InputError, PiecegraphError
 from piecegraph.explain.ranks import leave_job
 
@@ -26,12 +28,14 @@ def group(debug: bool) -> None:
     """Piecewise CUDA graphs for any PyTorch model."""
 
 
+group.add_command(cache)
 group.add_command(doctor)
 group.add_command(env)
 group.add_command(explain)
 group.add_command(generate)
 group.add_command(run)
 group.add_command(trace)
+group.add_command(warm)
 
 
 def main() -> None:

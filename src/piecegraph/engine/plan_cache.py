@@ -32,13 +32,14 @@ from piecegraph.base.entries import (
     Entry,
     Factors,
     all_entries,
+    changes,
     find_entry,
     remove_entry,
     write_entry,
 )
 from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Decision
-from piecegraph.engine.plan_key import changes, key_of, plan_factors
+from piecegraph.engine.plan_key import key_of, plan_factors
 from piecegraph.errors import CacheError
 from piecegraph.graph.example import Example
 from piecegraph.graph.kept_trace import StaleTraceError, UnkeepableError, dump_trace, load_trace

@@ -25,9 +25,6 @@ from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.example import Example
 from piecegraph.graph.signature import TensorLeaf
 
-Changes = list[tuple[str, str, str]]
-"""(factor, before, now) of each that differs."""
-
 
 def plan_factors(
     function: Callable[..., Any], example: Example, weights: Mapping[str, torch.Tensor], how: Mapping[str, str]
@@ -88,19 +85,6 @@ def pipeline_factors(
 def key_of(factors: Factors) -> str:
     """A name for the entry."""
     return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()[:24]
-
-
-def changes(before: Factors, now: Factors) -> Changes:
-    """The factors in which two keys differ."""
-    found: Changes = []
-    for group in dict.fromkeys((*before, *now)):
-        old, new = before.get(group, {}), now.get(group, {})
-        found += [
-            (f"{group}: {name}", old.get(name, "nothing"), new.get(name, "nothing"))
-            for name in dict.fromkeys((*old, *new))
-            if old.get(name) != new.get(name)
-        ]
-    return found
 
 
 def _modules_of(function: Callable[..., Any]) -> Iterator[tuple[str, torch.nn.Module]]:

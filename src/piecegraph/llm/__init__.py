@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'piecegraph.llm' has no attribute {name!r}")
-    import importlib
+    from piecegraph.base.progress import timed_import
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(timed_import(_HOMES[name], of="piecegraph.llm.llm"), name)
 
 
 def __dir__() -> list[str]:
