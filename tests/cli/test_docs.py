@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from piecegraph.base.entries import write_entry
 from piecegraph.base.environment import installed_version
 from tests.cases.forked import ForkServer
 
@@ -50,6 +51,16 @@ TRACE = (
     "piecegraph trace examples/blocks.py -o before.trace.json.gz",
     "piecegraph trace examples/blocks.py --diff before.trace.json.gz",
     "piecegraph trace --from before.trace.json.gz --groups",
+)
+CACHE = (
+    "piecegraph cache ls",
+    "piecegraph cache show KEY",
+    "piecegraph cache diff KEY KEY",
+    "piecegraph cache verify",
+    "piecegraph cache export plans.tar.gz",
+    "piecegraph cache prune --max-gib 4",
+    "piecegraph cache clear",
+    "piecegraph cache import plans.tar.gz",
 )
 WHAT_IF = 'piecegraph trace demo --what-if "layers.*.mlp"'
 
@@ -143,6 +154,11 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         GENERATE,  # test_piecegraph_generate
         *TRACE,  # test_piecegraph_trace
         WHAT_IF,  # test_what_if_needs_a_gpu
+        *CACHE,  # test_piecegraph_cache
+        "piecegraph warm MODEL",  # tests/cli/test_cache
+        "piecegraph warm",
+        "piecegraph cache",
+        "piecegraph cache export",
         "piecegraph trace",  # the names of commands
         "piecegraph generate",
         "piecegraph run",
@@ -210,7 +226,7 @@ def test_demo(demo_cache: str, python: Callable[..., str]) -> None:
     assert len(re.findall(r"3 distinct \(each compiled once\)", out)) == 2
     assert len(re.findall(r"^fallbacks.*\n  none$", out, re.MULTILINE)) == 2
     seconds = dict(re.findall(r"^  (\w[\w ]*?) +([\d.]+) s$", out, re.MULTILINE))
-    assert seconds.keys() >= {"demo model", "load", "trace and compile", "self check", "total"}
+    assert seconds.keys() >= {"load", "trace", "compile", "check", "total"}
     assert out.rstrip().endswith("\nThe capital of France is Paris.")
 
 
@@ -241,6 +257,23 @@ def test_the_table_in_the_docs_has_the_rows_of_the_example(python: Callable[...,
     assert shown
     for instances, place in shown:
         assert re.search(rf" {instances} +[\d,.]+ +" + r" +".join(map(re.escape, place.split())), printed), place
+
+
+def test_piecegraph_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other: what was exported and removed is imported again."""
+    monkeypatch.setenv("PIECEGRAPH_CACHE", str(tmp_path / "cache"))
+    files = tmp_path / "files"
+    files.mkdir()
+    (files / "trace.pickle").write_text("a trace")
+    write_entry("f927e3a0", "Model", {"options": {"backend": "eager"}}, {}, files, replaces=False)
+    told = []
+    for command in CACHE:
+        words = command.replace("KEY", "f927").replace("plans.tar.gz", str(tmp_path / "plans.tar.gz")).split()[1:]
+        told.append(run(sys.executable, "-c", MAIN, *words))
+    assert "f927e3a0" in told[0]
+    assert "backend: eager" in told[1]
+    assert told[3] == "f927e3a0  whole\n"
+    assert told[-1] == "f927e3a0\n"
 
 
 def test_what_if_needs_a_gpu() -> None:
