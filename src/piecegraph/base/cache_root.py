@@ -17,6 +17,11 @@ OFF = "off"
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
+def is_on() -> bool:
+    """Whether plans are kept at all."""
+    return os.environ.get("PIECEGRAPH_CACHE") != OFF
+
+
 def cache_root() -> Path:
     """Where piecegraph keeps what it makes: ``PIECEGRAPH_CACHE``, or a folder in the user's cache."""
     chosen = os.environ.get("PIECEGRAPH_CACHE")

@@ -30,14 +30,18 @@ def warm(model: str, device: str, backend: str, as_json: bool, **how: Any) -> No
     Ends with 0 if the next start finds it.
     """
     import piecegraph
+    from piecegraph.base.cache_root import is_on
     from piecegraph.base.text import to_json
 
+    if not is_on():
+        raise CacheError("PG673", "nothing is kept", why="PIECEGRAPH_CACHE is off", hint="name a folder")
     chosen = ("inductor" if is_gpu(device) else "eager") if backend == "auto" else backend
     with piecegraph.LLM(model, device=device, backend=chosen, **how) as llm:
         decision = next((each for each in llm.started.decisions if each.subject == "cache"), None)
         stages = dict(llm.started.stages)
-    if decision is None or decision.choice == "off":
-        raise CacheError("PG673", f"{model} is not kept", why=decision.reason if decision else "the cache is off")
+    assert decision is not None, "the cache is on"
+    if decision.choice == "off":
+        raise CacheError("PG673", f"{model} is not kept", why=decision.reason)
     if as_json:
         click.echo(to_json({"model": model, "was": decision.choice, "why": decision.reason, "stages_s": stages}))
         return

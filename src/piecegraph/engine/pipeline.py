@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from piecegraph.base import torch_compat
+from piecegraph.base.cache_root import is_on
 from piecegraph.base.config import Options
 from piecegraph.base.describe import IndescribableError
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Cut, Decision, Piece
 from piecegraph.base.progress import Progress, StageClock
-from piecegraph.engine.plan_cache import KeptPlan, is_on
+from piecegraph.engine.plan_cache import KeptPlan
 from piecegraph.engine.plan_key import pipeline_factors
 from piecegraph.errors import located
 from piecegraph.graph.cut_rules import CutRules

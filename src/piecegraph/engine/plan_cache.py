@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import os
 import pickle
 import shutil
 import tempfile
@@ -25,7 +24,6 @@ from typing import Any
 import torch
 
 from piecegraph.base import torch_compat
-from piecegraph.base.cache_root import OFF
 from piecegraph.base.describe import IndescribableError
 from piecegraph.base.entries import (
     DamagedEntryError,
@@ -49,11 +47,6 @@ from piecegraph.graph.tracer import Traced
 
 _TRACE, _GUARDS, _PIECES, _COMPILED = "trace.pickle", "guards.pickle", "pieces.json", "compiled"
 _SHOWN_CHANGES = 3
-
-
-def is_on() -> bool:
-    """Whether plans are kept at all."""
-    return os.environ.get("PIECEGRAPH_CACHE") != OFF
 
 
 class KeptPlan:
