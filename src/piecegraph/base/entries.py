@@ -99,12 +99,14 @@ def find_entry(key: str) -> Entry | None:
         if not folder.exists():
             return None
         require_ours(folder.parent)
-        require_ours(folder)
-        entry = _read_index(folder)
+        try:
+            require_ours(folder)
+            entry = _read_index(folder)
+            os.utime(folder)
+        except FileNotFoundError:  # another process has just removed it
+            return None
         if entry.key != key:
             raise DamagedEntryError(f"it is the entry of {entry.key}")
-        with contextlib.suppress(FileNotFoundError):  # another process has just removed it
-            os.utime(folder)
         return entry
 
 

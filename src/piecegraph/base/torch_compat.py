@@ -1276,22 +1276,30 @@ def compiler_folder(folder: str) -> Iterator[None]:
 
     torch 2.11 to 2.13: both read the environment at every use; Inductor's caches in memory go by paths in the folder.
     """
-    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
-
+    places = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": os.path.join(folder, "triton")}
     with _in_folder:
-        if os.environ.get("TORCHINDUCTOR_CACHE_DIR") == folder:
+        before = {name: os.environ.get(name) for name in places}
+        if before == places:
             yield
             return
-        before = os.environ.get("TRITON_CACHE_DIR")
-        os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
+        os.environ.update(places)
+        _clear_inductor()
         try:
-            with temporary_cache_dir(folder):
-                yield
+            yield
         finally:
-            if before is None:
-                os.environ.pop("TRITON_CACHE_DIR", None)
-            else:
-                os.environ["TRITON_CACHE_DIR"] = before
+            _clear_inductor()
+            for name, place in before.items():
+                if place is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = place
+
+
+def _clear_inductor() -> None:
+    """Make Inductor forget in which files things are. Importing it takes seconds, and is for those who need it."""
+    utils: Any = sys.modules.get("torch._inductor.utils")
+    if utils is not None:
+        utils.clear_caches()
 
 
 def choose_vector_units() -> None:

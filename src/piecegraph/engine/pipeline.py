@@ -92,8 +92,7 @@ class Pipeline:
         with located(phase="compile"):
             segments = split(traced, self.rules, full=self.is_full, interceptions=interceptions)
             self.clock.lap("split")
-            provenance = self.options.provenance or is_attributing()
-            lowering = Lowering(self.backend, self.passes, self.options.inductor, provenance)
+            lowering = Lowering(self.backend, self.passes, self.options.inductor, self._is_attributed())
             progress = Progress(self.options.progress)
             kept = self.kept[-1] if self.kept and not interceptions else None
             with contextlib.nullcontext() if kept is None else kept.compiling():
@@ -137,8 +136,19 @@ class Pipeline:
         if not self.options.cache or not is_on():
             return None
         try:
-            how = pipeline_factors(self.backend, self.passes, self.rules, self.options, is_full=self.is_full)
+            how = pipeline_factors(
+                self.backend,
+                self.passes,
+                self.rules,
+                self.options,
+                is_full=self.is_full,
+                provenance=self._is_attributed(),
+            )
         except IndescribableError:
             return None
         self.kept.append(KeptPlan(self.name, {**how, **self.factors}, self.events))
         return self.kept[-1]
+
+    def _is_attributed(self) -> bool:
+        """Whether compiled code comes with a map to the lines it was made of."""
+        return self.options.provenance or is_attributing()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import pickle
 import shutil
 import tempfile
@@ -37,6 +38,7 @@ from piecegraph.base.entries import (
 )
 from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Decision
+from piecegraph.base.text import count_of
 from piecegraph.engine.plan_key import key_of, plan_factors
 from piecegraph.errors import CacheError
 from piecegraph.graph.example import Example
@@ -113,18 +115,21 @@ class KeptPlan:
         with contextlib.suppress(CacheError):
             remove_entry(self._key)
 
-    @contextlib.contextmanager
-    def compiling(self) -> Iterator[None]:
+    def compiling(self) -> contextlib.AbstractContextManager[None]:
         """Around everything that compiles or loads compiled code."""
-        if not self._key:
-            yield
-            return
+        folder = self._compiler_folder() if self._key else None
+        return contextlib.nullcontext() if folder is None else torch_compat.compiler_folder(str(folder))
+
+    def _compiler_folder(self) -> Path | None:
         if self._folder is None:
-            self._folder = _scratch_folder()
+            try:
+                self._folder = _scratch_folder()
+            except CacheError as error:
+                self._give_up(error)
+                return None
             if self._how["backend"] == repr("inductor") and "cpu" in self._factors["device"]:
                 torch_compat.choose_vector_units()
-        with torch_compat.compiler_folder(str(self._folder / _COMPILED)):
-            yield
+        return self._folder / _COMPILED
 
     def keep(self, traced: Traced | None, pieces: CompiledPieces) -> None:
         """Write an entry, unless all of it was loaded from one. What cannot be written is told, and nothing else.
@@ -136,21 +141,21 @@ class KeptPlan:
         is_known = self.is_warm and all(piece.is_loaded or piece.kept is None for piece in pieces.values())
         if not self._key or not self._trace or is_known:
             return
-        if self._folder is None:
-            self._folder = _scratch_folder()
         records = {key: piece.kept for key, piece in pieces.items() if piece.kept is not None}
-        (self._folder / _TRACE).write_bytes(self._trace)
-        guards = self._guards if traced is None else traced.sizes.guards
-        (self._folder / _GUARDS).write_bytes(pickle.dumps(guards))
-        (self._folder / _PIECES).write_text(json.dumps({key: kept._asdict() for key, kept in records.items()}))
+        guards = pickle.dumps(self._guards if traced is None else traced.sizes.guards)
         facts = {"pieces": len(pieces), "pieces kept": len(records)}
         try:
+            folder = self._folder or _scratch_folder()
+            with _told_as_ours():
+                (folder / _TRACE).write_bytes(self._trace)
+                (folder / _GUARDS).write_bytes(guards)
+                (folder / _PIECES).write_text(json.dumps({key: kept._asdict() for key, kept in records.items()}))
             write_entry(
                 self._key,
                 self._name,
                 self._factors,
                 facts,
-                self._folder,
+                folder,
                 replaces=self._replaces or self.is_warm,
             )
         except CacheError as error:
@@ -160,7 +165,8 @@ class KeptPlan:
         self, entry: Entry, function: Callable[..., Any], example: Example, weights: Mapping[str, torch.Tensor]
     ) -> Traced:
         folder = _scratch_folder()
-        entry.copy_to(folder)
+        with _told_as_ours():
+            entry.copy_to(folder)
         try:
             trace = (folder / _TRACE).read_bytes()
             guards = pickle.loads((folder / _GUARDS).read_bytes())
@@ -173,7 +179,9 @@ class KeptPlan:
             raise DamagedEntryError(f"it cannot be read: {type(error).__name__}: {error}") from error
         self._trace, self._guards, self._folder, self.is_warm = trace, guards, folder, True
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.made))
-        self.decision = Decision("cache", "warm", f"{self._key}, made {made}: neither traced nor compiled")
+        facts = entry.facts
+        what = f"the trace and {facts['pieces kept']} of {count_of(facts['pieces'], 'distinct piece')}"
+        self.decision = Decision("cache", "warm", f"{self._key}, made {made}: {what}")
         return traced
 
     def _miss(self) -> Decision:
@@ -202,7 +210,23 @@ def _scratch_folder() -> Path:
 
     It is named as Inductor names its own: what is written there is known to be nobody's code.
     """
-    folder = Path(tempfile.mkdtemp(prefix="torchinductor_piecegraph_"))
-    (folder / _COMPILED).mkdir(mode=0o700)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with _told_as_ours():
+        folder = Path(tempfile.mkdtemp(prefix="torchinductor_piecegraph_"))
+        (folder / _COMPILED).mkdir(mode=0o700)
+    atexit.register(_remove_scratch, folder, os.getpid())
     return folder
+
+
+def _remove_scratch(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # and not one that was forked from it
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _told_as_ours() -> Iterator[None]:
+    """A folder for temporary files that is full is no reason to fail."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise CacheError("PG673", f"{tempfile.gettempdir()} cannot be used", why=why, hint="make room there") from error

@@ -67,7 +67,7 @@ def plan_factors(
 
 
 def pipeline_factors(
-    backend: Any, passes: Iterable[Any], rules: CutRules, options: Options, *, is_full: bool
+    backend: Any, passes: Iterable[Any], rules: CutRules, options: Options, *, is_full: bool, provenance: bool
 ) -> dict[str, str]:
     """What is asked of the stages: what they are told, and nothing of what happens at a call."""
     describer = Describer()
@@ -77,7 +77,7 @@ def pipeline_factors(
         "splitting_ops": describer.text(rules.asked_for, "splitting_ops"),
         "full": str(is_full),
         "fuse_linears": str(options.fuse_linears),
-        "provenance": str(options.provenance),
+        "provenance": str(provenance),
     }
     return found | {f"inductor.{name}": describer.text(value, name) for name, value in options.inductor.items()}
 

@@ -141,7 +141,7 @@ class Planner:
         call = signature.match(*example.binder.bind(args, kwargs), subject.training, args, kwargs)
         device = _device_of(signature, subject)
         outside = source.outside if isinstance(source, Traced) and source.outside.names else None
-        told = (example.decision, *decisions, *pipeline.decisions)
+        told = (example.decision, *decisions, *(pipeline.decisions if isinstance(source, Traced) else ()))
         return Blueprint(signature, source, outside, device, told, pipeline), call
 
     def make(self, blueprint: Blueprint, interceptions: Sequence[Interception], call: Call) -> PlanRunner:

@@ -331,9 +331,9 @@ def _signature(example: Example, fixed: Mapping[tuple[str, int], int]) -> Signat
 
 
 def _check_outside(outside: OutsideValues, expected: Mapping[str, str]) -> None:
-    describer = Describer()
+    describer, found = Describer(), outside.constants
     for name, text in expected.items():
-        if name not in outside.constants or describer.text(outside.constants[name], name) != text:
+        if name not in found or describer.text(found[name], name) != text:
             raise StaleTraceError(f"{name} is not {text} any more")
 
 
