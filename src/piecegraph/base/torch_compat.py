@@ -933,6 +933,14 @@ def storage_is_alive(tensor: torch.Tensor) -> Callable[[], bool]:
 is_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device; asking for each takes four times as long."""
 
+HOOKS_OF_A_CALL = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+"""The attributes of a module that its call looks at before it calls ``forward``."""
+
+global_hooks_of_a_call: tuple[Mapping[int, Any], ...] = tuple(
+    getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS_OF_A_CALL
+)
+"""The same for all modules. torch fills these and never replaces them."""
+
 alias: Callable[[torch.Tensor], torch.Tensor] = torch.ops.aten.alias.default
 """Another tensor over the same memory."""
 
