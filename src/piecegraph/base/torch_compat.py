@@ -897,6 +897,16 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's whole storage, as numbers of the tensor's type."""
+    storage, size = tensor.untyped_storage(), tensor.dtype.itemsize
+    if storage.nbytes() % size:
+        return bytes_of(tensor)
+    with torch.inference_mode(False):
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(storage, 0, (storage.nbytes() // size,), (1,))
+
+
 def reading(tensor: torch.Tensor) -> tuple[Any, ...]:
     """How a tensor's memory is read, apart from where."""
     return tensor.dtype, tensor.is_conj(), tensor.is_neg()
