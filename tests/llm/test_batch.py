@@ -52,7 +52,8 @@ def fields(buffers: BatchBuffers, bucket: Bucket) -> dict[str, list[object]]:
 def test_the_size_of_the_buffers_is_known_before_they_are_made() -> None:
     limits = make(embed_width=8, has_mrope=True).limits
     per_token, per_seq = 8 + 8 + 2 * 8 + 3 * 8 + 1 + 8 * 2, 4 + 8 + 8 + 4 + 4 + 8 + 8 + 4
-    assert limits.num_bytes == 16 * per_token + 6 * per_seq + 4 + 2 * 6 * 8 * 4
+    of_prompts = 4 + 32 * (4 + 4 + 8)
+    assert limits.num_bytes == 16 * per_token + 6 * per_seq + 4 + of_prompts + 2 * (6 + 32) * 8 * 4
 
 
 def test_a_mixed_step_padded() -> None:
@@ -75,6 +76,19 @@ def test_a_mixed_step_padded() -> None:
     assert found["top_k"] == [0, 3, 0, 0]
     assert found["random_keys"][1] == random_keys(np.array([11], np.uint64), np.array([6]))[0]
     assert buffers.sampling_mode == "truncated"
+
+
+def test_prompts_are_told_apart_where_there_may_be_many_sequences() -> None:
+    buffers, bucket = make(max_tokens=64, max_seqs=40), Bucket(48, 40)
+    buffers.fill(plan(work(5, 1, 1), work(6, 1, 5), work(2, 4, 9), work(3, 1, 20)), bucket)
+    for group, batch in enumerate(buffers.views(bucket).attention):
+        rows = batch.prompts
+        assert rows is not None
+        assert rows.starts.tolist() == [2, 6, 7] + [7] * 30
+        assert rows.lens.tolist() == [6, 4] + [0] * 30
+        assert torch.equal(rows.table[:2], batch.block_table[2:4])
+        assert rows.table[0, 0] == 9 * 10**group
+    assert buffers.views(Bucket(16, 4)).attention[0].prompts is None
 
 
 @pytest.mark.parametrize("temperature", [1e300, 10**30])

@@ -34,8 +34,10 @@ class LLMOptions:
     """Join the matmuls that share an input (q/k/v, gate/up) where the graph shows it is safe."""
     self_check: bool = True
     """Compare a few logits with those of transformers when the model is loaded, and refuse it if they differ."""
-    block_size: int = 16
-    """Tokens in a block of the cache."""
+    block_size: int | Literal["auto"] = "auto"
+    """Tokens in a block of the cache, in whole blocks of which a prefix is found again; ``"auto"``: what suits the
+    attention kernel best.
+    """
     cache_tokens: int | Literal["auto"] = "auto"
     """Tokens that the cache holds at most, for each kind of layer; ``"auto"``: what can be used and memory allows."""
     linear_attention: Literal["auto", "fine", "opaque"] = "auto"
@@ -59,8 +61,7 @@ class LLMOptions:
         if self.inductor is not None and not isinstance(self.inductor, Mapping):
             raise _bad("options['inductor']", self.inductor, "a dictionary")
         object.__setattr__(self, "inductor", dict(self.inductor or {}))
-        object.__setattr__(self, "block_size", _positive("options['block_size']", self.block_size))
-        for name in ("cache_tokens", "num_threads"):
+        for name in ("block_size", "cache_tokens", "num_threads"):
             if not _is_auto(getattr(self, name)):
                 count = _positive(f"options[{name!r}]", getattr(self, name), 'a positive integer or "auto"')
                 object.__setattr__(self, name, count)

@@ -75,6 +75,7 @@ class Parts:
         kernel, why = choose_kernel(
             config.attention, model.layers, dtype, config.device, deterministic=config.deterministic
         )
+        block_size = block_size_for(kernel, config)
         state_kernels, of_states = choose_states(model.states, dtype, config.device)
         num_slots = limits.max_num_seqs + 1
         check_states(state_bytes(model.states, num_slots), limits.max_num_seqs, free_bytes(config.device))
@@ -90,11 +91,11 @@ class Parts:
             states,
             dtype=dtype,
             device=config.device,
-            block_size=options.block_size,
+            block_size=block_size,
         )
         has_mrope = model.position_rows > 1
         buffers = BatchBuffers(
-            batch_limits(loaded, config, limits, len(model.reaches), has_mrope=has_mrope), config.device
+            batch_limits(loaded, block_size, limits, len(model.reaches), has_mrope=has_mrope), config.device
         )
         safe = {kind: _capture_safe(kind, kernel, states, loaded.experts, dtype) for kind in KINDS}
         modes = {kind: _mode(kind, config, safe[kind]) for kind in KINDS}
@@ -109,8 +110,8 @@ class Parts:
         if config.deterministic:
             step.head = model.head.fixed(limits.max_num_seqs)
         forward = Forward(model, step, buffers, device, sizes, EmbedsModel(trace_embeds), events, make_library)
-        kernels = (Decision("attention", kernel.name, why), *of_states)
-        return Parts(config, model, limits, memory, states, buffers, device, forward, events, kernels)
+        attention = (Decision("attention", kernel.name, why),) if model.layers else ()
+        return Parts(config, model, limits, memory, states, buffers, device, forward, events, (*attention, *of_states))
 
     def give_memory(self) -> tuple[CacheGroup, ...]:
         """Size the cache by what is left once the largest steps are recorded, and allocate it."""
@@ -118,7 +119,7 @@ class Parts:
         needs = CacheNeeds(
             reaches=self.model.reaches,
             bytes_per_block=tuple(self.memory.bytes_per_block(group) for group in range(len(self.model.reaches))),
-            block_size=options.block_size,
+            block_size=self.buffers.limits.block_size,
             max_num_seqs=self.limits.max_num_seqs,
             max_model_len=self.limits.max_model_len,
             max_batch_tokens=self.limits.max_batch_tokens,
@@ -191,15 +192,21 @@ def step_sizes(config: LLMConfig, limits: SchedulerLimits, *, has_graphs: bool) 
     )
 
 
+def block_size_for(kernel: AttentionKernel, config: LLMConfig) -> int:
+    """Tokens in a block of the cache."""
+    wish = config.options.block_size
+    return kernel.block_size if wish == "auto" else wish
+
+
 def batch_limits(
-    loaded: LoadedModel, config: LLMConfig, limits: SchedulerLimits, num_groups: int, *, has_mrope: bool
+    loaded: LoadedModel, block_size: int, limits: SchedulerLimits, num_groups: int, *, has_mrope: bool
 ) -> BatchLimits:
     """How large the buffers of steps are."""
     return BatchLimits(
         max_tokens=limits.max_batch_tokens,
         max_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
-        block_size=config.options.block_size,
+        block_size=block_size,
         num_groups=num_groups,
         vocab_size=limits.vocab_size,
         has_mrope=has_mrope,

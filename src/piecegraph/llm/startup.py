@@ -24,7 +24,7 @@ from piecegraph.llm.model.refusals import refuse_attention, refuse_deterministic
 from piecegraph.llm.model.rotations import hold_rotations, short_length
 from piecegraph.llm.model.trace_cache import TraceCache, cache_for
 from piecegraph.llm.model.traced_model import TracedModel, TracedSites, trace_model
-from piecegraph.llm.parts import Parts, batch_limits, step_sizes
+from piecegraph.llm.parts import Parts, batch_limits, block_size_for, step_sizes
 from piecegraph.llm.run.early_kernels import EarlyKernels, linear_shapes
 from piecegraph.llm.run.engine import LLMEngine
 from piecegraph.llm.run.model_step import StepKey
@@ -67,7 +67,7 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         bar.advance(path)
     limits, length = _limits(loaded, config)
     # How many groups of layers there are is not known yet; one at least, and most models have no more.
-    check_batch(batch_limits(loaded, config, limits, 1, has_mrope=False), free_bytes_twice(config.device))
+    check_batch(batch_limits(loaded, 16, limits, 1, has_mrope=False), free_bytes_twice(config.device))
     rotations = hold_rotations(loaded.model, limits.max_model_len)
     clock.lap("load")
     model, cache, early = _trace_and_compile(loaded, config, limits, events)
@@ -85,7 +85,7 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
     prefix_cache, look_ahead = _prefix_cache(config, model), _look_ahead(config)
     engine = parts.make_engine(
         path,
-        PagedCache(groups, block_size=options.block_size, prefix_cache=prefix_cache.choice == "on"),
+        PagedCache(groups, block_size=parts.buffers.limits.block_size, prefix_cache=prefix_cache.choice == "on"),
         eos_token_ids=_eos_token_ids(loaded),
         looks_ahead=look_ahead.choice == "on",
     )
@@ -158,13 +158,14 @@ def _start_early(
         return []
     dtype = loaded.model.dtype
     sizes = step_sizes(config, limits, has_graphs=config.cudagraph_mode != "none")
+    kernel, _ = choose_kernel(config.attention, sites.layers, dtype, config.device, deterministic=config.deterministic)
     early = EarlyKernels(
-        choose_kernel(config.attention, sites.layers, dtype, config.device, deterministic=config.deterministic)[0],
+        kernel,
         sites.layers,
         (sites.states, choose_states(sites.states, dtype, config.device)[0]),
         () if config.deterministic else linear_shapes(sites.graph),
         buckets=dict.fromkeys((*sizes.largest(limits), *sizes.at_start())),
-        limits=batch_limits(loaded, config, limits, len(sites.reaches), has_mrope=False),
+        limits=batch_limits(loaded, block_size_for(kernel, config), limits, len(sites.reaches), has_mrope=False),
         dtype=dtype,
         device=config.device,
     )

@@ -21,9 +21,10 @@ from piecegraph.llm.cache.paged import SequenceBlocks
 from piecegraph.llm.kernels.race import random_keys
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.sampling import HOTTEST, SamplingMode, mode_of
-from piecegraph.llm.run.step import Bucket, StepPlan, Work
-from piecegraph.llm.specs import AttentionBatch, Span, StateBatch
+from piecegraph.llm.run.step import MAX_PROMPTS, Bucket, StepPlan, Work
+from piecegraph.llm.specs import AttentionBatch, SequenceRows, Span, StateBatch
 
+_OF_PROMPTS = ("prompt_starts", "prompt_lens", "prompt_rows")
 _ALIGNMENT = 128
 """Bytes: kernels load wide from addresses that are aligned."""
 
@@ -52,7 +53,7 @@ class BatchLimits:
     @property
     def num_bytes(self) -> int:
         """What the buffers take on the device. The host mirrors most of it."""
-        tables = self.num_groups * self.max_seqs * self.max_blocks * torch.int32.itemsize
+        tables = self.num_groups * (self.max_seqs + MAX_PROMPTS) * self.max_blocks * torch.int32.itemsize
         embeds = self.max_tokens * self.embed_width * self.embed_dtype.itemsize
         return sum(field.num_bytes for field in _fields(self)) + tables + embeds
 
@@ -96,7 +97,7 @@ class _Field:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    per: Literal["token", "seq"]
+    per: Literal["token", "seq", "step"]
     pad: float
     is_interleaved: bool = False
     """The rows of a token lie together: a view of some tokens then has the same strides in every bucket, which the
@@ -127,6 +128,9 @@ class BatchBuffers:
     has_embeds         False              nothing is read from ``input_embeds``, which is not padded
     slots              0                  block 0 belongs to no sequence and is never read
     query_starts       real tokens        a padded sequence has no queries
+    prompt_starts      real tokens        the same; as those of sequences, for the prompts of a large mixed step
+    prompt_lens        0
+    prompt_rows        0
     seq_lens           0                  and no keys
     block table        0                  rows of sequences that left are cleared, and so are blocks given back
     state_slots        0                  slot 0 belongs to no sequence
@@ -158,6 +162,8 @@ class BatchBuffers:
         self._host = {name: view.numpy() for name, view in _carve(self._staging, self._fields).items()}
         self._tensors = _carve(self._buffer, self._fields)
         self.tables = BlockTables(limits.num_groups, limits.max_seqs, max(1, limits.max_blocks), self.device)
+        shape = (limits.num_groups, MAX_PROMPTS, max(1, limits.max_blocks))
+        self._prompt_tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
         width = limits.embed_width
         self._embeds = (
             torch.zeros((limits.max_tokens, width), dtype=limits.embed_dtype, device=self.device) if width else None
@@ -187,9 +193,11 @@ class BatchBuffers:
         cut = {
             field.name: tensors[field.name][..., : num_tokens if field.per == "token" else num_seqs]
             for field in self._fields
+            if field.per != "step"
         }
         query_starts, slots = tensors["query_starts"][: num_seqs + 1], cut.pop("slots")
         del cut["query_starts"]
+        starts, lens, _ = (tensors[name] for name in _OF_PROMPTS)
         attention = tuple(
             AttentionBatch(
                 query_starts=query_starts,
@@ -199,6 +207,7 @@ class BatchBuffers:
                 block_size=limits.block_size,
                 max_query_len=1 if bucket.kind == "decode" else min(num_tokens, limits.max_model_len),
                 max_seq_len=limits.max_model_len,
+                prompts=SequenceRows(starts, lens, self._prompt_tables[g]) if bucket.separates_prompts else None,
             )
             for g in range(limits.num_groups)
         )
@@ -249,11 +258,15 @@ class BatchBuffers:
             host = self._host
             host["random_keys"][:num_seqs] = random_keys(self._seeds[:num_seqs], host["seq_lens"][:num_seqs])
         self._pad(num_tokens, num_seqs, bucket)
+        if bucket.separates_prompts:
+            self._write_prompts(plan)
         self._buffer.copy_(self._staging, non_blocking=True)
         if sampled is not None:
             # Where the logits were not numbers the token is negative: the step is for nothing, but must not fail.
             torch.clamp(sampled[:num_tokens], min=0, out=self._tensors["input_ids"][:num_tokens])
         self.tables.send()
+        if bucket.separates_prompts:
+            torch.index_select(self.tables.device, 1, self._tensors["prompt_rows"], out=self._prompt_tables)
         if self._sent is not None:
             self._sent.record()
 
@@ -271,6 +284,8 @@ class BatchBuffers:
         limits = self.limits
         context = min(max(context, 1 if bucket.kind == "decode" else 0), limits.max_model_len - 1)
         num_seqs = min(bucket.num_seqs, bucket.num_tokens)
+        if bucket.separates_prompts:
+            num_seqs = min(num_seqs, MAX_PROMPTS)
         share, rest = divmod(bucket.num_tokens, num_seqs)
         works = []
         for i in range(num_seqs):
@@ -333,6 +348,16 @@ class BatchBuffers:
             host["logit_rows"][:num_seqs] = query_starts[1 : num_seqs + 1] - 1
         return rows, starts
 
+    def _write_prompts(self, plan: StepPlan) -> None:
+        """The sequences behind those that come first with one token each."""
+        host, num_decodes, num_seqs = self._host, plan.num_decodes, plan.num_seqs
+        starts, lens, rows = (host[name] for name in _OF_PROMPTS)
+        num_prompts = num_seqs - num_decodes
+        starts[:num_prompts] = host["query_starts"][num_decodes:num_seqs]
+        starts[num_prompts:] = plan.num_tokens
+        lens[:num_prompts], lens[num_prompts:] = host["seq_lens"][num_decodes:num_seqs], 0
+        rows[:num_prompts], rows[num_prompts:] = self._count[num_decodes:num_seqs], 0
+
     def _write_tokens(
         self, plan: StepPlan, rows: NDArray[np.integer], starts: NDArray[np.integer], *, is_sampled: bool
     ) -> None:
@@ -377,8 +402,9 @@ class BatchBuffers:
             first += length
 
     def _pad(self, num_tokens: int, num_seqs: int, bucket: Bucket) -> None:
+        ends = {"token": (num_tokens, bucket.num_tokens), "seq": (num_seqs, bucket.num_seqs), "step": (0, 0)}
         for field in self._fields:
-            real, end = (num_tokens, bucket.num_tokens) if field.per == "token" else (num_seqs, bucket.num_seqs)
+            real, end = ends[field.per]
             if real < end:
                 self._host[field.name][..., real:end] = field.pad
         self._host["query_starts"][num_seqs : bucket.num_seqs + 1] = num_tokens
@@ -399,6 +425,9 @@ def _fields(limits: BatchLimits) -> tuple[_Field, ...]:
         _Field("slots", torch.int64, (limits.num_groups, tokens), "token", 0),
         # One entry more than sequences; its padding is written apart.
         _Field("query_starts", torch.int32, (seqs + 1,), "seq", 0),
+        _Field("prompt_starts", torch.int32, (MAX_PROMPTS + 1,), "step", 0),
+        _Field("prompt_lens", torch.int32, (MAX_PROMPTS,), "step", 0),
+        _Field("prompt_rows", torch.int64, (MAX_PROMPTS,), "step", 0),
     ]
     if limits.has_mrope:
         fields.append(_Field("mrope_positions", torch.int64, (3, tokens), "token", 0, is_interleaved=True))

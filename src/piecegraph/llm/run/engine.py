@@ -47,7 +47,7 @@ from piecegraph.llm.run.model_step import StepKey
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.results import StepResult
 from piecegraph.llm.run.scheduler import Scheduler
-from piecegraph.llm.run.step import StepPlan
+from piecegraph.llm.run.step import MAX_PROMPTS, StepPlan
 from piecegraph.llm.run.stop import IncrementalText
 from piecegraph.tape.library import TapeLibrary
 
@@ -394,6 +394,9 @@ class LLMEngine:
             size = f"{count_of(plan.num_tokens, 'token')} of {count_of(plan.num_seqs, 'sequence')}"
             why = f"it has {size}, the model was loaded for "
             why += f"max_batch_tokens={limits.max_batch_tokens} and max_num_seqs={limits.max_num_seqs}"
+        elif plan.num_seqs > MAX_PROMPTS and (num_prompts := plan.num_seqs - plan.num_decodes) > MAX_PROMPTS:
+            why = f"behind those that come first with one token each it has {num_prompts} sequences, "
+            why += f"and at most {MAX_PROMPTS} may be there"
         else:
             why = next(filter(None, (self._why_unfit(work.request) for work in plan.works)), "")
         if why:

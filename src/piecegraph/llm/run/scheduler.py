@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from piecegraph.errors import ConfigError, RequestError
 from piecegraph.llm.cache.paged import PagedCache
 from piecegraph.llm.run.request import FinishReason, Request
-from piecegraph.llm.run.step import StepPlan, Work
+from piecegraph.llm.run.step import MAX_PROMPTS, StepPlan, Work
 from piecegraph.llm.run.stop import IncrementalText
 
 
@@ -256,7 +256,7 @@ class Scheduler:
             budget -= self._prefill(self.running[-1], budget, works)
         # If a prompt stopped short for want of a block, or somebody was preempted for one, there is none for the next
         # request either: admission asks for more than that.
-        while budget > 0:
+        while budget > 0 and len(works) - num_decodes < MAX_PROMPTS:
             if (request := self._next_waiting()) is None or not self._may_admit() or not self._admit(request):
                 break
             budget -= self._prefill(request, budget, works)
@@ -264,7 +264,8 @@ class Scheduler:
             assert not self._requests, "requests are left, but none can run"
             self._rows = []
             return None
-        rows = _keep_rows(self._rows, works)
+        # Those with one token come first: attention has a kernel for each kind.
+        rows = [*_keep_rows(self._rows, works[:num_decodes]), *works[num_decodes:]]
         self._rows = [work.request for work in rows]
         self._is_steady = num_decodes == len(rows) == len(self.running)
         is_decode = all(work.num_tokens == 1 and work.start for work in rows)

@@ -8,6 +8,11 @@ from typing import NamedTuple
 from piecegraph.llm.run.request import Request
 from piecegraph.llm.specs import StepKind
 
+MAX_PROMPTS = 32
+"""Sequences of a step with more than one token, where there are many sequences. Kernels for prompts have work to do for
+each that there could be.
+"""
+
 
 class Work(NamedTuple):
     """The tokens of one request in a step. A named tuple, because one is made for each sequence of each step."""
@@ -45,6 +50,11 @@ class StepPlan:
     def num_seqs(self) -> int:
         return len(self.works)
 
+    @property
+    def num_decodes(self) -> int:
+        """How many sequences come first with one token each."""
+        return next((i for i, work in enumerate(self.works) if work.num_tokens != 1), len(self.works))
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -54,6 +64,11 @@ class Bucket:
     num_seqs: int
     kind: StepKind = "mixed"
     """``"decode"``: ``num_tokens == num_seqs``, and serves decode steps alone."""
+
+    @property
+    def separates_prompts(self) -> bool:
+        """Whether there may be so many sequences that those with one token are told apart."""
+        return self.kind == "mixed" and self.num_seqs > MAX_PROMPTS
 
     def __post_init__(self) -> None:
         assert min(self.num_seqs, self.num_tokens) > 0, self
