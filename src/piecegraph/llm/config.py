@@ -48,6 +48,9 @@ class LLMOptions:
     """Launch a decode step before the tokens of the one before it are read; ``"auto"``: on a GPU."""
     num_threads: int | Literal["auto"] = "auto"
     """Of a CPU, for each step; ``"auto"``: the number that is quickest, up to what torch is set to."""
+    record_seconds: float | Literal["auto"] = "auto"
+    """How long the sizes of steps that are not always recorded are recorded for when the model is loaded; 0: not at
+    all. ``"auto"``: 4 seconds on a GPU without provenance, otherwise 0."""
     provenance: bool = False
     """Write down which line of the model put which kernels into the graphs, for ``trace()`` and ``kernels``."""
     graph_device: GraphDeviceName = "auto"
@@ -65,6 +68,8 @@ class LLMOptions:
             if not _is_auto(getattr(self, name)):
                 count = _positive(f"options[{name!r}]", getattr(self, name), 'a positive integer or "auto"')
                 object.__setattr__(self, name, count)
+        if not _is_auto(self.record_seconds):
+            object.__setattr__(self, "record_seconds", _seconds("options['record_seconds']", self.record_seconds))
         for name in ("fuse_linears", "self_check", "latent_cache", "provenance"):
             _check_choice(f"options[{name!r}]", getattr(self, name), (True, False))
         for name in ("look_ahead", "progress"):
@@ -249,6 +254,13 @@ def _positive(name: str, value: Any, must_be: str = "a positive integer") -> int
     found = as_integer(value)
     if found is None or found < 1:
         raise _bad(name, value, must_be)
+    return found
+
+
+def _seconds(name: str, value: Any) -> float:
+    found = as_real(value)
+    if found is None or not found >= 0:
+        raise _bad(name, value, 'a number that is not negative, or "auto"')
     return found
 
 

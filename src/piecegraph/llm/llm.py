@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import time
 from collections import deque
@@ -47,6 +48,10 @@ Prompt = str | Sequence[int]
 Conversation = str | Sequence[Mapping[str, Any]]
 OnNew = Callable[[Generation, str, list[int]], None]
 
+_IDLE_SHARE, _MOST_IDLE_S = 0.05, 0.25
+"""Of the time that calls take, so much is used at their ends to record what their steps missed; and at once at most so
+much, and what the last recording takes longer."""
+
 
 class _Input(NamedTuple):
     """A prompt that was read."""
@@ -74,7 +79,7 @@ class LLM:
         max_batch_tokens: tokens of a step at most (4096 on a GPU, else 512); longer prompts are split.
         memory_fraction: of the GPU's memory, weights and cache together (0.9); of the free host memory on a CPU (0.25).
         prefix_cache: whether beginnings that prompts have in common are computed once.
-        capture_sizes: sizes of steps to record; ``"auto"`` is a ladder, of which some are recorded when first used.
+        capture_sizes: sizes of steps to record; ``"auto"`` is a ladder, of which some may be recorded later.
         cudagraph_mode: ``"full"`` and ``"piecewise"`` for all steps; ``"auto"`` decides for each kind; ``"none"``.
         deterministic: what a request gets does not depend on what runs beside it, bit by bit. Every step is then as
             large as the largest (``max_batch_tokens``, by default ``max_num_seqs``), and takes as long.
@@ -133,6 +138,8 @@ class LLM:
             self._started: Started | None = unintercepted(start)(self.path, self.config, self.events)
         self._lock = FairLock()
         self._num_requests = 0
+        self._idle_s = 0.0
+        """What may be used for recording; negative if the last one took longer."""
 
     @property
     def started(self) -> Started:
@@ -381,6 +388,34 @@ class LLM:
         with self._lock, torch.inference_mode():
             return self.started.engine.run(plan, every_row=hidden_states)
 
+    def record_missing(self, seconds: float | None = None) -> int:
+        """Record steps that others have run larger than needed for, or without graphs, and sizes that were left out
+        when the model was loaded: something to do while there is nothing to do.
+
+        It ends as soon as a request comes, which waits for one recording at most. Results of :meth:`forward` are not
+        valid behind it.
+
+        Args:
+            seconds: behind which nothing more is begun; 0 records one, None all.
+
+        Returns:
+            How many are still missing.
+
+        Example:
+            while queue.empty() and llm.record_missing(seconds=0):
+                pass
+        """
+        end = math.inf if seconds is None else time.perf_counter() + seconds
+        while True:
+            with self._lock, torch.inference_mode():
+                engine = self.started.engine
+                missing = engine.forward.missing
+                if not missing or not engine.is_idle:
+                    return len(missing)
+                engine.record_idle(missing[0])
+                if time.perf_counter() >= end or self._lock.is_wanted:
+                    return len(engine.forward.missing)
+
     # -- requests
 
     def _answer(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], raises: bool) -> list[Completion]:
@@ -393,6 +428,7 @@ class LLM:
             answers = [
                 each if isinstance(each, Completion) else _completion(each, index) for index, each in enumerate(queued)
             ]
+        self._record_missed(answers)
         if raises:
             raise_first(answers)
         return answers
@@ -400,6 +436,7 @@ class LLM:
     def _stream(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], raises: bool) -> Iterator[Chunk]:
         """Nothing is queued before the first chunk is asked for: a stream that nobody reads holds nothing."""
         chunks: deque[Chunk] = deque()
+        finished: list[Completion] = []
         with self._queued(prompts, rows, chunks) as queued:
             waiting = [each for each in queued if isinstance(each, Generation)]
             is_running = True
@@ -407,9 +444,12 @@ class LLM:
                 is_running = self._step(waiting, chunks)
                 while chunks:
                     chunk = chunks.popleft()
-                    if raises and chunk.finished is not None:
-                        raise_first([chunk.finished])
+                    if chunk.finished is not None:
+                        finished.append(chunk.finished)
+                        if raises:
+                            raise_first(finished[-1:])
                     yield chunk
+        self._record_missed(finished)
 
     def _step(self, waiting: list[Generation], chunks: Sized) -> bool:
         """Run a step, for all threads' requests, unless those of others bring what this one waits for: a chunk, or the
@@ -426,6 +466,20 @@ class LLM:
                 has_run = self.started.engine.step()
                 assert has_run, "requests are left, but there is nothing to do"
             return bool(waiting)
+
+    def _record_missed(self, answers: Sequence[Completion]) -> None:
+        """Record what steps have missed behind the last token of a call, if nobody else is waiting: see
+        Note [No request waits for a recording]. Over many calls it takes a small share of their time.
+        """
+        with self._lock.turn_at_once() as is_mine:
+            if not is_mine or self._started is None:
+                return
+            engine = self._started.engine
+            took = max((answer.metrics.total_s for answer in answers), default=0.0)
+            self._idle_s = min(self._idle_s + _IDLE_SHARE * took, _MOST_IDLE_S)
+            while self._idle_s > 0 and engine.is_idle and not self._lock.is_wanted and engine.forward.missed:
+                with torch.inference_mode():
+                    self._idle_s -= engine.record_idle(engine.forward.missed[0])
 
     @contextlib.contextmanager
     def _queued(

@@ -109,7 +109,17 @@ class Parts:
         step = ModelStep(model, memory, buffers, modes, events)
         if config.deterministic:
             step.head = model.head.fixed(limits.max_num_seqs)
-        forward = Forward(model, step, buffers, device, sizes, EmbedsModel(trace_embeds), events, make_library)
+        forward = Forward(
+            model,
+            step,
+            buffers,
+            device,
+            sizes,
+            EmbedsModel(trace_embeds),
+            events,
+            make_library,
+            records_at_need=options.provenance,  # who looks at kernels wants to see those of graphs
+        )
         attention = (Decision("attention", kernel.name, why),) if model.layers else ()
         return Parts(config, model, limits, memory, states, buffers, device, forward, events, (*attention, *of_states))
 
@@ -178,7 +188,7 @@ class Parts:
 
 def _largest_steps(buckets: Sequence[Bucket]) -> list[StepKey]:
     """The steps that need most memory. Sorting a vocabulary for each sequence takes several times its logits."""
-    return [StepKey(bucket, "truncated" if bucket is buckets[0] else "greedy") for bucket in buckets]
+    return [StepKey(bucket, "truncated") for bucket in buckets]
 
 
 def step_sizes(config: LLMConfig, limits: SchedulerLimits, *, has_graphs: bool) -> StepSizes:

@@ -27,14 +27,17 @@ from piecegraph.llm.model.traced_model import TracedModel, TracedSites, trace_mo
 from piecegraph.llm.parts import Parts, batch_limits, block_size_for, step_sizes
 from piecegraph.llm.run.early_kernels import EarlyKernels, linear_shapes
 from piecegraph.llm.run.engine import LLMEngine
-from piecegraph.llm.run.model_step import StepKey
 from piecegraph.llm.run.row_check import check_rows
 from piecegraph.llm.run.scheduler import SchedulerLimits
 from piecegraph.llm.run.self_check import self_check
 from piecegraph.llm.run.sizing import check_batch, free_bytes_twice
+from piecegraph.llm.run.step import StepCounts
 
 _DEFAULT_LEN = 32768
 """The longest sequence unless it is asked for: every sequence may need as many blocks."""
+
+_RECORD_SECONDS = 4.0
+"""On a GPU; about what a ladder of sizes takes for a model of 8 billion weights."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,7 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         threads = _threads(parts)
     clock.lap("measure and allocate")
     if parts.device is not None:
-        at_start = [StepKey(bucket, "greedy") for bucket in parts.forward.sizes.at_start()]
-        parts.forward.library.record(at_start, tidies=False)
+        parts.forward.record_at_start(_record_seconds(config))
     clock.lap("record")
     prefix_cache, look_ahead = _prefix_cache(config, model), _look_ahead(config)
     engine = parts.make_engine(
@@ -92,11 +94,11 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
     decisions = [*loaded.decisions, *rotations, *model.decisions, rows, length]
     decisions += [*parts.kernels, *early, *threads, prefix_cache, look_ahead]
     if options.self_check:
-        with progress.bar("self check", 1), _uncounted(engine):
+        with progress.bar("self check", 1), _uncounted(engine), parts.forward.recording_at_need():
             decisions.append(self_check(loaded.model, engine))
         clock.lap("self check")
     if config.deterministic:
-        with _uncounted(engine):
+        with _uncounted(engine), parts.forward.recording_at_need():
             decisions.append(check_rows(engine))
         clock.lap("row check")
     return Started(
@@ -257,16 +259,24 @@ def _look_ahead(config: LLMConfig) -> Decision:
     return Decision("look ahead", "off", "the host computes, too")
 
 
+def _record_seconds(config: LLMConfig) -> float:
+    """How long sizes are recorded for that not every request needs."""
+    wish = config.options.record_seconds
+    if wish != "auto":
+        return wish
+    # With provenance steps wait until they are recorded anyway.
+    return _RECORD_SECONDS if config.device.type == "cuda" and not config.options.provenance else 0.0
+
+
 @contextlib.contextmanager
 def _uncounted(engine: LLMEngine) -> Iterator[None]:
     """Steps that are nobody's are neither told nor counted."""
-    events, counts = engine.events, (engine.num_steps, engine.num_replays)
-    engine.events = EventLog("ignore")
+    events, counts = engine.events, engine.counts
+    engine.events, engine.counts = EventLog("ignore"), StepCounts()
     try:
         yield
     finally:
-        engine.events = events
-        engine.num_steps, engine.num_replays = counts
+        engine.events, engine.counts = events, counts
 
 
 def _eos_token_ids(loaded: LoadedModel) -> set[int]:

@@ -125,7 +125,15 @@ class TapeLibrary(Generic[Key]):
         self.tune_seconds = 0.0
         """What the very first run took: kernels are tuned and loaded then."""
 
-    def record(self, keys: Iterable[Key], source: Any = None, *, tidies: bool = True, is_quiet: bool = False) -> None:
+    def record(
+        self,
+        keys: Iterable[Key],
+        source: Any = None,
+        *,
+        tidies: bool = True,
+        is_quiet: bool = False,
+        goes_on: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Record keys, largest first, so that smaller ones reuse the memory of larger ones.
 
         Args:
@@ -133,6 +141,7 @@ class TapeLibrary(Generic[Key]):
             source: what the data is made from that the recorded runs work on.
             tidies: see :meth:`GraphDevice.session`.
             is_quiet: show no progress.
+            goes_on: asked before each key whether there is time for it.
         """
         progress = Progress(False) if is_quiet else self._progress
         ordered = sorted(keys, key=self._recordable.volume, reverse=True)
@@ -140,6 +149,8 @@ class TapeLibrary(Generic[Key]):
             if ordered and not self.tune_seconds and not self._tune(ordered[0], source):
                 self._drop(ordered.pop(0))
             for key in ordered:
+                if not goes_on():
+                    break
                 self._record_or_drop(key, source)
                 free = self._device.free_bytes() if self._device is not None else None
                 bar.advance(

@@ -244,19 +244,30 @@ class BatchBuffers:
             bucket: the size it runs at.
             sampled: for a decode step: its tokens, which only the device knows yet.
         """
+        self.write(plan, is_sampled=sampled is not None)
+        self.send(plan, bucket, sampled=sampled)
+
+    def write(self, plan: StepPlan, *, is_sampled: bool = False) -> None:
+        """Write a step on the host. From then on ``sampling_mode`` and ``has_embeds`` are its own, by which the size
+        it runs at may be chosen; :meth:`send` comes next.
+        """
+        if self._sent is not None:
+            self._sent.synchronize()  # the copy of the last step reads the memory that is written now
+        num_seqs = plan.num_seqs
+        self.works = plan.works
+        self._place(plan.works)
+        rows, starts = self._write_sequences(plan)
+        self._write_tokens(plan, rows, starts, is_sampled=is_sampled)
+        if self.sampling_mode != "greedy":
+            host = self._host
+            host["random_keys"][:num_seqs] = random_keys(self._seeds[:num_seqs], host["seq_lens"][:num_seqs])
+
+    def send(self, plan: StepPlan, bucket: Bucket, *, sampled: torch.Tensor | None = None) -> None:
+        """Pad what was written to a size, and send it."""
         num_tokens, num_seqs = plan.num_tokens, plan.num_seqs
         assert num_tokens <= bucket.num_tokens <= self.limits.max_tokens, (num_tokens, bucket)
         assert num_seqs <= bucket.num_seqs <= self.limits.max_seqs, (num_seqs, bucket)
         assert plan.kind == "decode" or bucket.kind == "mixed", bucket
-        if self._sent is not None:
-            self._sent.synchronize()  # the copy of the last step reads the memory that is written now
-        self.works = plan.works
-        self._place(plan.works)
-        rows, starts = self._write_sequences(plan)
-        self._write_tokens(plan, rows, starts, is_sampled=sampled is not None)
-        if self.sampling_mode != "greedy":
-            host = self._host
-            host["random_keys"][:num_seqs] = random_keys(self._seeds[:num_seqs], host["seq_lens"][:num_seqs])
         self._pad(num_tokens, num_seqs, bucket)
         if bucket.separates_prompts:
             self._write_prompts(plan)

@@ -47,7 +47,7 @@ from piecegraph.llm.run.model_step import StepKey
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.results import StepResult
 from piecegraph.llm.run.scheduler import Scheduler
-from piecegraph.llm.run.step import MAX_PROMPTS, StepPlan
+from piecegraph.llm.run.step import MAX_PROMPTS, StepCounts, StepPlan
 from piecegraph.llm.run.stop import IncrementalText
 from piecegraph.tape.library import TapeLibrary
 
@@ -124,8 +124,7 @@ class LLMEngine:
         self.scheduler = scheduler
         self.events = events
         self.has_mrope = buffers.limits.has_mrope
-        self.num_steps = 0
-        self.num_replays = 0
+        self.counts = StepCounts()
         self._forwards: Variants[Forward] = Variants(forward.num_places, forward.intercepted)
         self._embed_width = buffers.limits.embed_width
         self._looks_ahead = looks_ahead
@@ -243,16 +242,19 @@ class LLMEngine:
             self._ahead = ahead
             return True
 
-    def _launch(self, plan: StepPlan, sampled: torch.Tensor | None = None, *, every_row: bool = False) -> _Launched:
+    def _launch(
+        self, plan: StepPlan, sampled: torch.Tensor | None = None, *, every_row: bool = False, waits: bool = False
+    ) -> _Launched:
         """Fill the batch and run it. The device may still be at it afterwards."""
         forward = self._forwards.current()
-        key = forward.fill(plan, sampled=sampled, every_row=every_row or self._needs_every_row(plan))
+        every_row = every_row or self._needs_every_row(plan)
+        key, wanted = forward.fill(plan, sampled=sampled, every_row=every_row, waits=waits)
         is_replayed = key in forward.library.tapes
         if not is_replayed and (loss := forward.why_not_recorded(key)) is not None:
             self.events.emit(loss)
         result = forward.run_step(key)
-        self.num_steps += 1
-        self.num_replays += is_replayed
+        num_rows = key.bucket.num_tokens
+        self.counts.add(plan.kind, plan.num_tokens, num_rows, is_replayed=is_replayed, is_larger=key != wanted)
         return _Launched(plan, key, result, is_replayed, *self._sampled.send(result.tokens, plan.num_seqs))
 
     def _launch_ahead(self, current: _Launched) -> _Launched | None:
@@ -262,7 +264,7 @@ class LLMEngine:
         # The same requests run in the same rows, so they sample in the same mode.
         forward = self._forwards.current()
         key = StepKey(forward.sizes.decode_bucket(current.plan.num_seqs), current.key.sampling)
-        if forward.must_record(key):
+        if forward.waits_for(key):
             return None  # not while another step is running
         plan = self.scheduler.schedule_ahead(current.plan)
         return self._launch(plan, current.tokens) if plan is not None else None
@@ -288,6 +290,19 @@ class LLMEngine:
         finally:
             self._is_stepping = False
             self.abort_left()
+
+    # -- between requests
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of ours is running or waiting."""
+        return not self.scheduler.num_unfinished
+
+    @unintercepted
+    def record_idle(self, key: StepKey) -> float:
+        """Record something while no step is running; the seconds it took. Results of steps are no longer valid."""
+        self._ahead = None  # it can only be nobody's
+        return self.forward.record_idle(key)
 
     # -- what a step gives its requests
 
@@ -350,7 +365,8 @@ class LLMEngine:
             assert work.request.blocks is not None
             self._hand_over(work.request.blocks.cache)
         self._ahead = None
-        tokens, logits, hidden = self._launch(plan, every_row=every_row).result
+        # Whoever runs a model step by step sees no more than one of them wait.
+        tokens, logits, hidden = self._launch(plan, every_row=every_row, waits=True).result
         num_rows = plan.num_tokens if every_row else plan.num_seqs
         return StepResult(tokens[: plan.num_seqs], logits[: plan.num_seqs], hidden[:num_rows])
 

@@ -91,15 +91,17 @@ class Generation:
     def _metrics(self) -> RequestMetrics:
         request = self.request
         end = request.finish_time if request.finish_time is not None else time.perf_counter()
-        first, num_new = request.first_token_time, len(request.tokens) - request.num_prompt
+        num_new, begun = len(request.tokens) - request.num_prompt, request.arrival_time
+        times = tuple(known - begun for known in request.token_times)
         return RequestMetrics(
             num_prompt_tokens=request.num_prompt,
             num_new_tokens=num_new,
             num_cached_tokens=request.num_cached,
             num_preemptions=request.num_preemptions,
-            time_to_first_token_s=None if first is None else first - request.arrival_time,
-            seconds_per_token=(end - first) / (num_new - 1) if first is not None and num_new > 1 else None,
-            total_s=end - request.arrival_time,
+            time_to_first_token_s=times[0] if times else None,
+            seconds_per_token=(end - begun - times[0]) / (num_new - 1) if num_new > 1 else None,
+            total_s=end - begun,
+            token_times_s=times,
             graph_coverage=self.num_replays / self.num_steps if self.num_steps else 0.0,
         )
 

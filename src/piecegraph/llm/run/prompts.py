@@ -95,6 +95,7 @@ def refused(text: str | None, prompt: Any, error: PiecegraphError) -> Completion
         time_to_first_token_s=None,
         seconds_per_token=None,
         total_s=0.0,
+        token_times_s=(),
         graph_coverage=0.0,
     )
     return Completion(

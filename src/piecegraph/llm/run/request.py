@@ -121,7 +121,6 @@ class Request:
         "error",
         "finish_reason",
         "finish_time",
-        "first_token_time",
         "id",
         "input_embeds",
         "max_len",
@@ -136,6 +135,7 @@ class Request:
         "seed",
         "state",
         "state_slot",
+        "token_times",
         "tokens",
     )
 
@@ -182,7 +182,8 @@ class Request:
         self.state_slot = 0
         """Where layers with a state keep the request's; 0 while it does not run."""
         self.arrival_time = time.perf_counter() if arrival_time is None else arrival_time
-        self.first_token_time: float | None = None
+        self.token_times = array("d")
+        """When each new token was known, by ``time.perf_counter()``."""
         self.finish_time: float | None = None
 
     @property

@@ -34,6 +34,8 @@ class RequestMetrics:
     seconds_per_token: float | None
     """After the first."""
     total_s: float
+    token_times_s: tuple[float, ...]
+    """When each new token was known, counted from the call on as ``time_to_first_token_s``, which is the first."""
     graph_coverage: float
     """The share of the request's steps that were replayed from a tape."""
 

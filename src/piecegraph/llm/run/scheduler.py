@@ -387,7 +387,7 @@ class Scheduler:
             raise RequestError("PG657", "the step cannot be committed", why=why, hint="give one token for each work")
         finished: list[Request] = []
         block_size, prefix_cache = self.cache.block_size, self.cache.prefix_cache
-        vocab_size, texts = self.limits.vocab_size, self._texts
+        vocab_size, texts, now = self.limits.vocab_size, self._texts, time.perf_counter()
         for work, token in zip(plan.works, tokens, strict=True):
             request, start, num_tokens, samples = work
             blocks = request.blocks
@@ -406,8 +406,7 @@ class Scheduler:
                     finished.append(request)
                     continue
                 request.tokens.append(token)
-                if request.first_token_time is None:
-                    request.first_token_time = time.perf_counter()
+                request.token_times.append(now)
                 is_end = token in self.eos_token_ids and not request.params.ignore_eos
                 if is_end or (request.id in texts and self._is_stopped(request)):
                     self.finish(request, "stop")
