@@ -46,7 +46,9 @@ def test_sizes_that_are_listed_are_all_recorded_first() -> None:
 
 def test_one_size_for_all_steps() -> None:
     sizes = choose_step_sizes("auto", has_graphs=True, max_num_seqs=4, max_batch_tokens=64, deterministic=True)
-    assert first_keys(sizes) == [StepKey(Bucket(64, 4), "greedy"), StepKey(Bucket(64, 4), "truncated")]
+    greedy, *sampled = first_keys(sizes)
+    assert greedy == StepKey(Bucket(64, 4), "greedy")
+    assert sampled == [StepKey(Bucket(64, 4), "truncated", every_row=every_row) for every_row in (False, True)]
     assert later_keys(sizes) == [[], [], []]
 
 

@@ -54,6 +54,9 @@ def best_cover(wanted: StepKey, recorded: Iterable[StepKey]) -> StepKey | None:
 
 def first_keys(sizes: StepSizes) -> list[StepKey]:
     """What is recorded in any case: see Note [No request waits for a recording]."""
+    if sizes.only is not None:  # all steps are to be alike, also those that give every row
+        plain, every_row = StepKey(sizes.only, "truncated"), StepKey(sizes.only, "truncated", every_row=True)
+        return [StepKey(sizes.only, "greedy"), plain, every_row]
     sampled: list[StepKey] = []
     for bucket in sorted(sizes.all(), key=lambda bucket: (bucket.num_tokens, bucket.num_seqs), reverse=True):
         key = StepKey(bucket, "truncated")
