@@ -67,6 +67,7 @@ _groups = st.lists(
     prefix_cache=st.booleans(),
     arrivals=st.lists(_arrivals, min_size=1, max_size=8),
     num_padded=st.integers(0, 3),
+    looks_ahead=st.booleans(),
 )
 def test_every_request_gets_the_tokens_it_would_get_alone(
     groups: list[CacheGroup],
@@ -76,6 +77,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone(
     prefix_cache: bool,
     arrivals: list[Arrival],
     num_padded: int,
+    looks_ahead: bool,
 ) -> None:
     llm = FakeLLM(
         groups,
@@ -85,6 +87,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone(
         max_model_len=MAX_MODEL_LEN,
         prefix_cache=prefix_cache,
         needs_state=not prefix_cache,
+        looks_ahead=looks_ahead,
     )
     requests = _run(llm, arrivals, num_padded)
     for arrival, request in requests:
@@ -132,6 +135,18 @@ def make(num_blocks: int = 50, **options: Any) -> FakeLLM:
 def request(name: str, length: int, new: int = 4, **params: Any) -> Request:
     prompt = [1 + (i * 7 + len(name)) % 20 for i in range(length)]
     return Request(name, prompt, SamplingParams(max_new_tokens=new, ignore_eos=True, **params))
+
+
+def test_the_next_step_is_known_also_where_requests_come_and_go() -> None:
+    llm = make(num_blocks=200, max_num_seqs=4, max_batch_tokens=40, looks_ahead=True, prefix_cache=False)
+    requests = [request(str(i), length, new=i % 3 + 2) for i, length in enumerate((6, 30, 9, 50, 4, 12, 25, 3, 8, 5))]
+    for each in requests:
+        llm.scheduler.add(each)
+    llm.run()
+    assert llm.num_ahead == len(llm.plans) - 1, "all but the first"
+    assert sum(plan.kind == "mixed" for plan in llm.plans) > 4
+    for each in requests:
+        assert each.generated == alone(each.tokens[: each.num_prompt], each.params, llm.groups, 64)
 
 
 def test_decodes_come_first_and_prompts_fill_the_rest_of_the_step() -> None:

@@ -45,7 +45,7 @@ class LLMOptions:
     latent_cache: bool = True
     """Keep the compressed form of multi-head latent attention."""
     look_ahead: bool | Literal["auto"] = "auto"
-    """Launch a decode step before the tokens of the one before it are read; ``"auto"``: on a GPU."""
+    """Launch a step before the tokens of the one before it are read; ``"auto"``: on a GPU."""
     num_threads: int | Literal["auto"] = "auto"
     """Of a CPU, for each step; ``"auto"``: the number that is quickest, up to what torch is set to."""
     record_seconds: float | Literal["auto"] = "auto"

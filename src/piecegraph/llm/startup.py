@@ -255,7 +255,7 @@ def _look_ahead(config: LLMConfig) -> Decision:
     if wish != "auto":
         return Decision("look ahead", "on" if wish else "off", "asked for")
     if config.device.type == "cuda":
-        return Decision("look ahead", "on", "the device need not wait for the host between two steps of decoding")
+        return Decision("look ahead", "on", "the device need not wait for the host between two steps")
     return Decision("look ahead", "off", "the host computes, too")
 
 

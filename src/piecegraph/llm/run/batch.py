@@ -25,6 +25,8 @@ from piecegraph.llm.run.step import MAX_PROMPTS, Bucket, StepPlan, Work
 from piecegraph.llm.specs import AttentionBatch, SequenceRows, Span, StateBatch
 
 _OF_PROMPTS = ("prompt_starts", "prompt_lens", "prompt_rows")
+_MODES: tuple[SamplingMode, ...] = ("greedy", "plain", "truncated")
+"""Each does what those before it do."""
 _ALIGNMENT = 128
 """Bytes: kernels load wide from addresses that are aligned."""
 
@@ -152,6 +154,10 @@ class BatchBuffers:
         """What the sequences of the last step need (Note [Sampling modes])."""
         self.has_embeds = False
         """Whether tokens of the last step have embeddings of their own."""
+        self._num_sampled = 0
+        """How many tokens of the last step only the device knows."""
+        self._is_sampled_in_order = False
+        """Whether these are all, in the order of the step before."""
         self._has_own_inputs = False
         """Whether a request of the last step brought embeddings or positions, if only for other tokens of it."""
         self._fields = _fields(limits)
@@ -170,12 +176,14 @@ class BatchBuffers:
         )
         self._seeds = np.zeros(limits.max_seqs, np.uint64)
         self._mrope_deltas = np.zeros(limits.max_seqs, np.int64)
+        self._own_inputs = np.zeros(limits.max_seqs, np.bool_)
+        self._modes = np.zeros(limits.max_seqs, np.int8)
+        """Of each row: which of ``_MODES`` it needs."""
         self._count = np.arange(max(limits.max_tokens, limits.max_seqs) + 1)
         self.works: tuple[Work, ...] = ()
         """Of the last step."""
         # A sequence is known by its blocks: a new object for every admission.
         self._rows: list[SequenceBlocks | None] = []
-        self._versions: list[int] = []
         self._views: dict[Bucket, BatchViews] = {}
         self._sent = torch.cuda.Event() if is_cuda else None
 
@@ -242,12 +250,12 @@ class BatchBuffers:
         Args:
             plan: the step.
             bucket: the size it runs at.
-            sampled: for a decode step: its tokens, which only the device knows yet.
+            sampled: what the step before chose, if the plan goes on from that (:attr:`StepPlan.sources`).
         """
-        self.write(plan, is_sampled=sampled is not None)
+        self.write(plan)
         self.send(plan, bucket, sampled=sampled)
 
-    def write(self, plan: StepPlan, *, is_sampled: bool = False) -> None:
+    def write(self, plan: StepPlan) -> None:
         """Write a step on the host. From then on ``sampling_mode`` and ``has_embeds`` are its own, by which the size
         it runs at may be chosen; :meth:`send` comes next.
         """
@@ -257,7 +265,7 @@ class BatchBuffers:
         self.works = plan.works
         self._place(plan.works)
         rows, starts = self._write_sequences(plan)
-        self._write_tokens(plan, rows, starts, is_sampled=is_sampled)
+        self._write_tokens(plan, rows, starts)
         if self.sampling_mode != "greedy":
             host = self._host
             host["random_keys"][:num_seqs] = random_keys(self._seeds[:num_seqs], host["seq_lens"][:num_seqs])
@@ -273,13 +281,24 @@ class BatchBuffers:
             self._write_prompts(plan)
         self._buffer.copy_(self._staging, non_blocking=True)
         if sampled is not None:
-            # Where the logits were not numbers the token is negative: the step is for nothing, but must not fail.
-            torch.clamp(sampled[:num_tokens], min=0, out=self._tensors["input_ids"][:num_tokens])
+            self._take_sampled(sampled)
         self.tables.send()
         if bucket.separates_prompts:
             torch.index_select(self.tables.device, 1, self._tensors["prompt_rows"], out=self._prompt_tables)
         if self._sent is not None:
             self._sent.record()
+
+    def _take_sampled(self, sampled: torch.Tensor) -> None:
+        """Tokens that only the device knows go where they are computed.
+
+        Where the logits were not numbers the token is negative: the step is for nothing, but must not fail.
+        """
+        ids, count = self._tensors["input_ids"], self._num_sampled
+        if self._is_sampled_in_order:
+            torch.clamp(sampled[:count], min=0, out=ids[:count])
+        else:
+            chosen = sampled.index_select(0, self._tensors["sampled_rows"][:count]).clamp_(min=0)
+            ids.index_copy_(0, self._tensors["sampled_places"][:count], chosen)
 
     def fill_dummy(self, bucket: Bucket, *, context: int = 0, num_blocks: int = 1) -> None:
         """Fill a bucket with sequences that read and write block 0, for warm-up, capture and timing.
@@ -312,33 +331,30 @@ class BatchBuffers:
     def _place(self, works: Sequence[Work]) -> None:
         """Bring the block tables up to date, and what a sequence keeps from step to step."""
         rows = [work.request.blocks for work in works]
-        versions = [blocks.version if blocks is not None else 0 for blocks in rows]
-        if rows == self._rows:
-            for row, (old, new) in enumerate(zip(self._versions, versions, strict=True)):
-                if old != new:
-                    self.tables.place(row, rows[row])
-        else:
-            self.tables.place_all(rows)
-            self._write_requests([work.request for work in works])
+        if rows != self._rows:
+            num_before = len(self._rows)
+            changed = [row for row, (new, old) in enumerate(zip(rows, self._rows, strict=False)) if new is not old]
+            self._write_requests([*changed, *range(num_before, len(rows))], works)
             self._rows = rows
-        self._versions = versions
+        self.tables.place_all(rows)
 
-    def _write_requests(self, requests: Sequence[Request]) -> None:
+    def _write_requests(self, rows: Sequence[int], works: Sequence[Work]) -> None:
         """What changes only when other sequences run, or the same in other rows."""
-        host, num_seqs = self._host, len(requests)
-        all_params = [request.params for request in requests]
-        host["temperature"][:num_seqs] = [min(params.temperature, HOTTEST) for params in all_params]
-        host["top_p"][:num_seqs] = [params.top_p for params in all_params]
-        host["top_k"][:num_seqs] = [min(params.top_k, 1 << 31) for params in all_params]
-        host["state_slots"][:num_seqs] = [request.state_slot for request in requests]
-        host["random_keys"][:num_seqs] = 0
-        self._seeds[:num_seqs] = [request.seed for request in requests]
-        self._mrope_deltas[:num_seqs] = [request.mrope_delta for request in requests]
-        self._has_own_inputs = any(
-            request.input_embeds is not None or request.mrope_positions is not None for request in requests
-        )
-        modes = {mode_of(params) for params in all_params}
-        self.sampling_mode = "truncated" if "truncated" in modes else "plain" if "plain" in modes else "greedy"
+        host, num_seqs = self._host, len(works)
+        for row in rows:
+            request = works[row].request
+            params = request.params
+            host["temperature"][row] = min(params.temperature, HOTTEST)
+            host["top_p"][row] = params.top_p
+            host["top_k"][row] = min(params.top_k, 1 << 31)
+            host["state_slots"][row] = request.state_slot
+            host["random_keys"][row] = 0
+            self._seeds[row] = request.seed
+            self._mrope_deltas[row] = request.mrope_delta
+            self._own_inputs[row] = request.input_embeds is not None or request.mrope_positions is not None
+            self._modes[row] = _MODES.index(mode_of(params))
+        self._has_own_inputs = bool(self._own_inputs[:num_seqs].any())
+        self.sampling_mode = _MODES[self._modes[:num_seqs].max()]
 
     def _write_sequences(self, plan: StepPlan) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
         """The fields of each sequence; returns the sequence of each token, and the first position of each sequence."""
@@ -369,22 +385,15 @@ class BatchBuffers:
         lens[:num_prompts], lens[num_prompts:] = host["seq_lens"][num_decodes:num_seqs], 0
         rows[:num_prompts], rows[num_prompts:] = self._count[num_decodes:num_seqs], 0
 
-    def _write_tokens(
-        self, plan: StepPlan, rows: NDArray[np.integer], starts: NDArray[np.integer], *, is_sampled: bool
-    ) -> None:
+    def _write_tokens(self, plan: StepPlan, rows: NDArray[np.integer], starts: NDArray[np.integer]) -> None:
         """The fields of each token."""
         host, num_tokens, size = self._host, plan.num_tokens, self.limits.block_size
         positions = host["positions"][:num_tokens]
         if plan.kind == "decode":
             positions[:] = starts
-            if not is_sampled:
-                host["input_ids"][:num_tokens] = [work.request.tokens[work.start] for work in plan.works]
         else:
             np.add(self._count[:num_tokens], (starts - host["query_starts"][: plan.num_seqs])[rows], out=positions)
-            ids, first = host["input_ids"], 0
-            for request, start, length, _ in plan.works:
-                ids[first : first + length] = request.tokens[start : start + length]
-                first += length
+        self._write_ids(plan)
         indices, offsets = np.divmod(positions, size)
         slots = host["slots"]
         for g in range(self.limits.num_groups):
@@ -395,6 +404,30 @@ class BatchBuffers:
         self.has_embeds = False
         if self._has_own_inputs:
             self._write_own_inputs(plan.works)
+
+    def _write_ids(self, plan: StepPlan) -> None:
+        """The ids of tokens that are known, and where the others come from and go to."""
+        host, works = self._host, plan.works
+        query_starts, known = host["query_starts"], works
+        self._is_sampled_in_order = isinstance(plan.sources, range)
+        if self._is_sampled_in_order:
+            self._num_sampled = plan.num_tokens
+            return
+        places = query_starts[: plan.num_seqs].tolist()
+        if plan.sources is not None:
+            sources = np.array(plan.sources)
+            pending = np.flatnonzero(sources >= 0)
+            self._num_sampled = count = len(pending)
+            host["sampled_rows"][:count] = sources[pending]
+            host["sampled_places"][:count] = query_starts[pending]
+            rows = np.flatnonzero(sources < 0).tolist()
+            known, places = tuple([works[row] for row in rows]), [places[row] for row in rows]
+        if plan.kind == "decode":
+            host["input_ids"][places] = [work.request.tokens[work.start] for work in known]
+            return
+        ids = host["input_ids"]
+        for first, (request, start, length, _) in zip(places, known, strict=True):
+            ids[first : first + length] = request.tokens[start : start + length]
 
     def _write_own_inputs(self, works: Sequence[Work]) -> None:
         """Positions in three dimensions and embeddings, where a request brings its own for its prompt."""
@@ -431,6 +464,9 @@ def _fields(limits: BatchLimits) -> tuple[_Field, ...]:
         _Field("top_p", torch.float32, (seqs,), "seq", 1),
         _Field("top_k", torch.int64, (seqs,), "seq", 0),
         _Field("random_keys", torch.int64, (seqs,), "seq", 0),
+        # Of tokens that the step before chose: where they are among its rows, and where they go.
+        _Field("sampled_rows", torch.int64, (seqs,), "step", 0),
+        _Field("sampled_places", torch.int64, (seqs,), "step", 0),
         _Field("input_ids", torch.int64, (tokens,), "token", 0),
         _Field("positions", torch.int64, (tokens,), "token", 0),
         _Field("slots", torch.int64, (limits.num_groups, tokens), "token", 0),

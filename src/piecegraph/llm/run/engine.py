@@ -3,8 +3,8 @@
 Note [Looking ahead]
 ~~~~~~~~~~~~~~~~~~~~
 While the device runs a step, the host would wait for its tokens, and then the device for the host. So where the next
-step can be known without them (:meth:`Scheduler.schedule_ahead`), it is launched first, and takes its tokens from where
-the device left them. Results are valid until the next step is launched, so a request that wants logits or hidden states
+step can be known without them (:meth:`Scheduler.schedule_ahead`), it is launched first, and takes them from where the
+device left them. Results are valid until the next step is launched, so a request that wants logits or hidden states
 keeps its steps from being followed like that.
 
 Note [A step that fails]
@@ -133,6 +133,8 @@ class LLMEngine:
         self._generations: dict[str, Generation] = {}
         self._num_detailed = 0
         """Generations that want more than their tokens."""
+        self._num_watched = 0
+        """Generations whose text must be known at every step."""
         self._owner: weakref.ref[PagedCache] | None = scheduler.cache.reference
         """Whose blocks the memory holds: see Note [One cache, several schedulers]."""
         self._is_stepping = False
@@ -202,6 +204,7 @@ class LLMEngine:
         self.scheduler.add(request)
         self._generations[request.id] = generation
         self._num_detailed += generation.wants_details
+        self._num_watched += generation.is_watched
         return generation
 
     def abort(self, generation: Generation) -> None:
@@ -237,8 +240,7 @@ class LLMEngine:
             ahead = self._launch_ahead(current)
             tokens = current.read_tokens()
             self._collect_details(current, tokens)
-            self.scheduler.commit(current.plan, tokens)
-            self._emit_tokens(current)
+            self._emit_tokens(current, self.scheduler.commit(current.plan, tokens))
             self._ahead = ahead
             return True
 
@@ -261,11 +263,6 @@ class LLMEngine:
         """Launch the step behind one that is running, if it can be known: see Note [Looking ahead]."""
         if not self._looks_ahead or self._num_detailed:
             return None
-        # The same requests run in the same rows, so they sample in the same mode.
-        forward = self._forwards.current()
-        key = StepKey(forward.sizes.decode_bucket(current.plan.num_seqs), current.key.sampling)
-        if forward.waits_for(key):
-            return None  # not while another step is running
         plan = self.scheduler.schedule_ahead(current.plan)
         return self._launch(plan, current.tokens) if plan is not None else None
 
@@ -306,14 +303,18 @@ class LLMEngine:
 
     # -- what a step gives its requests
 
-    def _emit_tokens(self, launched: _Launched) -> None:
+    def _emit_tokens(self, launched: _Launched, finished: Sequence[Request]) -> None:
+        """Tell those who want to know: most want to know the end alone."""
+        if launched.is_replayed and not self._num_watched:
+            for request in finished:
+                self._emit_new(self._generations[request.id])
+            return
         for work in launched.plan.works:
             request = work.request
             generation = self._generations.get(request.id)
             if generation is None:
                 continue  # ended while the step ran
-            generation.num_steps += 1
-            generation.num_replays += launched.is_replayed
+            generation.num_graphless += not launched.is_replayed
             if request.finish_reason is not None or (work.samples and generation.is_watched):
                 self._emit_new(generation)
 
@@ -326,6 +327,7 @@ class LLMEngine:
         if request.is_done:
             del self._generations[request.id]
             self._num_detailed -= generation.wants_details
+            self._num_watched -= generation.is_watched
         if generation.on_new is not None:
             generation.on_new(generation, new, generation.new_tokens())
 

@@ -114,15 +114,15 @@ class Forward:
 
         Args:
             plan: the step.
-            sampled: its tokens, if only the device knows them yet.
+            sampled: what the step before chose, if it is not committed yet.
             every_row: whether hidden states of all tokens are wanted.
             waits: record it first if nothing that is recorded covers it.
         """
         buffers = self._buffers
-        wanted = self._write(plan, every_row, is_sampled=sampled is not None)
-        if sampled is None and (self.waits_for(wanted) or (waits and self._is_uncovered(wanted))):
+        wanted = self._write(plan, every_row)
+        if self._is_recordable(wanted) and (self._records_at_need or (waits and self._cover(wanted) == wanted)):
             self._record(wanted)
-            self._write(plan, every_row, is_sampled=False)  # recording wrote a batch of its own
+            self._write(plan, every_row)  # recording wrote a batch of its own
         key = wanted
         if wanted not in self.library.tapes:
             key = self._cover(wanted)
@@ -132,10 +132,10 @@ class Forward:
         self.step.last = key
         return FilledStep(key, wanted)
 
-    def _write(self, plan: StepPlan, every_row: bool, *, is_sampled: bool) -> StepKey:
+    def _write(self, plan: StepPlan, every_row: bool) -> StepKey:
         """Write a step on the host; what it would best run as."""
         buffers, bucket = self._buffers, self.sizes.bucket_for(plan)
-        buffers.write(plan, is_sampled=is_sampled)
+        buffers.write(plan)
         return StepKey(bucket, buffers.sampling_mode, buffers.has_embeds, every_row and bucket.kind == "mixed")
 
     def _cover(self, wanted: StepKey) -> StepKey:
@@ -177,10 +177,6 @@ class Forward:
         return Event("PG503", subject, reason, "add a larger capture size")
 
     # -- recording
-
-    def waits_for(self, key: StepKey) -> bool:
-        """Whether a step of this key would be recorded before it is run."""
-        return self._records_at_need and self._is_recordable(key)
 
     @contextlib.contextmanager
     def recording_at_need(self) -> Iterator[None]:
@@ -229,10 +225,6 @@ class Forward:
         self.library.record([key], tidies=False, is_quiet=True)
         self._serving.clear()
         self._missed.pop(key, None)
-
-    def _is_uncovered(self, wanted: StepKey) -> bool:
-        """Whether a step can be recorded, and nothing that is recorded serves it."""
-        return self._is_recordable(wanted) and self._cover(wanted) == wanted
 
     def _is_recordable(self, key: StepKey) -> bool:
         """Whether a step is not recorded, but can be."""

@@ -31,8 +31,8 @@ class Generation:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     hidden_states: list[torch.Tensor] = field(default_factory=list)
-    num_steps: int = 0
-    num_replays: int = 0
+    num_graphless: int = 0
+    """Steps that were not replayed from a tape."""
     num_read: int = 0
     """Tokens of the request that ``text`` has, or that are not part of it."""
     num_streamed: int = 0
@@ -102,7 +102,7 @@ class Generation:
             seconds_per_token=(end - begun - times[0]) / (num_new - 1) if num_new > 1 else None,
             total_s=end - begun,
             token_times_s=times,
-            graph_coverage=self.num_replays / self.num_steps if self.num_steps else 0.0,
+            graph_coverage=1 - self.num_graphless / request.num_steps if request.num_steps else 0.0,
         )
 
     def add_rows(self, work: Work, hidden: torch.Tensor, head: MakeLogits, vocab_size: int) -> None:

@@ -131,6 +131,7 @@ class Request:
         "num_delivered",
         "num_preemptions",
         "num_prompt",
+        "num_steps",
         "params",
         "seed",
         "state",
@@ -173,16 +174,18 @@ class Request:
         self.num_computed = 0
         """Tokens whose keys and values are in the cache."""
         self.num_delivered = 0
-        """The highest ``num_computed`` so far: rows below it are not told about again after a preemption."""
+        """``num_computed`` at the last preemption, or before it: rows below it are not told about again."""
         self.num_cached = 0
         """Tokens found in the prefix cache when the request first ran."""
         self.num_preemptions = 0
+        self.num_steps = 0
+        """Steps that were committed for it."""
         self.blocks: SequenceBlocks | None = None
         self.digests: list[Digest] = []
         self.state_slot = 0
         """Where layers with a state keep the request's; 0 while it does not run."""
         self.arrival_time = time.perf_counter() if arrival_time is None else arrival_time
-        self.token_times = array("d")
+        self.token_times: list[float] = []
         """When each new token was known, by ``time.perf_counter()``."""
         self.finish_time: float | None = None
 

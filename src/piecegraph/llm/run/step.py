@@ -43,6 +43,10 @@ class StepPlan:
     num_tokens: int
     kind: StepKind
     """``"decode"``: one token for each sequence, none of them a sequence's first."""
+    sources: range | tuple[int, ...] | None = None
+    """Behind a step that is not committed yet: for each work, which work of that step chooses the token it computes; -1
+    if its tokens are known. A range: the works of that step, in their order.
+    """
     preempted: tuple[Request, ...] = ()
     """Requests that had to give up their blocks for this step, and will compute their tokens again."""
 
