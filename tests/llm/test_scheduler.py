@@ -68,6 +68,7 @@ _groups = st.lists(
     arrivals=st.lists(_arrivals, min_size=1, max_size=8),
     num_padded=st.integers(0, 3),
     looks_ahead=st.booleans(),
+    sizes=st.sampled_from([(), (2, 4, 8, 16), (1, 3, 7)]),
 )
 def test_every_request_gets_the_tokens_it_would_get_alone(
     groups: list[CacheGroup],
@@ -78,6 +79,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone(
     arrivals: list[Arrival],
     num_padded: int,
     looks_ahead: bool,
+    sizes: tuple[int, ...],
 ) -> None:
     llm = FakeLLM(
         groups,
@@ -88,6 +90,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone(
         prefix_cache=prefix_cache,
         needs_state=not prefix_cache,
         looks_ahead=looks_ahead,
+        sizes=sizes,
     )
     requests = _run(llm, arrivals, num_padded)
     for arrival, request in requests:
@@ -147,6 +150,20 @@ def test_the_next_step_is_known_also_where_requests_come_and_go() -> None:
     assert sum(plan.kind == "mixed" for plan in llm.plans) > 4
     for each in requests:
         assert each.generated == alone(each.tokens[: each.num_prompt], each.params, llm.groups, 64)
+
+
+def test_steps_are_full_while_others_wait() -> None:
+    llm = make(num_blocks=200, max_num_seqs=3, max_batch_tokens=32, sizes=(4, 8, 16, 32), prefix_cache=False)
+    for name, length in (("a", 9), ("b", 2), ("c", 10), ("d", 5)):
+        llm.scheduler.add(request(name, length, new=3))
+    llm.run()
+    works = [{work.request.id: work[2:] for work in plan.works} for plan in llm.plans]
+    assert works[0] == {"a": (9, True), "b": (2, True), "c": (5, False)}, "16 of 21 tokens: d waits for a place"
+    assert works[1] == {"a": (1, True), "b": (1, True), "c": (2, False)}, "4 of 7"
+    assert works[2] == {"a": (1, True), "b": (1, True), "c": (2, False)}
+    assert works[3]["c"] == (1, True)
+    assert works[3]["d"] == (5, True), "nobody waits: it is not cut"
+    assert [plan.num_tokens for plan in llm.plans[:3]] == [16, 4, 4]
 
 
 def test_decodes_come_first_and_prompts_fill_the_rest_of_the_step() -> None:

@@ -46,6 +46,8 @@ class LLMOptions:
     """Keep the compressed form of multi-head latent attention."""
     look_ahead: bool | Literal["auto"] = "auto"
     """Launch a step before the tokens of the one before it are read; ``"auto"``: on a GPU."""
+    full_steps: bool = True
+    """While requests wait for a place, cut prompts so that steps are of recorded sizes, without padding."""
     num_threads: int | Literal["auto"] = "auto"
     """Of a CPU, for each step; ``"auto"``: the number that is quickest, up to what torch is set to."""
     record_seconds: float | Literal["auto"] = "auto"
@@ -70,7 +72,7 @@ class LLMOptions:
                 object.__setattr__(self, name, count)
         if not _is_auto(self.record_seconds):
             object.__setattr__(self, "record_seconds", _seconds("options['record_seconds']", self.record_seconds))
-        for name in ("fuse_linears", "self_check", "latent_cache", "provenance"):
+        for name in ("fuse_linears", "self_check", "latent_cache", "full_steps", "provenance"):
             _check_choice(f"options[{name!r}]", getattr(self, name), (True, False))
         for name in ("look_ahead", "progress"):
             _check_choice(f"options[{name!r}]", getattr(self, name), (True, False, "auto"))

@@ -16,6 +16,13 @@ Every step moves on. The first running request is never preempted for another, a
 request that would not fit alone is refused when it arrives. The tokens of a step are at least as many as the sequences
 that may run, so a prompt gets at least one token of every step, however many others decode.
 
+Note [Full steps]
+~~~~~~~~~~~~~~~~~
+A step is padded to the next of the sizes that are recorded, and padding takes as long as tokens do. While requests are
+waiting for a place, the last prompt of a step is cut so that nothing is padded, and goes on in the next step. Nobody is
+served later for that but the request itself, by a step. Where nobody waits, a request has its first token soonest if
+its prompt is not cut.
+
 Note [Scheduling ahead]
 ~~~~~~~~~~~~~~~~~~~~~~~
 The step behind one that has not been committed is known but for its tokens: which requests reach their length is known,
@@ -68,6 +75,7 @@ class Scheduler:
     Args:
         limits: see there.
         cache: the blocks of all groups; empty for a model without attention.
+        sizes: tokens that steps are padded to; see Note [Full steps].
         eos_token_ids: tokens that end a request.
         needs_state: give each running sequence a state slot from 1 to ``max_num_seqs`` (0 belongs to the padding).
         release_state: told of every slot that is free again.
@@ -80,6 +88,7 @@ class Scheduler:
         limits: SchedulerLimits,
         cache: PagedCache,
         *,
+        sizes: Sequence[int] = (),
         eos_token_ids: Collection[int] = (),
         needs_state: bool = False,
         release_state: Callable[[int], None] | None = None,
@@ -94,6 +103,7 @@ class Scheduler:
             )
         self.limits = limits
         self.cache = cache
+        self.sizes = tuple(sizes)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
@@ -315,6 +325,18 @@ class Scheduler:
             if (request := self._next_waiting()) is None or not self._may_admit(num_ending) or not self._admit(request):
                 break
             budget -= self._prefill(request, request.num_computed, budget, works)
+        if self.waiting and works:
+            self._cut_to_size(works)
+
+    def _cut_to_size(self, works: list[Work]) -> None:
+        """Leave the rest of the last prompt to the next step, if this one is then of a size without padding: see
+        Note [Full steps].
+        """
+        total = sum(work.num_tokens for work in works)
+        excess = total - max((size for size in self.sizes if size <= total), default=total)
+        request, start, num_tokens, _ = works[-1]
+        if 0 < excess < num_tokens:
+            works[-1] = Work(request, start, num_tokens - excess, False)
 
     def _make_plan(
         self,
