@@ -296,7 +296,7 @@ class BatchBuffers:
         ids, count = self._tensors["input_ids"], self._num_sampled
         if self._is_sampled_in_order:
             torch.clamp(sampled[:count], min=0, out=ids[:count])
-        else:
+        elif count:
             chosen = sampled.index_select(0, self._tensors["sampled_rows"][:count]).clamp_(min=0)
             ids.index_copy_(0, self._tensors["sampled_places"][:count], chosen)
 

@@ -27,7 +27,8 @@ def one_for_each(prompts: Any) -> list[Any]:
     if given is None:
         why = "it must be a text, a list of token ids, or a list of these"
         raise ConfigError("PG101", f"prompts is {prompts!r}", why=why)
-    if any(_is_message(item) or (isinstance(item, list) and any(map(_is_message, item))) for item in given):
+    # Of a list the first is enough: a prompt has thousands of tokens, and what else is wrong with it is told later.
+    if any(_is_message(item) or (isinstance(item, list) and item and _is_message(item[0])) for item in given):
         why = "messages with a role and a content are a conversation, not a prompt"
         raise ConfigError("PG101", "prompts holds messages", why=why, hint="llm.chat answers conversations")
     found = [item.tolist() if hasattr(item, "tolist") else item for item in given]
