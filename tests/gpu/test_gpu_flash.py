@@ -13,7 +13,7 @@ from piecegraph.llm.specs import Accepted, AttentionLayer
 from tests.cases.attention import Sequences, check_against, layer
 from tests.gpu.test_gpu_attention import BATCHES, CUDA, HALF, LARGE, Bucket, check_replays
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 LAYERS = [layer(16, 8, 128), layer(32, 8, 128), layer(9, 3, 64), layer(8, 8, 96), layer(71, 1, 64), layer(8, 2, 128)]
 
 

@@ -17,6 +17,7 @@ from piecegraph.llm.cache.paged import CacheGroup, PagedCache
 from piecegraph.llm.cache.states import choose_states
 from piecegraph.llm.config import LLMConfig
 from piecegraph.llm.kernels.attention.registry import choose_kernel
+from piecegraph.llm.kernels.early_launch import early_launches, inductor_settings
 from piecegraph.llm.model import demo_model
 from piecegraph.llm.model.head import decoder_of
 from piecegraph.llm.model.loader import LoadedModel, load
@@ -92,7 +93,7 @@ def start(path: str, config: LLMConfig, events: EventLog) -> Started:
         looks_ahead=look_ahead.choice == "on",
     )
     decisions = [*loaded.decisions, *rotations, *model.decisions, rows, length]
-    decisions += [*parts.kernels, *early, *threads, prefix_cache, look_ahead]
+    decisions += [*parts.kernels, *early_launches(config.device), *early, *threads, prefix_cache, look_ahead]
     if options.self_check:
         with progress.bar("self check", 1), _uncounted(engine), parts.forward.recording_at_need():
             decisions.append(self_check(loaded.model, engine))
@@ -132,7 +133,7 @@ def _trace_and_compile(
             refuse_attention(loaded.model)
         core_options = Options(
             fuse_linears=options.fuse_linears,
-            inductor=options.inductor,
+            inductor={**inductor_settings(config.device), **options.inductor},
             provenance=options.provenance,
             progress=options.progress,
         )
@@ -210,7 +211,8 @@ def _embeds_tracer(
     loaded: LoadedModel, model: TracedModel, cache: TraceCache, config: LLMConfig, events: EventLog
 ) -> Callable[[], TracedModel]:
     """What makes the model whose decoder takes embeddings. Its weights stay where they are, not joined again."""
-    options = Options(inductor=config.options.inductor, progress=config.options.progress)
+    inductor = {**inductor_settings(config.device), **config.options.inductor}
+    options = Options(inductor=inductor, progress=config.options.progress)
 
     def trace_embeds() -> TracedModel:
         refuse_embeddings(loaded.model)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from piecegraph.base import torch_compat
+from piecegraph.llm.kernels.early_launch import early_constants
 from piecegraph.llm.ops import LIBRARY
 
 _MOST_ROWS = 32
@@ -127,6 +128,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ou
         x.stride(0),
         out.stride(0),
         M=rows,
+        **early_constants(x.device),
         **_constants(weight, bias, tile),
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from piecegraph.llm.specs import (
 
 BLOCK_SIZE = 128
 """As many keys as it takes at once: a block is then one copy. With 16 it took 1.09 to 1.12 times as long on an H200."""
-MIN_TOKENS = 1024
+MIN_TOKENS = 384
 """Of a step; below that our own kernel was as quick."""
 WIDTHS = (64, 96, 128)
 """Of heads, for which it takes as many keys at once."""
@@ -89,6 +90,8 @@ def _flash_attention() -> Callable[..., Any]:
     """Its import takes seconds. The function that takes ``out`` is not one of its public ones; the extra pins it."""
     from flash_attn.cute import interface  # type: ignore[import-not-found, unused-ignore]
 
+    # Its compiler warns of arguments of its own at every variant.
+    warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
     function: Callable[..., Any] = interface._flash_attn_fwd
     return function
 

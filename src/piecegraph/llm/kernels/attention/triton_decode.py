@@ -149,6 +149,7 @@ def decode_kernel(
     MAX_SPLITS: tl.constexpr,
     HEAD_TILES: tl.constexpr,
     MIXED: tl.constexpr,
+    EARLY: tl.constexpr,
     COMBINE_COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -186,6 +187,9 @@ def decode_kernel(
     used = (rows < TILE_HEADS) & (head_in_group < GROUP)
     head = kv_head * GROUP + head_in_group
     token = seq.to(tl.int64)
+    if EARLY:  # see Note [Early launches]
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     # Loaded before the length is looked at: one wait for both.
     q_tile = load_tile(q, token * q_token_stride + head * q_head_stride, used, KEY, KEY_PADDED, True)
     q_rest_tile = q_tile
