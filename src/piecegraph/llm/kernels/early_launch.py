@@ -7,6 +7,9 @@ it touches anything that others write, and lets the next begin only after that. 
 right before it is still running: weights, which nobody writes, may be read at once, and what was written earlier, too.
 Inductor's kernels (``triton.enable_pdl``) rely on the same. Where a kernel of another library comes between, it waits
 for the end of the one before, as always.
+
+It is off unless it is asked for. Qwen3-0.6B on an H200, all kernels together: a step of decoding took 0.86, 0.94 and
+0.96 of the time at batch 1, 8 and 64, but prompts of 512 tokens and more 1.07 to 1.11.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ _SWITCH = "PIECEGRAPH_EARLY_LAUNCH"
 def launches_early(device: torch.device) -> bool:
     """Whether kernels for a device are launched early."""
     is_able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return is_able and os.environ.get(_SWITCH) != "0"
+    return is_able and os.environ.get(_SWITCH) == "1"
 
 
 def early_constants(device: torch.device, *, is_wanted: bool = True) -> dict[str, Any]:
@@ -41,10 +44,9 @@ def inductor_settings(device: torch.device) -> dict[str, Any]:
 
 
 def early_launches(device: torch.device) -> list[Decision]:
-    """Whether kernels are launched early, for the report; nothing where there is no choice."""
-    if device.type != "cuda":
+    """Whether kernels are launched early, for the report; nothing where nobody asked."""
+    if os.environ.get(_SWITCH) != "1":
         return []
     if launches_early(device):
-        return [Decision("early launches", "on", f"a kernel begins while the one before it ends; {_SWITCH}=0 is off")]
-    why = f"{_SWITCH} is 0" if os.environ.get(_SWITCH) == "0" else "compute capability 9.0 is needed"
-    return [Decision("early launches", "off", why)]
+        return [Decision("early launches", "on", "a kernel begins while the one before it ends")]
+    return [Decision("early launches", "off", "compute capability 9.0 is needed")]
