@@ -133,6 +133,8 @@ def _trace_and_compile(
             inductor=options.inductor,
             provenance=options.provenance,
             progress=options.progress,
+            dump=options.dump,
+            dump_inputs=options.dump_inputs,
         )
         backend = config.backend
         model = trace_model(
@@ -208,7 +210,8 @@ def _embeds_tracer(
     loaded: LoadedModel, model: TracedModel, cache: TraceCache, config: LLMConfig, events: EventLog
 ) -> Callable[[], TracedModel]:
     """What makes the model whose decoder takes embeddings. Its weights stay where they are, not joined again."""
-    options = Options(inductor=config.options.inductor, progress=config.options.progress)
+    given = config.options
+    options = Options(inductor=given.inductor, progress=given.progress, dump=given.dump, dump_inputs=given.dump_inputs)
 
     def trace_embeds() -> TracedModel:
         refuse_embeddings(loaded.model)

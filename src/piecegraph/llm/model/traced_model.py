@@ -20,6 +20,7 @@ from piecegraph.base.config import Options
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Cut, Decision, Piece
 from piecegraph.base.progress import Progress
+from piecegraph.dumps.plan_dump import PlanDump
 from piecegraph.engine.pipeline import Pipeline
 from piecegraph.errors import ModelError, TraceError
 from piecegraph.graph.cut_rules import CutRules
@@ -76,6 +77,8 @@ class TracedModel:
     steps: tuple[Piece | Cut, ...]
     num_compiles: int
     decisions: tuple[Decision, ...]
+    dump: PlanDump | None
+    """Of the plan without interceptions."""
 
     def num_places(self, interception: Interception) -> int:
         """How many calls an interception is for."""
@@ -114,7 +117,12 @@ def trace_model(
         deterministic: its linears must not let a row depend on others.
     """
     pipeline = Pipeline(
-        backend, linear_passes(model.device, deterministic=deterministic), CutRules("auto"), options, events
+        type(model).__name__,
+        backend,
+        linear_passes(model.device, deterministic=deterministic),
+        CutRules("auto"),
+        options,
+        events,
     )
     with Progress(options.progress).bar("trace", 1):
         traced, position_rows, decisions = _read_decoder(model, cache, pipeline, takes_embeds, position_rows)
@@ -136,6 +144,7 @@ def trace_model(
         lowered.steps,
         lowered.num_compiles,
         (*decisions, *fused),
+        lowered.dump,
     )
 
 
