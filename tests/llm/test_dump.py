@@ -6,32 +6,35 @@ import runpy
 from pathlib import Path
 
 import piecegraph
-from tests.cases.llm_shelf import Shelf
+from tests.cases.llm_shelf import shelf
 
 PROMPT = [5, 6, 7, 8]
 
 
-def test_a_language_model_is_dumped(models: Shelf, tmp_path: Path) -> None:
-    expected = models.greedy("llama", PROMPT, 4)
-    options = {"graph_device": "simulated", "dump": tmp_path, "provenance": True}
-    llm = models.load("llama", capture_sizes=[1, 8], max_num_seqs=2, options=options)
-    assert llm.generate([PROMPT], max_new_tokens=4, ignore_eos=True)[0].token_ids == expected
-    folder = tmp_path / "LlamaForCausalLM"
+def test_a_language_model_is_dumped(tmp_path: Path) -> None:
+    options = {"graph_device": "simulated", "dump": tmp_path / "dump", "provenance": True, "self_check": False}
+    with shelf(tmp_path / "models") as models:
+        llm = models.load("llama", capture_sizes=[1, 8], max_num_seqs=2, options=options)
+        answer = llm.generate([PROMPT], max_new_tokens=4, ignore_eos=True)[0]
+        assert answer.token_ids == models.greedy("llama", PROMPT, 4)
+    folder = tmp_path / "dump" / "LlamaForCausalLM"
     index = (folder / "index.md").read_text()
     assert "4 pieces, 3 distinct (each compiled once), 3 cuts; complete" in index
     assert "reads the batch and the cache" in index
     assert "## Recorded sizes" in index
     assert "aten::linear" in (folder / "kernels.md").read_text()
-    for repro in sorted(folder.glob("piece_*.py")):
+    repros = sorted(folder.glob("piece_*.py"))
+    assert [repro.name for repro in repros] == ["piece_00.py", "piece_02.py", "piece_06.py"]
+    for repro in repros:
         scope = runpy.run_path(str(repro))
         results = scope["make_piece"]()(*scope["make_inputs"](scope["Maker"]("cpu"), (5,)))
         assert 5 in results[0].shape, "it runs, at another size"
 
 
-def test_steps_that_are_called_directly_are_dumped(models: Shelf, tmp_path: Path) -> None:
-    with piecegraph.dump(tmp_path):
-        llm = models.load("llama")
-    llm.generate([PROMPT], max_new_tokens=2, ignore_eos=True)
-    text = (tmp_path / "LlamaForCausalLM" / "piece_00.py").read_text()
+def test_steps_that_are_called_directly_are_dumped(tmp_path: Path) -> None:
+    with shelf(tmp_path / "models") as models, piecegraph.dump(tmp_path / "dump"):
+        llm = models.load("llama", options={"self_check": False})
+        llm.generate([PROMPT], max_new_tokens=2, ignore_eos=True)
+    text = (tmp_path / "dump" / "LlamaForCausalLM" / "piece_00.py").read_text()
     assert "# weight " in text
     assert "maker.tensor((size0,), (1,), torch.int64, 0, 1)" not in text, "the tokens that were seen"
