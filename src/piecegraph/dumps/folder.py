@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import re
-import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,19 +73,14 @@ class DumpFolder:
     def _put(self, name: str, put: Callable[[Path], object]) -> Path | None:
         if self.path is None:
             return None
-        target, work = self.path / name, None
+        target, work = self.path / name, self.path / f".{name}.{threading.get_ident()}"
         try:
-            handle, made = tempfile.mkstemp(prefix=f".{name}-", dir=self.path)
-            os.close(handle)
-            work = Path(made)
             put(work)
-            work.chmod(0o644)
             work.replace(target)
         except (OSError, RuntimeError) as error:  # torch.save raises the latter when a disk is full
             self.tell(error)
-            if work is not None:
-                with contextlib.suppress(OSError):
-                    work.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                work.unlink(missing_ok=True)
             return None
         if name not in self.files:
             self.files.append(name)
@@ -107,6 +102,6 @@ def _claim(above: Path, name: str) -> Path:
     for number in itertools.count(1):
         path = above / (name if number == 1 else f"{name}-{number}")
         with contextlib.suppress(FileExistsError):
-            path.mkdir()
+            path.mkdir(mode=0o755)  # code is run from it: nobody else may write there
             return path
     raise AssertionError("there is always a next number")

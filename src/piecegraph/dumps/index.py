@@ -140,7 +140,7 @@ def _step_row(step: Piece | Cut, plan: DumpedPlan) -> tuple[str, ...]:
     what = f"{'**FAILED** ' if is_failed else ''}piece"
     common = (str(step.index), what, str(step.num_ops), str(step.first or ""))
     if piece is None:
-        return *common, step.backend, "", "", ""
+        return *common, f"{step.backend}, for an earlier plan" if plan.is_complete else step.backend, "", "", ""
     if piece.index != step.index:
         return *common, f"{step.backend}, as piece {piece.index}", "", "", ""
     files = ", ".join(f"[{file}]({file})" for file in piece.files) or piece.why_no_repro

@@ -84,10 +84,10 @@ class PieceFiles:
                 self._title,
                 self._module,
                 None if self._why_not else self._specs,
-                self._settings,
-                self.entry.inputs,
-                self.entry.failure,
-                self._why_not,
+                options=self._settings,
+                saved=self.entry.inputs,
+                failure=self.entry.failure,
+                why_not=self._why_not,
             )
         )
 
@@ -236,9 +236,9 @@ class PieceFiles:
             f"The smallest part of {self._title.lower()} that fails",
             part.module,
             specs,
-            self._settings,
-            saved.name if saved else "",
-            self.entry.failure,
+            options=self._settings,
+            saved=saved.name if saved else "",
+            failure=self.entry.failure,
         )
         path = self._folder.write(f"{stem}.py", write_repro(repro)[0])
         if path is not None:

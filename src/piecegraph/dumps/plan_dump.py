@@ -148,7 +148,7 @@ class PlanDump:
     def _watched(self, step: Step) -> Step:
         function, label = step.function, step.label
         piece = self._pieces.get(label.key) if isinstance(label, Piece) else None
-        is_first = piece is not None and self._is_own(label) if isinstance(label, Piece) else False
+        is_first = isinstance(label, Piece) and self._is_own(label)
 
         @functools.wraps(function, updated=())
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -239,7 +239,9 @@ class PlanDump:
 
     def _hint(self, entry: DumpedPiece) -> str:
         folder, files = self._folder.path, entry.files
-        return f"python {folder / files[0]} --check" if folder is not None and files else ""
+        if folder is None or not files or entry.why_no_repro:
+            return ""
+        return f"python {folder / files[0]} --check"
 
     def _add_note(self, error: Exception) -> None:
         """Let the text of an error end with the files that are about it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -21,15 +21,25 @@ def trace_plan(name: str, traced: Traced, segments: Sequence[Segment], program: 
     """Tell of a plan: its steps, how it was cut, and the code of each distinct piece. Nothing is made of it unless
     somebody listens.
     """
-    owner = traced.owner
-    torch_compat.trace_artifact(owner, "piecegraph_plan", "json", lambda: _plan_json(name, program))
-    torch_compat.trace_artifact(owner, "piecegraph_split", "string", lambda: split_text(traced, segments))
+
+    def tell(what: str, encoding: str, make: Callable[[], str]) -> None:
+        torch_compat.trace_artifact(traced.owner, f"piecegraph_{what}", encoding, partial(_made_by, make))
+
+    tell("plan", "json", lambda: _plan_json(name, program))
+    tell("split", "string", lambda: split_text(traced, segments))
     seen: set[str] = set()
     for index, (segment, step) in enumerate(zip(segments, program.steps, strict=True)):
         if isinstance(step.label, Piece) and step.label.key not in seen:
             seen.add(step.label.key)
-            title = f"piecegraph_{segment_name(index, segment)}"
-            torch_compat.trace_artifact(owner, title, "string", partial(_code_of, step.source.module))
+            tell(segment_name(index, segment), "string", partial(_code_of, step.source.module))
+
+
+def _made_by(make: Callable[[], str]) -> str:
+    """What is made; a log is not worth a run."""
+    try:
+        return make()
+    except Exception as error:  # noqa: BLE001 - graphs may hold anything
+        return f"it cannot be written down: {type(error).__name__}: {error}"
 
 
 def _code_of(module: torch.fx.GraphModule) -> str:
