@@ -19,7 +19,7 @@ from piecegraph.dumps.specs import specs_of
 from piecegraph.dumps.standalone import Maker
 from piecegraph.llm.kernels.linear import use_skinny_linears
 from tests.cases.forked import ForkServer
-from tests.cases.modules import two_results
+from tests.cases.modules import Stack, attend_into, two_results
 
 ALONE = """
 import runpy, sys
@@ -102,6 +102,22 @@ def test_a_difference_is_an_exit_code(
     code, told = run_here(path, "--check")
     assert code == 1
     assert re.search(r"compiled  a relative difference of \S+ at 0", told)
+
+
+def test_memory_that_nobody_has_written_to_is_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_here: Callable[..., tuple[int, str]]
+) -> None:
+    """A piece makes room for the op behind it."""
+    path = dump(Stack(attend_into, 1), tmp_path, torch.ones(8, 12), splitting_ops=["pgtest::attention_out"])
+    assert "torch.empty_like(" in path.read_text()
+
+    def compile_with_other_rubbish(piece: Any, **_: Any) -> Any:
+        return lambda *inputs: [each.fill_(7) if i == 3 else each for i, each in enumerate(piece(*inputs))]
+
+    monkeypatch.setattr(torch, "compile", compile_with_other_rubbish)
+    code, told = run_here(path, "--check")
+    assert code == 0, told
+    assert "1 not compared, because nothing is in it yet" in told
 
 
 def test_the_size_is_an_argument(tmp_path: Path, run_here: Callable[..., tuple[int, str]]) -> None:

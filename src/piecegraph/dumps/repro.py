@@ -21,7 +21,7 @@ from piecegraph.base.text import count_of
 from piecegraph.base.version import VERSION
 from piecegraph.dumps import standalone
 from piecegraph.dumps.specs import InputSpec, SizeSpec, TensorSpec
-from piecegraph.graph.fx_nodes import attribute, op_name
+from piecegraph.graph.fx_nodes import attribute, op_name, writes_in_place
 
 _FEW_ELEMENTS = 256
 """A constant of no more is written into the file."""
@@ -35,6 +35,8 @@ _GIVEN = {
     "NoneType": "from types import NoneType",
 }
 """What the code of every graph may call; trees are not among it, because a piece takes and returns flat values."""
+
+_EMPTY = frozenset(f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty"))
 
 _plain_forms: dict[str, str] = {}
 _MARK = "# --- from here on it is copied\n"
@@ -209,6 +211,25 @@ def _bounds(spec: TensorSpec) -> tuple[float, float]:
     return (-1.0, 1.0) if spec.dtype.is_floating_point or spec.dtype.is_complex else (0, 1)
 
 
+def _unwritten(module: torch.fx.GraphModule) -> tuple[int, ...]:
+    """The results that are memory nobody has written to: that of an op which comes later, and writes to an argument."""
+    empty, written = set(), set()
+    for node in module.graph.nodes:
+        if not node.op.startswith("call_"):
+            continue
+        if op_name(node).partition(".")[0] in _EMPTY:
+            empty |= _storages([node])
+        elif writes_in_place(node):
+            written |= _storages(node.all_input_nodes)
+    (results,) = module.graph.output_node().args
+    return tuple(i for i, node in enumerate(results) if _storages([node]) & (empty - written))  # type: ignore[arg-type]
+
+
+def _storages(nodes: Sequence[torch.fx.Node]) -> set[int]:
+    values = [torch_compat.meta_value(node) for node in nodes if isinstance(node, torch.fx.Node)]
+    return {torch_compat.storage_id(value) for value in values if isinstance(value, torch.Tensor)}
+
+
 @functools.cache
 def _copied_code() -> str:
     """What every repro has: see ``standalone.py``."""
@@ -224,6 +245,7 @@ def _ending(repro: Repro, specs: Sequence[InputSpec]) -> str:
         f"sizes={sizes!r}",
         f"where={where!r}",
         f"options={dict(repro.options)!r}",
+        f"unwritten={_unwritten(repro.module)!r}",
         f"saved={repro.saved!r}",
         f"failure={repro.failure!r}",
     ]
