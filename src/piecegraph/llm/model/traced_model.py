@@ -20,7 +20,6 @@ from piecegraph.base.config import Options
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Cut, Decision, Piece
 from piecegraph.base.progress import Progress
-from piecegraph.dumps.plan_dump import PlanDump
 from piecegraph.engine.pipeline import Pipeline
 from piecegraph.errors import ModelError, TraceError
 from piecegraph.graph.cut_rules import CutRules
@@ -77,8 +76,6 @@ class TracedModel:
     steps: tuple[Piece | Cut, ...]
     num_compiles: int
     decisions: tuple[Decision, ...]
-    dump: PlanDump | None
-    """Of the plan without interceptions."""
 
     def num_places(self, interception: Interception) -> int:
         """How many calls an interception is for."""
@@ -87,7 +84,7 @@ class TracedModel:
     def intercepted(self, interceptions: Sequence[Interception]) -> Decoder:
         """The decoder, cut at intercepted ops as well; pieces that are the same are not compiled again."""
         lowered = self.pipeline.cut(self.traced, interceptions)
-        return make_decoder(self.traced, lowered.segments, lowered.program)
+        return make_decoder(self.traced, lowered.segments, lowered.program, lowered.dump)
 
 
 def trace_model(
@@ -135,7 +132,7 @@ def trace_model(
     return TracedModel(
         traced,
         pipeline,
-        make_decoder(traced, lowered.segments, lowered.program),
+        make_decoder(traced, lowered.segments, lowered.program, lowered.dump),
         Head(model),
         layers,
         states,
@@ -144,7 +141,6 @@ def trace_model(
         lowered.steps,
         lowered.num_compiles,
         (*decisions, *fused),
-        lowered.dump,
     )
 
 
