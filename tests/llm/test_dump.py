@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
+from typing import Any
+
+import torch.fx
 
 import piecegraph
+from piecegraph.graph.fx_nodes import op_name
 from tests.cases.llm_shelf import shelf
 
 PROMPT = [5, 6, 7, 8]
@@ -31,10 +36,23 @@ def test_a_language_model_is_dumped(tmp_path: Path) -> None:
         assert 5 in results[0].shape, "it runs, at another size"
 
 
-def test_steps_that_are_called_directly_are_dumped(tmp_path: Path) -> None:
+def without_silu(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    """A compiler that knows all but one op."""
+    if any(op_name(node) == "aten::silu" for node in module.graph.nodes):
+        raise KeyError("silu")
+    return module.forward
+
+
+def test_a_piece_of_a_language_model_that_fails(tmp_path: Path) -> None:
+    """Steps are called directly here."""
     with shelf(tmp_path / "models") as models, piecegraph.dump(tmp_path / "dump"):
-        llm = models.load("llama", options={"self_check": False})
-        llm.generate([PROMPT], max_new_tokens=2, ignore_eos=True)
-    text = (tmp_path / "dump" / "LlamaForCausalLM" / "piece_00.py").read_text()
+        llm = models.load("llama", backend=without_silu, options={"self_check": False})
+        answer = llm.generate([PROMPT], max_new_tokens=2, ignore_eos=True)[0]
+        assert answer.token_ids == models.greedy("llama", PROMPT, 2)
+    folder = tmp_path / "dump" / "LlamaForCausalLM"
+    text = (folder / "piece_00.py").read_text()
     assert "# weight " in text
     assert "maker.tensor((size0,), (1,), torch.int64, 0, 1)" not in text, "the tokens that were seen"
+    smallest = (folder / "piece_02_smallest.py").read_text()
+    assert re.search(r"def forward\(.*\n.*\n +silu: .*silu\(.*\n +return \(silu,\)", smallest)
+    assert f"python {folder / 'piece_02_smallest.py'} --check" in llm.events.distinct[0][0].hint
