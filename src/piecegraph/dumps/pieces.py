@@ -139,13 +139,13 @@ class PieceFiles:
         if path is not None:
             self.entry = replace(self.entry, inputs=path.name)
 
-    def run_failed(self, error: Exception, inputs: Sequence[Any], *, is_capturing: bool) -> None:
+    def run_failed(self, error: Exception, inputs: Sequence[Any]) -> None:
         """It raised: find the op, by its line or by running the graph op by op, and write down that op alone."""
         if self.entry.failure:
             return
         node = self._node_of(error)
         values: Mapping[torch.fx.Node, Any] = {}
-        if not is_capturing and not _spoils_device(error):
+        if not _spoils_device(error):
             node, values = self._run_again(inputs, node)
             self.note_inputs(inputs, saves=False)
         if node is not None:

@@ -131,7 +131,7 @@ class PlanDump:
                     piece = self._pieces[step.label.key]
                     piece.entry = replace(piece.entry, kernels=launched_lines(step.source))
             self._write_index()
-        return replace(program, steps=tuple(map(self._watched, program.steps)))
+        return replace(program, steps=tuple(map(self._watched, program.steps)), _at={})
 
     def finish_untraced(self, reason: str) -> None:
         """The function runs as it is."""
@@ -167,12 +167,12 @@ class PlanDump:
         return replace(step, function=watched)
 
     def _step_failed(self, label: Piece | Cut, piece: PieceFiles | None, error: Exception, args: Sequence[Any]) -> None:
-        is_capturing = _is_capturing()
+        if _is_capturing():  # nothing can be tried now, and it may do without a graph: the library tells
+            return
         if piece is not None:
-            piece.run_failed(error, args, is_capturing=is_capturing)
-        if not is_capturing:  # or it may do without a graph
-            self._failed_step = label.index
-            self._failure = f"{label}: {type(error).__name__}: {error}"
+            piece.run_failed(error, args)
+        self._failed_step = label.index
+        self._failure = f"{label}: {type(error).__name__}: {error}"
         self._write_index()
         self._add_note(error)
 

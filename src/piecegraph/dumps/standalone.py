@@ -42,14 +42,15 @@ class Maker:
 def captured(run: Callable[..., Any], make_inputs: Callable[[], list[Any]]) -> list[Any]:
     """The results of a replay of one CUDA graph, and what it left in the inputs."""
     inputs, graph, side = make_inputs(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(side):  # kernels are loaded, workspaces made
         run(*inputs)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         results = run(*inputs)
     for mine, fresh in zip(inputs, make_inputs(), strict=True):
-        if isinstance(mine, torch.Tensor):
-            mine.copy_(fresh)
+        if isinstance(mine, torch.Tensor):  # by storage, since elements may overlap
+            mine.untyped_storage().copy_(fresh.untyped_storage())
     graph.replay()
     torch.cuda.synchronize()
     return [*results, *inputs]
