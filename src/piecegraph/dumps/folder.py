@@ -65,7 +65,7 @@ class DumpFolder:
     def tell(self, error: Exception) -> None:
         """Something could not be written."""
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        event = Event("PG321", f"the dump in {self._root}", reason, _HINT)
+        event = Event("PG321", f"the dump in {self._root}", reason, _HINT if isinstance(error, OSError) else "")
         if "PG321" not in self._events.counts:
             _LOG.warning("%s", event)
         self._events.emit(event)

@@ -59,12 +59,12 @@ class PieceFiles:
         found = specs_of(module)
         self._specs = None if isinstance(found, str) else with_origins(found, origins)
         reason = why_not(module) or (found if isinstance(found, str) else "")
+        constants = large_constants(module)
+        if constants and folder.save(f"{self._stem}_constants.pt", constants) is None:
+            reason = reason or "its constants could not be saved"
         self._why_not = f"no repro: {reason}" if reason else ""
         self._started = time.perf_counter()
         self.entry = DumpedPiece(index, why_no_repro=self._why_not, input_bytes=_num_bytes(self._specs or ()))
-        constants = large_constants(module)
-        if constants:
-            folder.save(f"{self._stem}_constants.pt", constants)
         self._write_code()
 
     # -- it is compiled

@@ -36,7 +36,7 @@ def dump(folder: str | os.PathLike[str], *, inputs: bool = False) -> Iterator[No
         with piecegraph.dump("look"):
             fast.capture(x)
     """
-    token = _around.set(Target(Path(check_folder("folder", folder)), inputs))
+    token = _around.set(Target(Path(check_folder("folder", folder)).expanduser(), inputs))
     try:
         yield
     finally:
@@ -48,6 +48,6 @@ def target_of(options: Options) -> Target | None:
     if (around := _around.get()) is not None:
         return around
     if options.dump is not None:
-        return Target(Path(options.dump), options.dump_inputs)
+        return Target(Path(options.dump).expanduser(), options.dump_inputs)
     folder = os.environ.get("PIECEGRAPH_DUMP", "")
-    return Target(Path(folder), options.dump_inputs) if folder else None
+    return Target(Path(folder).expanduser(), options.dump_inputs) if folder else None
