@@ -17,6 +17,7 @@ _HOMES = {
     "compile": "piecegraph.api",
     "install": "piecegraph.api",
     "eager": "piecegraph.api",
+    "dump": "piecegraph.dumps.target",
     "eager_op": "piecegraph.engine.breaker",
     "intercept": "piecegraph.engine.intercepting",
     "register_cut_op": "piecegraph.graph.cut_rules",
@@ -28,6 +29,7 @@ __all__ = [
     "LLM",
     "__version__",
     "compile",
+    "dump",
     "eager",
     "eager_op",
     "errors",
@@ -40,6 +42,7 @@ __all__ = [
 if TYPE_CHECKING:
     from piecegraph import errors
     from piecegraph.api import compile, eager, install
+    from piecegraph.dumps.target import dump
     from piecegraph.engine.breaker import eager_op
     from piecegraph.engine.intercepting import intercept
     from piecegraph.graph.cut_rules import register_cut_op

@@ -50,6 +50,7 @@ CODES: dict[str, str] = {
     "PG301": "a full graph was asked for, but the model must be cut",
     "PG302": "a piece could not be compiled and runs as it was traced",
     "PG303": "a piece writes to one of two overlapping inputs and runs as it was traced",
+    "PG321": "a dump could not be written",
     "PG401": "a piece cannot be captured and runs eagerly",
     "PG402": "a size was dropped: out of memory",
     "PG403": "a size could not be recorded",
@@ -126,7 +127,7 @@ CODES: dict[str, str] = {
 PLACE = ("phase", "piece", "size", "op", "line")
 """The fields that say where in the making of a plan an error happened."""
 
-NOTES = frozenset({"PG404", "PG406", "PG510", "PG515", "PG516", "PG724"})
+NOTES = frozenset({"PG321", "PG404", "PG406", "PG510", "PG515", "PG516", "PG724"})
 """Events that are shown and counted, but are no fallback: the call is served from its plan all the same."""
 
 

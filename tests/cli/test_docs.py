@@ -123,6 +123,7 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         "make lint",  # .ci/run
         ".ci/run",
         "scripts/gpu_check.sh",  # needs a GPU; test_scripts_parse
+        "python piece_02.py --check",  # tests/dumps/test_repro
         "python scripts/fuzz.py --minutes 60 --jobs 2",  # tests/engine/test_fuzz
         "python scripts/model_sweep.py --json FILE --page docs/models.md",  # tests/llm/test_sweep
         "python scripts/modules.py --json FILE --page docs/modules.md",  # tests/engine/test_other_models

@@ -53,7 +53,7 @@ def main() -> None:
 def _end(error: PiecegraphError) -> None:
     if "--debug" in sys.argv:
         raise error
-    click.echo(f"error: {error}", err=True)
+    click.echo("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), err=True)
     sys.exit(error.exit_code)
 
 

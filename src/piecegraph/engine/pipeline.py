@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,9 @@ from piecegraph.base.config import Options
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Cut, Decision, Piece
 from piecegraph.base.progress import Progress, StageClock
+from piecegraph.dumps.plan_dump import PlanDump
+from piecegraph.dumps.structured import trace_plan
+from piecegraph.dumps.target import target_of
 from piecegraph.errors import located
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.example import Example
@@ -32,6 +36,7 @@ class Lowered:
     segments: tuple[Segment, ...]
     program: Program
     num_compiles: int
+    dump: PlanDump | None = None
 
     @property
     def steps(self) -> tuple[Piece | Cut, ...]:
@@ -42,6 +47,8 @@ class Lowered:
 class Pipeline:
     """How functions are traced, cut and compiled. One serves all plans that are made of one trace."""
 
+    name: str
+    """Of what is compiled."""
     backend: str | Callable[..., Any]
     passes: tuple[Callable[..., Any], ...]
     rules: CutRules
@@ -72,12 +79,29 @@ class Pipeline:
     def cut(self, traced: Traced, interceptions: Sequence[Interception] = ()) -> Lowered:
         """Cut a graph, at intercepted ops too, and compile the pieces that are not compiled yet."""
         self.clock.start()  # it may have been traced long ago
-        with located(phase="compile"):
+        provenance = self.options.provenance or is_attributing()
+        dump = self.open_dump()
+        lowering = Lowering(self.backend, self.passes, self.options.inductor, provenance, dump)
+        with located(phase="compile"), contextlib.ExitStack() as telling:
+            if dump is not None:
+                telling.enter_context(dump.telling())
+                dump.traced(traced)
             segments = split(traced, self.rules, full=self.is_full, interceptions=interceptions)
             self.clock.lap("split")
-            provenance = self.options.provenance or is_attributing()
-            lowering = Lowering(self.backend, self.passes, self.options.inductor, provenance)
+            if dump is not None:
+                dump.cut(traced, segments)
             progress = Progress(self.options.progress)
             program, num_compiles = lower(traced, segments, lowering, self.events, progress, self.compiled)
         self.clock.lap("lower")
-        return Lowered(segments, program, num_compiles)
+        trace_plan(self.name, traced, segments, program)
+        if dump is not None:
+            program = dump.finish(program)
+        return Lowered(segments, program, num_compiles, dump)
+
+    def open_dump(self) -> PlanDump | None:
+        """What is to be told of the plan that is made next; None if nobody asked for a dump."""
+        target = target_of(self.options)
+        if target is None:
+            return None
+        settings = Lowering(self.backend, (), self.options.inductor).settings
+        return PlanDump(target, self.name, self.events, self.clock.seconds, settings)

@@ -30,7 +30,7 @@ from piecegraph.tape.buckets import best_fit, ladder, next_rung
 from piecegraph.tape.buffers import preserved, rows_at, unharmed
 from piecegraph.tape.calls import SizedCalls
 from piecegraph.tape.device import GraphDevice
-from piecegraph.tape.library import TapeLibrary
+from piecegraph.tape.library import TapeLibrary, TapeWatch
 from piecegraph.tape.padding import Unclear, padding_changes
 from piecegraph.tape.tape import Addresses, Tape
 
@@ -51,12 +51,13 @@ class PlanRunner:
         events: EventLog,
         example: Call,
         function: Callable[..., Any],
+        watch: TapeWatch | None = None,
     ) -> None:
         self.plan = plan
         self.signature = signature
         self.body = body
         self.calls = SizedCalls(signature, body, example, config.options, events)
-        self.library = library_of(self.calls, device, config.options, events)
+        self.library = library_of(self.calls, device, config.options, events, watch)
         self.paths: dict[SizeKey, Paths] = {}
         """For sizes at which what Python reads decides what runs."""
         self.decisions: list[Decision] = []

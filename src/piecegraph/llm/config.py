@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from piecegraph.base.coerce import as_integer, as_list, as_real
-from piecegraph.base.config import CudagraphMode, GraphDeviceName
+from piecegraph.base.config import CudagraphMode, GraphDeviceName, check_folder
 from piecegraph.errors import ConfigError
 from piecegraph.llm.model.loader import LoadFormat
 from piecegraph.llm.run.arguments import unknown_argument
@@ -61,6 +61,10 @@ class LLMOptions:
     """Show progress bars; ``"auto"``: if standard error is a terminal."""
     inductor: Mapping[str, Any] = None  # type: ignore[assignment]
     """Settings for Inductor."""
+    dump: str | os.PathLike[str] | None = None
+    """A folder to leave graphs, pieces, repros and an index in; see :func:`piecegraph.dump`."""
+    dump_inputs: bool = False
+    """Save the tensors that go into each distinct piece there, too."""
 
     def __post_init__(self) -> None:
         if self.inductor is not None and not isinstance(self.inductor, Mapping):
@@ -72,7 +76,9 @@ class LLMOptions:
                 object.__setattr__(self, name, count)
         if not _is_auto(self.record_seconds):
             object.__setattr__(self, "record_seconds", _seconds("options['record_seconds']", self.record_seconds))
-        for name in ("fuse_linears", "self_check", "latent_cache", "full_steps", "provenance"):
+        if self.dump is not None:
+            check_folder("options['dump']", self.dump)
+        for name in ("fuse_linears", "self_check", "latent_cache", "full_steps", "provenance", "dump_inputs"):
             _check_choice(f"options[{name!r}]", getattr(self, name), (True, False))
         for name in ("look_ahead", "progress"):
             _check_choice(f"options[{name!r}]", getattr(self, name), (True, False, "auto"))

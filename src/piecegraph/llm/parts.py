@@ -104,7 +104,8 @@ class Parts:
         progress, make_ledger = Progress(options.progress), ledgers(options.provenance)
 
         def make_library(step: ModelStep) -> TapeLibrary[StepKey]:
-            return TapeLibrary(step, device, events, make_ledger=make_ledger, progress=progress)
+            watch = step.decoder.watch
+            return TapeLibrary(step, device, events, make_ledger=make_ledger, progress=progress, watch=watch)
 
         step = ModelStep(model, memory, buffers, modes, events)
         if config.deterministic:

@@ -136,6 +136,8 @@ def _trace_and_compile(
             inductor={**inductor_settings(config.device), **options.inductor},
             provenance=options.provenance,
             progress=options.progress,
+            dump=options.dump,
+            dump_inputs=options.dump_inputs,
         )
         backend = config.backend
         model = trace_model(
@@ -211,8 +213,9 @@ def _embeds_tracer(
     loaded: LoadedModel, model: TracedModel, cache: TraceCache, config: LLMConfig, events: EventLog
 ) -> Callable[[], TracedModel]:
     """What makes the model whose decoder takes embeddings. Its weights stay where they are, not joined again."""
-    inductor = {**inductor_settings(config.device), **config.options.inductor}
-    options = Options(inductor=inductor, progress=config.options.progress)
+    given = config.options
+    inductor = {**inductor_settings(config.device), **given.inductor}
+    options = Options(inductor=inductor, progress=given.progress, dump=given.dump, dump_inputs=given.dump_inputs)
 
     def trace_embeds() -> TracedModel:
         refuse_embeddings(loaded.model)

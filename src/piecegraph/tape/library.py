@@ -78,6 +78,16 @@ class Recordable(Protocol[_AnyKey]):
         """Why the data of the last run of a key cannot be used again, and what to do; empty if it can."""
 
 
+class TapeWatch(Protocol):
+    """Is told what is recorded."""
+
+    def recorded(self, library: TapeLibrary[Any]) -> None:
+        """Some more is recorded, or was dropped."""
+
+    def failed(self, error: Exception) -> None:
+        """Recording failed, and the error is about to be raised."""
+
+
 @dataclass(frozen=True, slots=True)
 class Recorded(Generic[Key]):
     """What recording a key cost."""
@@ -99,6 +109,7 @@ class TapeLibrary(Generic[Key]):
         make_ledger: writes down who puts what into the graphs, if that is asked for.
         progress: shows how far it is.
         check_always: check addresses at every replay, and not only at the first.
+        watch: is told what is recorded.
     """
 
     def __init__(
@@ -110,6 +121,7 @@ class TapeLibrary(Generic[Key]):
         make_ledger: MakeLedger,
         progress: Progress,
         check_always: bool = False,
+        watch: TapeWatch | None = None,
     ) -> None:
         self._recordable = recordable
         self._device = device
@@ -117,7 +129,9 @@ class TapeLibrary(Generic[Key]):
         self._make_ledger = make_ledger
         self._progress = progress
         self._check_always = check_always
-        self._uncapturable: dict[int, str] = {}
+        self._watch = watch
+        self.uncapturable: dict[int, str] = {}
+        """Pieces that run between graphs because they cannot be in one, by number, and why."""
         self.tapes: dict[Key, Tape | DirectTape] = {}
         self.dropped: dict[Key, str] = {}
         """What ran out of memory, or could not be run or captured, and why: not tried again with the like data."""
@@ -143,8 +157,17 @@ class TapeLibrary(Generic[Key]):
             is_quiet: show no progress.
             goes_on: asked before each key whether there is time for it.
         """
+        try:
+            self._record(sorted(keys, key=self._recordable.volume, reverse=True), source, tidies, is_quiet)
+        except Exception as error:
+            if self._watch is not None:
+                self._watch.failed(error)
+            raise
+        if self._watch is not None:
+            self._watch.recorded(self)
+
+    def _record(self, ordered: list[Key], source: Any, tidies: bool, is_quiet: bool) -> None:
         progress = Progress(False) if is_quiet else self._progress
-        ordered = sorted(keys, key=self._recordable.volume, reverse=True)
         with self.session(tidies=tidies), progress.bar("record", len(ordered)) as bar:
             if ordered and not self.tune_seconds and not self._tune(ordered[0], source):
                 self._drop(ordered.pop(0))
@@ -202,6 +225,23 @@ class TapeLibrary(Generic[Key]):
         with torch_compat.without_trace(recordable.devices), recordable.current(key):
             with preserved(recordable.written(key)):
                 yield Rerun(replay, compute, device.seconds_of)
+
+    def can_capture(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """Whether a function that runs can be captured, too. The graph is thrown away."""
+        device = self._device
+        assert device is not None, "there is nothing that captures"
+        with self.session():
+            function(*args)  # makes workspaces for it, on the capture stream
+            try:
+                device.begin(keep_nodes=False)
+                device.call(function, args, {})
+                device.end()
+            except RuntimeError:
+                device.abandon()
+                return False
+            finally:
+                device.end_size()
+        return True
 
     def _tune(self, key: Key, source: Any) -> bool:
         """Run once at the largest size, so that recording it does not count what happens only once. Whether it can."""
@@ -279,7 +319,7 @@ class TapeLibrary(Generic[Key]):
 
     def _try_way(self, device: GraphDevice, key: Key, number: int, way: Way, source: Any) -> Tape | None:
         recordable, phase = self._recordable, str(key)
-        recorder = Recorder(device, self._events, self._uncapturable, phase=phase, ledger=self._make_ledger(device))
+        recorder = Recorder(device, self._events, self.uncapturable, phase=phase, ledger=self._make_ledger(device))
         try:
             with preserved(recordable.written(key)):
                 recordable.fill_example(key, source)

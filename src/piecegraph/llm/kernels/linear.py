@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from piecegraph.base import torch_compat
+from piecegraph.dumps.repro import register_plain_form
 from piecegraph.llm.kernels.early_launch import early_constants
 from piecegraph.llm.ops import LIBRARY
 
@@ -165,6 +166,7 @@ def _constants(weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile) -> d
 
 
 def _define(name: str, function: Callable[..., torch.Tensor]) -> None:
+    register_plain_form(f"piecegraph::{name}", "torch.nn.functional.linear")
     LIBRARY.define(f"{name}(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(

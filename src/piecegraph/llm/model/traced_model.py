@@ -84,7 +84,7 @@ class TracedModel:
     def intercepted(self, interceptions: Sequence[Interception]) -> Decoder:
         """The decoder, cut at intercepted ops as well; pieces that are the same are not compiled again."""
         lowered = self.pipeline.cut(self.traced, interceptions)
-        return make_decoder(self.traced, lowered.segments, lowered.program)
+        return make_decoder(self.traced, lowered.segments, lowered.program, lowered.dump)
 
 
 def trace_model(
@@ -114,7 +114,12 @@ def trace_model(
         deterministic: its linears must not let a row depend on others.
     """
     pipeline = Pipeline(
-        backend, linear_passes(model.device, deterministic=deterministic), CutRules("auto"), options, events
+        type(model).__name__,
+        backend,
+        linear_passes(model.device, deterministic=deterministic),
+        CutRules("auto"),
+        options,
+        events,
     )
     with Progress(options.progress).bar("trace", 1):
         traced, position_rows, decisions = _read_decoder(model, cache, pipeline, takes_embeds, position_rows)
@@ -127,7 +132,7 @@ def trace_model(
     return TracedModel(
         traced,
         pipeline,
-        make_decoder(traced, lowered.segments, lowered.program),
+        make_decoder(traced, lowered.segments, lowered.program, lowered.dump),
         Head(model),
         layers,
         states,
