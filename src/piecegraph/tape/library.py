@@ -16,7 +16,7 @@ import torch
 
 from piecegraph.base import torch_compat
 from piecegraph.base.events import Event, EventLog
-from piecegraph.base.progress import Progress
+from piecegraph.base.progress import Bar, Progress
 from piecegraph.errors import KernelError, PiecegraphError, located
 from piecegraph.graph import interception
 from piecegraph.tape.buffers import preserved
@@ -157,8 +157,11 @@ class TapeLibrary(Generic[Key]):
             is_quiet: show no progress.
             goes_on: asked before each key whether there is time for it.
         """
+        progress = Progress(False) if is_quiet else self._progress
+        ordered = sorted(keys, key=self._recordable.volume, reverse=True)
         try:
-            self._record(sorted(keys, key=self._recordable.volume, reverse=True), source, tidies, is_quiet)
+            with self.session(tidies=tidies), progress.bar("record", len(ordered)) as bar:
+                self._record(ordered, source, bar, goes_on)
         except Exception as error:
             if self._watch is not None:
                 self._watch.failed(error)
@@ -166,19 +169,15 @@ class TapeLibrary(Generic[Key]):
         if self._watch is not None:
             self._watch.recorded(self)
 
-    def _record(self, ordered: list[Key], source: Any, tidies: bool, is_quiet: bool) -> None:
-        progress = Progress(False) if is_quiet else self._progress
-        with self.session(tidies=tidies), progress.bar("record", len(ordered)) as bar:
-            if ordered and not self.tune_seconds and not self._tune(ordered[0], source):
-                self._drop(ordered.pop(0))
-            for key in ordered:
-                if not goes_on():
-                    break
-                self._record_or_drop(key, source)
-                free = self._device.free_bytes() if self._device is not None else None
-                bar.advance(
-                    self._recordable.title(key) + (f", {free / 2**30:.1f} GiB free" if free is not None else "")
-                )
+    def _record(self, ordered: list[Key], source: Any, bar: Bar, goes_on: Callable[[], bool]) -> None:
+        if ordered and not self.tune_seconds and not self._tune(ordered[0], source):
+            self._drop(ordered.pop(0))
+        for key in ordered:
+            if not goes_on():
+                break
+            self._record_or_drop(key, source)
+            free = self._device.free_bytes() if self._device is not None else None
+            bar.advance(self._recordable.title(key) + (f", {free / 2**30:.1f} GiB free" if free is not None else ""))
 
     def forget(self) -> None:
         """Drop every tape: memory that they read has moved."""
