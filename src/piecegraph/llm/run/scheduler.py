@@ -326,13 +326,12 @@ class Scheduler:
                 break
             budget -= self._prefill(request, request.num_computed, budget, works)
         if self.waiting and works:
-            self._cut_to_size(works)
+            self._cut_to_size(works, self.limits.max_batch_tokens - budget)
 
-    def _cut_to_size(self, works: list[Work]) -> None:
-        """Leave the rest of the last prompt to the next step, if this one is then of a size without padding: see
-        Note [Full steps].
+    def _cut_to_size(self, works: list[Work], total: int) -> None:
+        """Leave the rest of the last prompt to the next step, if this one, of so many tokens in all, is then of a size
+        without padding: see Note [Full steps].
         """
-        total = sum(work.num_tokens for work in works)
         excess = total - max((size for size in self.sizes if size <= total), default=total)
         request, start, num_tokens, _ = works[-1]
         if 0 < excess < num_tokens:
@@ -357,11 +356,12 @@ class Scheduler:
             preempted: for whom there are no blocks.
         """
         # Those with one token come first: attention has a kernel for each kind.
-        rows = [*_keep_rows(self._rows, works[:num_decodes]), *works[num_decodes:]]
+        prompts = works[num_decodes:]
+        rows = [*_keep_rows(self._rows, works[:num_decodes]), *prompts]
         self._rows = [work.request for work in rows]
         self._is_steady = num_decodes == len(rows) == num_running
-        is_decode = all(work.num_tokens == 1 and work.start for work in rows)
-        num_tokens = sum(work.num_tokens for work in rows)
+        is_decode = all(work.num_tokens == 1 and work.start for work in prompts)
+        num_tokens = num_decodes + sum(work.num_tokens for work in prompts)
         sources = None
         if behind is not None:
             row_of = {work.request: row for row, work in enumerate(behind.works) if work.samples}
