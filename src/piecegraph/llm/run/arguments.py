@@ -24,6 +24,7 @@ class SamplingArguments(TypedDict, total=False):
 
     max_new_tokens: int | Sequence[int]
     max_tokens: int | Sequence[int]
+    n: int
     temperature: float | Sequence[float]
     top_p: float | Sequence[float]
     top_k: int | Sequence[int]
@@ -39,7 +40,7 @@ SAMPLING_NAMES = frozenset(SamplingArguments.__annotations__)
 
 _ONE_FOR_EACH = ("max_new_tokens", "max_tokens", "temperature", "top_p", "top_k", "seed")
 
-_OTHER_NAMES = {"do_sample": "temperature", "stop_strings": "stop"}
+_OTHER_NAMES = {"do_sample": "temperature", "stop_strings": "stop", "num_return_sequences": "n"}
 """What transformers calls ours, where it is not alike."""
 
 

@@ -29,6 +29,8 @@ class Generation:
     text: IncrementalText | None
     on_new: Callable[[Generation, str, list[int]], None] | None = None
     """Called with every new token, and at the end."""
+    prompt_index: int | None = None
+    """Which of several prompts it answers; None for the only one."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     hidden_states: list[torch.Tensor] = field(default_factory=list)

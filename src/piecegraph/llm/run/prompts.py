@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -74,17 +74,31 @@ def tokens_of(text: str, tokenizer: Any) -> Sequence[int]:
     return found
 
 
-def name_prompt(error: PiecegraphError, index: int) -> PiecegraphError:
-    """The same error, of a prompt and not of a request."""
+def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
+    """What makes text of tokens. What it raises is an error of their request alone."""
+
+    def decode(ids: list[int]) -> str:
+        try:
+            return str(tokenizer.decode(ids, skip_special_tokens=True))
+        except Exception as error:
+            what, why = "the tokenizer makes no text of the answer", f"{type(error).__name__}: {error}"
+            raise RequestError("PG650", what, why=why) from error
+
+    return decode
+
+
+def name_prompt(error: PiecegraphError, index: int | None) -> PiecegraphError:
+    """The same error, of a prompt and not of a request; of one of several, if it has an index."""
     if not isinstance(error, RequestError) and error.code != "PG108":
         return error  # no prompt's: the model has no tokenizer, or was closed
     what = _REQUEST_ID.sub(lambda found: "the request" if found.start() == 0 else "", error.what)
-    worded = type(error)(error.code, what, where=f"prompts[{index}]", why=error.why, hint=error.hint)
+    where = error.where if index is None else f"prompts[{index}]"
+    worded = type(error)(error.code, what, where=where, why=error.why, hint=error.hint)
     worded.__cause__ = error.__cause__
     return worded
 
 
-def refused(text: str | None, prompt: Any, error: PiecegraphError) -> Completion:
+def refused(prompt: Any, error: PiecegraphError) -> Completion:
     """The answer to a prompt that cannot be served."""
     given = prompt if isinstance(prompt, (list, tuple)) else ()
     tokens = [token for token in given if isinstance(token, int)]
@@ -100,7 +114,7 @@ def refused(text: str | None, prompt: Any, error: PiecegraphError) -> Completion
         graph_coverage=0.0,
     )
     return Completion(
-        prompt=text,
+        prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=tokens,
         text=None,
         token_ids=[],

@@ -11,7 +11,7 @@ import time
 import warnings
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -45,6 +45,8 @@ class SamplingParams:
     """
 
     max_new_tokens: int = _NEW_TOKENS
+    n: int = 1
+    """How many answers there are to a prompt. With a seed, each but the first has the next one."""
     temperature: float = 0.0
     """0: always the most likely token."""
     top_p: float = 1.0
@@ -67,6 +69,7 @@ class SamplingParams:
     def __post_init__(self, max_tokens: int | None) -> None:
         plain: dict[str, Any] = {
             "max_new_tokens": _num_new(self.max_new_tokens, max_tokens),
+            "n": _integer("n", self.n, 1),
             "top_k": max(_integer("top_k", self.top_k, -1), 0),
             "temperature": _temperature(self.temperature),
             "top_p": _top_p(self.top_p),
@@ -80,6 +83,10 @@ class SamplingParams:
                 raise _bad(name, getattr(self, name), "True or False")
         for name, value in plain.items():
             object.__setattr__(self, name, value)
+
+    def of_answer(self, number: int) -> SamplingParams:
+        """The same for one of the ``n`` answers."""
+        return self if not number or self.seed is None else replace(self, seed=(self.seed + number) % 2**64)
 
     @property
     def without_effect(self) -> tuple[str, ...]:
@@ -197,6 +204,12 @@ class Request:
     @property
     def is_done(self) -> bool:
         return self.finish_reason is not None
+
+    def end(self, reason: FinishReason, error: RequestError | None = None) -> None:
+        """Write down why it has ended, and when."""
+        self.state = "failed" if reason == "error" else "finished"
+        self.finish_reason, self.error = reason, error
+        self.finish_time = time.perf_counter()
 
     def __repr__(self) -> str:
         num_new = len(self.tokens) - self.num_prompt

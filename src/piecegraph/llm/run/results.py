@@ -76,8 +76,16 @@ class Chunk:
     """New text of one prompt, while it is being generated."""
 
     index: int
-    """Which of the prompts."""
+    """Which of the answers: of the prompts, if each has one."""
     text: str
     token_ids: list[int]
     finished: Completion | None
     """The whole answer, with the last chunk."""
+    logprobs: list[TokenLogprob] | None = None
+    """Of the new tokens, if they were asked for."""
+
+
+def joined(first: Chunk, then: Chunk) -> Chunk:
+    """Two chunks of one answer as one."""
+    logprobs = None if then.logprobs is None else [*(first.logprobs or ()), *then.logprobs]
+    return Chunk(first.index, first.text + then.text, first.token_ids + then.token_ids, then.finished, logprobs)

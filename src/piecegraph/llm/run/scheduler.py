@@ -125,6 +125,11 @@ class Scheduler:
     def num_unfinished(self) -> int:
         return len(self._requests)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no place yet, or have lost it."""
+        return len(self._requests) - len(self.running)
+
     # ------------------------------------------------------------------ requests come and go
 
     def add(self, request: Request) -> None:
@@ -138,7 +143,7 @@ class Scheduler:
             raise RequestError("PG656", f"a request {request.id!r} is already there", hint="choose another id")
         if request.is_done:
             raise RequestError("PG656", f"request {request.id!r} has ended", hint="make a new one")
-        self._check(request)
+        self.check_fits(request)
         if request.params.stop and self._text_of is not None:
             self._texts[request.id] = self._text_of(request)
         request.max_len = min(request.max_len, self.limits.max_model_len)
@@ -146,7 +151,8 @@ class Scheduler:
         self.waiting.append(request)
         self._is_steady = False
 
-    def _check(self, request: Request) -> None:
+    def check_fits(self, request: Request) -> None:
+        """Raise a RequestError if a request can never be served. Any thread may ask."""
         limits, length = self.limits, request.num_prompt
         if length >= limits.max_model_len:
             raise RequestError(
@@ -186,9 +192,7 @@ class Scheduler:
         if request.is_done:
             return
         was_running = request.state == "running"
-        request.state = "failed" if reason == "error" else "finished"
-        request.finish_reason, request.error = reason, error
-        request.finish_time = time.perf_counter()
+        request.end(reason, error)
         self._texts.pop(request.id, None)
         del self._requests[request.id]
         if was_running:
@@ -198,16 +202,18 @@ class Scheduler:
         # One that waits stays in the queue until it comes to the front: removing it there would take a search.
         self._is_steady = False
 
-    def start_over(self) -> None:
-        """Compute anew whatever runs: a step has failed, and what it left in caches and states is not known.
+    def start_over(self) -> list[Request]:
+        """Compute anew whatever runs, and return it: a step has failed, and what it left in caches and states is not
+        known.
 
         It may have failed anywhere, also between two lines of this class (Ctrl-C). So nothing is read here but the
         requests themselves, which lie in order of arrival. Their tokens are kept, as in every preemption.
         """
         self._requests = {request.id: request for request in self._requests.values() if not request.is_done}
+        ran = [request for request in self._requests.values() if request.state == "running"]
+        for request in ran:
+            request.num_preemptions += 1
         for request in self._requests.values():
-            if request.state == "running":
-                request.num_preemptions += 1
             request.num_delivered = max(request.num_delivered, request.num_computed)
             request.state, request.blocks, request.num_computed, request.state_slot = "waiting", None, 0, 0
         self.waiting = deque(self._requests.values())
@@ -219,6 +225,7 @@ class Scheduler:
         if self.release_state is not None:
             for slot in self._free_slots or ():
                 self.release_state(slot)
+        return ran
 
     # ------------------------------------------------------------------ one step
 
