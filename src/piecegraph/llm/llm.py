@@ -224,8 +224,16 @@ class LLM:
             temperature: 0 always takes the most likely token (0).
             top_p: sample from the most likely tokens that together reach this probability (1).
             top_k: sample from so many of the most likely tokens; 0 or -1 for all (0).
+            min_p: sample from tokens that are at least this likely, relative to the most likely one (0).
+            repetition_penalty: of tokens of prompt and answer, as transformers has it (1).
+            presence_penalty, frequency_penalty: of tokens of the answer, as OpenAI's API has them (0).
+            logit_bias: what is added to the logits of tokens, by their ids.
+            bad_words: texts, or lists of token ids, that an answer may not hold.
             seed: fixes what is sampled, up to rounding; with ``deterministic=True``, wholly.
             stop: texts at which an answer ends.
+            stop_token_ids: tokens at which an answer ends, besides those of the model.
+            include_stop_str_in_output: leave what ended an answer in its text.
+            min_tokens: so many tokens nothing ends an answer (0).
             ignore_eos: go on behind the token that ends a text.
             logprobs: tell the log-probability of each new token, and of so many most likely ones.
             prompt_logprobs: the same for the tokens of the prompt.
@@ -527,9 +535,10 @@ class LLM:
             ModelError: it needs a tokenizer, and there is none.
         """
         text = prompt if isinstance(prompt, str) else None
-        needs_text = text is not None or params.stop
+        needs_text = text is not None or params.stop or any(isinstance(word, str) for word in params.bad_words)
         tokenizer: Any = self.tokenizer if needs_text else self.started.loaded.tokenizer
         tokens: Any = tokens_of(text, tokenizer) if text is not None else prompt
+        params = params.with_words(lambda word: tokens_of(word, tokenizer, add_special_tokens=False))
         return [
             self.started.engine.prepare(
                 tokens,

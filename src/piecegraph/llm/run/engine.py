@@ -135,6 +135,8 @@ class LLMEngine:
         """Generations that want more than their tokens."""
         self._num_watched = 0
         """Generations whose text must be known at every step."""
+        self._num_following = 0
+        """Generations whose logits are adjusted by the tokens before: see Note [Adjusted logits]."""
         self._owner: weakref.ref[PagedCache] | None = scheduler.cache.reference
         """Whose blocks the memory holds: see Note [One cache, several schedulers]."""
         self.failed: list[Generation] = []
@@ -210,6 +212,7 @@ class LLMEngine:
         self._generations[generation.request.id] = generation
         self._num_detailed += generation.wants_details
         self._num_watched += generation.is_watched
+        self._num_following += generation.request.params.adjusts_by_tokens
 
     def add(self, tokens: Sequence[int], params: SamplingParams, *, seed: int, **arguments: Any) -> Generation:
         """Queue a prompt: :meth:`prepare` and :meth:`enqueue` in one."""
@@ -277,7 +280,7 @@ class LLMEngine:
 
     def _launch_ahead(self, current: _Launched) -> _Launched | None:
         """Launch the step behind one that is running, if it can be known: see Note [Looking ahead]."""
-        if not self._looks_ahead or self._num_detailed:
+        if not self._looks_ahead or self._num_detailed or self._num_following:
             return None
         plan = self.scheduler.schedule_ahead(current.plan)
         return self._launch(plan, current.tokens) if plan is not None else None
@@ -339,11 +342,13 @@ class LLMEngine:
         new = self._new_text(generation) if generation.is_watched else ""
         if generation.text is not None and generation.text.is_stopped:
             self.scheduler.finish(request, "stop")
+            request.stop_reason = generation.text.stopped_at
             request.finish_reason = "stop"  # also where the last token that was allowed completed the stop text
         if request.is_done:
             del self._generations[request.id]
             self._num_detailed -= generation.wants_details
             self._num_watched -= generation.is_watched
+            self._num_following -= request.params.adjusts_by_tokens
         if generation.on_new is not None:
             generation.on_new(generation, new, generation.new_tokens())
 

@@ -63,6 +63,7 @@ class Generation:
             return ""
         # A token that ends the text is not part of it; a stop text is found in it, and cut off there.
         is_ended_by_token = request.finish_reason == "stop" and not text.is_stopped
+        is_ended_by_token &= not request.params.include_stop_str_in_output
         end = len(request.tokens) - is_ended_by_token
         new = text.add(request.tokens[self.num_read : end])
         self.num_read = end
@@ -84,6 +85,7 @@ class Generation:
             text=self.text.text if self.text is not None else None,
             token_ids=request.generated,
             finish_reason=request.finish_reason or "error",
+            stop_reason=request.stop_reason,
             error=request.error,
             logprobs=self.logprobs if params.logprobs is not None else None,
             prompt_logprobs=self.prompt_logprobs if params.prompt_logprobs is not None else None,
@@ -136,7 +138,14 @@ class Generation:
 
 def text_behind(request: Request, decode: Callable[[list[int]], str]) -> IncrementalText:
     """The text of what a request generates, up to its stop texts."""
-    return IncrementalText(decode, request.params.stop, request.tokens[-8:])
+    params = request.params
+    return IncrementalText(
+        decode,
+        params.stop,
+        request.tokens[-8:],
+        min_tokens=params.min_tokens,
+        includes_stop=params.include_stop_str_in_output,
+    )
 
 
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:

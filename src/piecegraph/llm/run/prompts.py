@@ -60,10 +60,10 @@ def check_lengths(lists: Mapping[str, list[Any]], num_prompts: int) -> None:
             raise ConfigError("PG108", f"{name} has {len(values)} values", why=f"there are {num_prompts} prompts")
 
 
-def tokens_of(text: str, tokenizer: Any) -> Sequence[int]:
+def tokens_of(text: str, tokenizer: Any, *, add_special_tokens: bool = True) -> Sequence[int]:
     """The tokens of a prompt, or an error of this prompt alone."""
     try:
-        found: Sequence[int] = tokenizer(text)["input_ids"]
+        found: Sequence[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
     except Exception as error:  # tokenizers raise plain Exceptions, too
         raise RequestError(
             "PG653",
@@ -119,6 +119,7 @@ def refused(prompt: Any, error: PiecegraphError) -> Completion:
         text=None,
         token_ids=[],
         finish_reason="error",
+        stop_reason=None,
         error=error,
         logprobs=None,
         prompt_logprobs=None,

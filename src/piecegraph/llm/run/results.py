@@ -50,6 +50,8 @@ class Completion:
     """None without a tokenizer."""
     token_ids: list[int]
     finish_reason: FinishReason
+    stop_reason: str | int | None
+    """The stop text or token that ended it; None if it was the model's own token, or none."""
     error: PiecegraphError | None
     """Why the request could not be served, or not to its end."""
     logprobs: list[TokenLogprob] | None

@@ -147,6 +147,10 @@ class Scheduler:
         if request.params.stop and self._text_of is not None:
             self._texts[request.id] = self._text_of(request)
         request.max_len = min(request.max_len, self.limits.max_model_len)
+        if not request.params.ignore_eos:
+            request.stop_ids |= self.eos_token_ids
+        if request.adjustments is not None:
+            request.adjustments.hold_back(request.stop_ids)
         self._requests[request.id] = request
         self.waiting.append(request)
         self._is_steady = False
@@ -169,6 +173,10 @@ class Scheduler:
                     why=f"the vocabulary has tokens 0 to {limits.vocab_size - 1}",
                     hint="use the tokenizer of this model",
                 )
+        for name, token in request.params.named_tokens.items():
+            if token >= limits.vocab_size:
+                why = f"the vocabulary has tokens 0 to {limits.vocab_size - 1}"
+                raise RequestError("PG653", f"{name} of request {request.id!r} names token {token}", why=why)
         # The last token is never computed: nothing follows it.
         longest = min(request.max_len, limits.max_model_len) - 1
         if not self.cache.can_hold(longest):
@@ -494,7 +502,6 @@ class Scheduler:
         finished: list[Request] = []
         block_size, prefix_cache = self.cache.block_size, self.cache.prefix_cache
         vocab_size, texts, now = self.limits.vocab_size, self._texts, time.perf_counter()
-        eos_token_ids = self.eos_token_ids
         for work, token in zip(plan.works, tokens, strict=True):
             request, start, num_tokens, samples = work
             blocks = request.blocks
@@ -513,9 +520,9 @@ class Scheduler:
                     continue
                 request.tokens.append(token)
                 request.token_times.append(now)
-                is_end = token in eos_token_ids and not request.params.ignore_eos
-                if is_end or (texts and request.id in texts and self._is_stopped(request)):
+                if token in request.stop_ids or (texts and request.id in texts and self._is_stopped(request)):
                     self.finish(request, "stop")
+                    request.stop_reason = request.stop_reason or self._stop_token(request, token)
                     finished.append(request)
                 elif len(request.tokens) >= request.max_len:
                     self.finish(request, "length")
@@ -528,7 +535,12 @@ class Scheduler:
         text.add(request.tokens[-1:])
         if len(request.tokens) >= request.max_len:
             text.finish()
+        request.stop_reason = text.stopped_at
         return text.is_stopped
+
+    def _stop_token(self, request: Request, token: int) -> int | None:
+        """The token that ended a request, if it was asked for and is none of the model's own."""
+        return None if token in self.eos_token_ids and not request.params.ignore_eos else token
 
     def _register(self, request: Request) -> None:
         if request.cache_key is not None and request.blocks is not None:
