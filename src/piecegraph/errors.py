@@ -83,6 +83,8 @@ CODES: dict[str, str] = {
     "PG611": "records cannot be kept",
     "PG612": "the command cannot be started",
     "PG613": "some records are missing",
+    "PG614": "an address cannot be listened at",
+    "PG615": "packages of an extra are missing",
     "PG650": "a step, or the text, of the request failed",
     "PG651": "the prompt is empty",
     "PG652": "the prompt is longer than the model may read",

@@ -35,11 +35,11 @@ import torch
 
 from piecegraph.base.coerce import as_integer, as_real
 from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RequestError
-from piecegraph.llm.llm import LLM, Prompt, chunk_of
+from piecegraph.llm.llm import LLM, Conversation, Prompt, chunk_of
 from piecegraph.llm.run.answers import Answers, Inbox
 from piecegraph.llm.run.arguments import SamplingArguments, sampling_rows
 from piecegraph.llm.run.generation import Generation
-from piecegraph.llm.run.prompts import name_prompt
+from piecegraph.llm.run.prompts import name_prompt, tokens_of
 from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.results import Chunk
 
@@ -167,6 +167,18 @@ class AsyncLLM:
             return Answers(call.inbox, functools.partial(self._order, self._end, call), accepted)
         prepare()
         return Answers(call.inbox, functools.partial(self._order, self._end, call), None)
+
+    async def chat_prompt(self, conversation: Conversation, **values: Any) -> list[int]:
+        """The same as :meth:`piecegraph.LLM.chat_prompt`, which takes its time."""
+        loop = asyncio.get_running_loop()
+        read = functools.partial(self.llm.chat_prompt, conversation, **values)
+        return await loop.run_in_executor(self._tokenizing, read)
+
+    async def tokens_of(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text."""
+        loop = asyncio.get_running_loop()
+        read = functools.partial(tokens_of, text, self.llm.tokenizer, add_special_tokens=add_special_tokens)
+        return list(await loop.run_in_executor(self._tokenizing, read))
 
     def load(self) -> Load:
         """How busy the model is."""

@@ -31,12 +31,13 @@ class Inbox:
     def receive(self, new: Chunk | PiecegraphError) -> None:
         if isinstance(new, PiecegraphError):
             self.error = new
+        elif new.finished is not None and new.finished.error is not None:
+            self.error = new.finished.error  # it is raised, and is not part of a chunk
         else:
             before = self.unread.get(new.index)
             self.unread[new.index] = new if before is None else joined(before, new)
             if new.finished is not None:
                 self.answers[new.index] = new.finished
-                self.error = self.error or new.finished.error
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

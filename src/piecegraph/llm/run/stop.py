@@ -83,7 +83,9 @@ class IncrementalText:
         text = self._decode(self._tokens[self._first :])
         num_unfinished = min(len(text) - len(text.rstrip(_UNFINISHED)), _MOST_UNFINISHED)
         if num_unfinished == 0 or is_last:
-            self._first, self._read, self._num_taken = self._read, len(self._tokens), 0
+            if len(text) > start:  # a special token has no text, and what follows must not lose its neighbour
+                self._first = self._read
+            self._read, self._num_taken = len(self._tokens), 0
             return text[start:]
         end = max(start, len(text) - num_unfinished)
         self._num_taken += end - start

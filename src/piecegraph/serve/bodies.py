@@ -1,0 +1,211 @@
+"""What the bodies of requests hold. A field that is not here is refused by name, never ignored.
+
+Fields that vLLM's server knows beside OpenAI's have the same names here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from piecegraph.llm.run.request import SamplingParams
+from piecegraph.serve.failures import ApiError, unsupported
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "bad_words",
+)
+"""Fields that :class:`SamplingParams` has by the same name."""
+
+
+class Body(BaseModel):
+    """A body, or a part of one."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    """What else a stream tells."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SamplingBody(Body):
+    """How tokens are chosen, and when an answer ends: what the endpoints that generate have in common."""
+
+    model: str
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    user: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    bad_words: list[str] | None = None
+    priority: int = 0
+
+    def sampling(self, defaults: dict[str, Any], *, max_new_tokens: int, **others: Any) -> SamplingParams:
+        """The same for the engine.
+
+        Args:
+            defaults: of the model, for what is not given.
+            max_new_tokens: of an answer.
+            **others: further fields of :class:`SamplingParams`.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options is only for streams", code="invalid_value", param="stream_options")
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        row = defaults | given | others | {"max_new_tokens": max_new_tokens}
+        if row["temperature"] == 0:  # always the most likely token: there is nothing left to choose from
+            row = {name: value for name, value in row.items() if name not in ("top_p", "top_k", "min_p")}
+            SamplingParams(**{name: value for name, value in given.items() if name not in row})  # but checked
+        if row.get("seed") is not None:
+            row["seed"] %= 2**64
+        if self.logit_bias is not None:
+            row["logit_bias"] = _biases(self.logit_bias)
+        return SamplingParams(**row)
+
+
+def _biases(given: dict[str, float]) -> dict[int, float]:
+    if not all(token.isdecimal() for token in given):
+        raise ApiError(400, "logit_bias must be by token ids", code="invalid_value", param="logit_bias")
+    return {int(token): bias for token, bias in given.items()}
+
+
+class CompletionBody(SamplingBody):
+    """Of ``/v1/completions``."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int = Field(16, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+    best_of: int | None = None
+    suffix: str | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or several, in either form."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [each for each in self.prompt if not isinstance(each, int)]
+
+    def check(self) -> None:
+        """Raise what is known and not supported."""
+        if self.best_of not in (None, 1) or (self.best_of == 1 and (self.n or 1) > 1):
+            raise unsupported("best_of", "answers would be generated to be thrown away; ask for n answers")
+        if self.suffix is not None:
+            raise unsupported("suffix", "a decoder goes on from a text, and cannot fill one in")
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens is 0: only with echo", code="invalid_value", param="max_tokens")
+        if not self.prompt:
+            raise ApiError(400, "prompt is empty", code="invalid_value", param="prompt")
+
+
+class TextPart(Body):
+    """A part of what is said."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates have it: text is one text."""
+        content = self.content
+        text = "".join(part.text for part in content) if isinstance(content, list) else content
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": text or "", **named}
+
+
+class ResponseFormat(Body):
+    """Of the answer."""
+
+    type: Literal["text"]
+
+
+class ChatBody(SamplingBody):
+    """Of ``/v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tool_choice: Literal["none"] | None = None
+    store: Literal[False] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def check(self) -> None:
+        """Raise what contradicts itself."""
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise ApiError(
+                400, "max_tokens and max_completion_tokens are one", code="invalid_value", param="max_tokens"
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs", code="invalid_value", param="top_logprobs")
+
+    @property
+    def num_new(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def template_values(self) -> dict[str, Any]:
+        """What the chat template is given besides the messages."""
+        named = {name: getattr(self, name) for name in ("add_generation_prompt", "continue_final_message")}
+        return {
+            **(self.chat_template_kwargs or {}),
+            **{name: value for name, value in named.items() if value is not None},
+        }
+
+
+class TokenizeBody(Body):
+    """Of ``/tokenize``: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(Body):
+    """Of ``/detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]
