@@ -145,6 +145,8 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         GENERATE,  # test_piecegraph_generate
         "piecegraph serve demo",  # tests/cli/test_serve, with a smaller model
         "piecegraph serve --help",
+        "piecegraph serve",
+        "piecegraph serve MODEL",
         *TRACE,  # test_piecegraph_trace
         WHAT_IF,  # test_what_if_needs_a_gpu
         "piecegraph trace",  # the names of commands
