@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
+import torch
 
 import piecegraph
 from tests.cases.serving import Served
+from tests.cases.tiny_llm import tiny_model
 
 MESSAGES: Any = [{"role": "user", "content": "ax by"}]
 
@@ -223,3 +226,85 @@ def test_what_completions_refuse(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         client.completions.create(model="tiny", prompt=[5] * 64)
     assert raised.value.code == "context_length_exceeded"
+
+
+def test_responses(client: openai.OpenAI, tiny: piecegraph.LLM) -> None:
+    said = [{"role": "system", "content": "cz"}, *MESSAGES]
+    (expected,) = tiny.chat(said, max_new_tokens=7)
+    arguments: Any = {"model": "tiny", "instructions": "cz", "temperature": 0, "max_output_tokens": 7}
+    answer = client.responses.create(**arguments, input="ax by", metadata={"a": "b"})
+    assert answer.output_text == expected.text
+    assert (answer.status, answer.metadata) == ("incomplete", {"a": "b"})
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.usage is not None
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(expected.prompt_token_ids), 7)
+    with client.responses.stream(**arguments, input="ax by") as stream:
+        events: list[Any] = list(stream)
+    assert events[-1].response.output_text == expected.text
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert (events[0].type, events[-1].type) == ("response.created", "response.incomplete")
+    # What was answered comes back with the next turn.
+    again = client.responses.create(
+        **arguments, input=[{"role": "user", "content": "ax by"}, *answer.output, {"role": "user", "content": "dx"}]
+    )
+    turns = [*said, {"role": "assistant", "content": expected.text}, {"role": "user", "content": "dx"}]
+    assert again.output_text == tiny.chat(turns, max_new_tokens=7)[0].text
+
+
+def test_an_answer_that_the_model_ends(
+    client: openai.OpenAI, tiny: piecegraph.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (expected,) = tiny.chat(MESSAGES, max_new_tokens=7)
+    scheduler = tiny.started.engine.scheduler
+    monkeypatch.setattr(scheduler, "eos_token_ids", frozenset(expected.token_ids[4:5]))
+    num_new = expected.token_ids.index(expected.token_ids[4]) + 1
+    with client.responses.stream(model="tiny", input="ax by", temperature=0) as stream:
+        response = stream.get_final_response()
+    assert response.status == "completed"
+    assert response.usage is not None
+    assert response.usage.output_tokens == num_new
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0)
+    assert answer.choices[0].finish_reason == "stop"
+    assert (
+        answer.choices[0].message.content
+        == response.output_text
+        == tiny.tokenizer.decode([*expected.prompt_token_ids[-1:], *expected.token_ids[: num_new - 1]]).removeprefix(
+            tiny.tokenizer.decode(expected.prompt_token_ids[-1:])
+        )
+    )
+
+
+def test_what_responses_refuse(client: openai.OpenAI) -> None:
+    for arguments, why in (
+        ({"store": True}, "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
+        ({"tools": []}, "tools is not supported"),
+        ({"reasoning": {"effort": "low"}}, "reasoning is not supported"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.type"),
+    ):
+        given: Any = {"model": "tiny", "input": "ax", **arguments}
+        with pytest.raises(openai.BadRequestError, match=why):
+            client.responses.create(**given)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last", "cls"])
+def test_embeddings_are_those_of_transformers(client: openai.OpenAI, tiny: piecegraph.LLM, pooling: str) -> None:
+    texts = ["ax by cz", "dx"]
+    model = tiny_model().model
+    for encoding in ("float", "base64"):  # the client asks for the second, and reads it, if nothing is said
+        answer = client.embeddings.create(
+            model="tiny", input=texts, encoding_format=encoding, extra_body={"pooling": pooling}
+        )
+        assert answer.usage.prompt_tokens == 4
+        for text, entry in zip(texts, answer.data, strict=True):
+            with torch.no_grad():
+                rows = model(torch.tensor([tiny.tokenizer(text)["input_ids"]])).last_hidden_state[0]
+            expected = {"mean": rows.mean(0), "last": rows[-1], "cls": rows[0]}[pooling]
+            found: Any = entry.embedding
+            if isinstance(found, str):
+                found = torch.frombuffer(bytearray(base64.b64decode(found)), dtype=torch.float32).tolist()
+            assert found == pytest.approx((expected / expected.norm()).tolist(), abs=1e-4)
+    assert len(client.embeddings.create(model="tiny", input="ax").data[0].embedding) == 32
+    with pytest.raises(openai.BadRequestError, match="dimensions is 7: the model's vectors have 32"):
+        client.embeddings.create(model="tiny", input="ax", dimensions=7)

@@ -15,8 +15,12 @@ from piecegraph.errors import PiecegraphError
 from piecegraph.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from piecegraph.serve.chat import ChatCall
 from piecegraph.serve.completions import CompletionCall
+from piecegraph.serve.embeddings import EmbeddingBody, EmbeddingCall
 from piecegraph.serve.failures import ApiError, of_piecegraph, of_validation
 from piecegraph.serve.guards import Guards
+from piecegraph.serve.messages import CountBody, MessagesBody, MessagesCall, read
+from piecegraph.serve.record import Record
+from piecegraph.serve.responses import ResponsesBody, ResponsesCall
 from piecegraph.serve.service import Service
 from piecegraph.serve.streams import EventStream, while_connected
 
@@ -44,24 +48,40 @@ def _service(request: Request) -> Service:
     return found
 
 
+def _parts(request: Request) -> tuple[Service, Record]:
+    return _service(request), request.scope["record"]
+
+
 # -- of OpenAI's API
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
-    return await _answer(request, await ChatCall.ask(_service(request), body, request.scope["record"]), body.stream)
+    return await _answer(request, await ChatCall.ask(*_parts(request), body), body.stream)
 
 
 @router.post("/v1/completions")
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Go on from texts."""
-    return await _answer(request, CompletionCall(_service(request), body, request.scope["record"]), body.stream)
+    return await _answer(request, CompletionCall(*_parts(request), body), body.stream)
 
 
 async def _answer(request: Request, call: Any, streams: bool | None) -> Response:
     await _service(request).accepted(call.asked)
     return EventStream(call.events()) if streams else JSONResponse(await while_connected(request, call.whole()))
+
+
+@router.post("/v1/responses")
+async def responses(body: ResponsesBody, request: Request) -> Response:
+    """Answer a conversation."""
+    return await _answer(request, await ResponsesCall.ask(*_parts(request), body), body.stream)
+
+
+@router.post("/v1/embeddings")
+async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+    """Vectors of texts."""
+    return await _answer(request, EmbeddingCall(*_parts(request), body), False)
 
 
 @router.get("/v1/models")
@@ -85,6 +105,21 @@ def _model(service: Service) -> dict[str, Any]:
         "owned_by": "piecegraph",
         "max_model_len": service.llm.llm.started.limits.max_model_len,
     }
+
+
+# -- of Anthropic's
+
+
+@router.post("/v1/messages")
+async def messages(body: MessagesBody, request: Request) -> Response:
+    """Answer a conversation."""
+    return await _answer(request, await MessagesCall.ask(*_parts(request), body), body.stream)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountBody, request: Request) -> dict[str, int]:
+    """How long a conversation is."""
+    return {"input_tokens": len(await read(_service(request), body))}
 
 
 # -- of vLLM's

@@ -80,16 +80,29 @@ class SamplingBody(Body):
         """
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is only for streams", code="invalid_value", param="stream_options")
-        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        row = defaults | given | others | {"max_new_tokens": max_new_tokens}
-        if row["temperature"] == 0:  # always the most likely token: there is nothing left to choose from
-            row = {name: value for name, value in row.items() if name not in ("top_p", "top_k", "min_p")}
-            SamplingParams(**{name: value for name, value in given.items() if name not in row})  # but checked
-        if row.get("seed") is not None:
-            row["seed"] %= 2**64
+        given = {name: getattr(self, name) for name in _SAMPLING}
+        if self.seed is not None:
+            given["seed"] = self.seed % 2**64
         if self.logit_bias is not None:
-            row["logit_bias"] = _biases(self.logit_bias)
-        return SamplingParams(**row)
+            given["logit_bias"] = _biases(self.logit_bias)
+        return sampling_params(defaults, given, max_new_tokens=max_new_tokens, **others)
+
+
+def sampling_params(defaults: dict[str, Any], given: dict[str, Any], **others: Any) -> SamplingParams:
+    """How a request goes on from its prompt.
+
+    Args:
+        defaults: of the model, for what is not given.
+        given: what the body says; None where it says nothing.
+        **others: further fields of :class:`SamplingParams`.
+    """
+    said = {name: value for name, value in given.items() if value is not None}
+    row = defaults | said | others
+    if row["temperature"] == 0:  # always the most likely token: there is nothing to choose from
+        of_draws = ("top_p", "top_k", "min_p")
+        SamplingParams(temperature=1.0, **{name: said[name] for name in of_draws if name in said})  # but it is checked
+        row = {name: value for name, value in row.items() if name not in of_draws}
+    return SamplingParams(**row)
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:
@@ -98,23 +111,31 @@ def _biases(given: dict[str, float]) -> dict[int, float]:
     return {int(token): bias for token, bias in given.items()}
 
 
+Texts = str | list[str] | list[int] | list[list[int]]
+"""One or several, as texts or as tokens."""
+
+
+def prompts_of(given: Texts) -> list[str | list[int]]:
+    """One or several, in either form.
+
+    >>> prompts_of("a"), prompts_of([1, 2]), prompts_of(["a", "b"]), prompts_of([[1], [2]])
+    (['a'], [[1, 2]], ['a', 'b'], [[1], [2]])
+    """
+    if isinstance(given, str):
+        return [given]
+    tokens = [each for each in given if isinstance(each, int)]
+    return [tokens] if tokens else [each for each in given if not isinstance(each, int)]
+
+
 class CompletionBody(SamplingBody):
     """Of ``/v1/completions``."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Texts
     max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
     best_of: int | None = None
     suffix: str | None = None
-
-    def prompts(self) -> list[str | list[int]]:
-        """One or several, in either form."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [[token for token in self.prompt if isinstance(token, int)]]
-        return [each for each in self.prompt if not isinstance(each, int)]
 
     def check(self) -> None:
         """Raise what is known and not supported."""

@@ -20,7 +20,7 @@ from piecegraph.serve.usage import Usage
 class ChatCall:
     """One call, once its conversation is asked for."""
 
-    def __init__(self, service: Service, body: ChatBody, record: Record, asked: Answers) -> None:
+    def __init__(self, service: Service, record: Record, body: ChatBody, asked: Answers) -> None:
         self._service, self._body, self._record = service, body, record
         self.asked = [asked]
         self._each = body.n or 1
@@ -32,7 +32,7 @@ class ChatCall:
         }
 
     @staticmethod
-    async def ask(service: Service, body: ChatBody, record: Record) -> ChatCall:
+    async def ask(service: Service, record: Record, body: ChatBody) -> ChatCall:
         """Read the conversation and ask for its answers."""
         body.check()
         service.check_model(body.model)
@@ -42,7 +42,7 @@ class ChatCall:
             max_new_tokens=body.num_new or service.most_new(len(prompt)),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
-        return ChatCall(service, body, record, service.ask(prompt, params, record, priority=body.priority))
+        return ChatCall(service, record, body, service.ask(prompt, params, record, priority=body.priority))
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from piecegraph.llm.run.results import Chunk, Completion
-from piecegraph.serve.bodies import CompletionBody
+from piecegraph.serve.bodies import CompletionBody, prompts_of
 from piecegraph.serve.failures import ApiError, unsupported
 from piecegraph.serve.logprobs import TokenTexts
 from piecegraph.serve.record import Record
@@ -19,7 +19,7 @@ from piecegraph.serve.usage import Usage
 class CompletionCall:
     """One call; its prompts are asked for when it is made."""
 
-    def __init__(self, service: Service, body: CompletionBody, record: Record) -> None:
+    def __init__(self, service: Service, record: Record, body: CompletionBody) -> None:
         body.check()
         service.check_model(body.model)
         if body.echo and body.stream and body.logprobs is not None:
@@ -33,7 +33,7 @@ class CompletionCall:
             prompt_logprobs=body.logprobs if body.echo else None,
         )
         self._texts = TokenTexts(service.llm.llm.started.loaded.tokenizer)
-        self._prompts = body.prompts()
+        self._prompts = prompts_of(body.prompt)
         self.asked = [service.ask(prompt, params, record, priority=body.priority) for prompt in self._prompts]
         self._head = {
             "id": f"cmpl-{record.id}",
