@@ -294,6 +294,17 @@ def test_what_is_refused(llm: piecegraph.LLM) -> None:
             piecegraph.AsyncLLM(llm, **arguments)
 
 
+@pytest.mark.parametrize("stop", [None, "y"])
+def test_answers_that_are_not_streamed_come_in_one_chunk(llm: piecegraph.LLM, stop: str | None) -> None:
+    async def task(service: piecegraph.AsyncLLM) -> list[Chunk]:
+        return [chunk async for chunk in service.generate(PROMPTS[0], params(stop=stop, logprobs=0), stream=False)]
+
+    (expected,) = llm.generate([PROMPTS[0]], params(stop=stop))
+    (chunk,) = serve(llm, task)
+    assert (chunk.text, chunk.token_ids) == (expected.text, expected.token_ids)
+    assert len(chunk.logprobs) == len(expected.token_ids)
+
+
 def test_a_slow_reader_holds_no_more_than_its_answer(llm: piecegraph.LLM, models: Shelf) -> None:
     async def task(service: piecegraph.AsyncLLM) -> list[Chunk]:
         answers = service.generate(PROMPTS[0], params(logprobs=1))
@@ -403,6 +414,7 @@ def test_a_tokenizer_that_fails_fails_its_request_alone(words: piecegraph.LLM, m
         return str(decode(ids, **how))
 
     monkeypatch.setattr(words.tokenizer, "decode", failing)
+    monkeypatch.setattr(words.tokenizer, "clean_up_tokenization_spaces", True)  # or it is not asked
 
     async def task(service: piecegraph.AsyncLLM) -> list[Any]:
         both = (service.generate(prompt, max_new_tokens=12)._all() for prompt in ("gz", "ax by"))

@@ -139,6 +139,7 @@ def test_a_fault_in_the_tokenizer(
 
     monkeypatch.setattr(type(tiny.tokenizer), "__call__", failing)
     monkeypatch.setattr(tiny.tokenizer, "decode", failing_too)
+    monkeypatch.setattr(tiny.tokenizer, "clean_up_tokenization_spaces", True)  # or it is not asked
     good, bad = both(running, {**BODY, "prompt": "bad"})
     assert (good[0], good[1]["choices"][0]["text"]) == (200, healthy)
     assert (bad[0], bad[1]["error"]["code"]) == (400, "PG653")

@@ -141,6 +141,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         timeout_s: float | None = None,
+        stream: bool = True,
         **sampling: Unpack[SamplingArguments],
     ) -> Answers:
         """Go on from a prompt. Call it where an event loop is running.
@@ -150,6 +151,7 @@ class AsyncLLM:
             sampling_params: how, in one value; or by name, as for :meth:`piecegraph.LLM.generate`.
             priority: requests with a lower number are let in first, those with the same number as they come.
             timeout_s: seconds from now after which the request ends with an error (PG659).
+            stream: False to have each answer in one chunk, at its end: for whoever awaits them, which costs less.
             **sampling: in the place of ``sampling_params``.
 
         Raises:
@@ -161,7 +163,7 @@ class AsyncLLM:
         deadline = None if timeout_s is None else now + _seconds(timeout_s)
         call = _Call(_priority(priority), next(self._numbers), deadline, Inbox(params.n))
         self._accept(params.n)
-        prepare = functools.partial(self._prepare, call, prompt, params, now)
+        prepare = functools.partial(self._prepare, call, prompt, params, now, is_streamed=stream)
         if isinstance(prompt, str):  # a tokenizer takes its time
             accepted = call.inbox.loop.run_in_executor(self._tokenizing, prepare)
             return Answers(call.inbox, functools.partial(self._order, self._end, call), accepted)
@@ -229,13 +231,16 @@ class AsyncLLM:
                 raise RequestError("PG658", "the queue is full", why=why, hint="ask again later")
             self._num_accepted += num_answers
 
-    def _prepare(self, call: _Call, prompt: Prompt, params: SamplingParams, arrival_time: float) -> None:
+    def _prepare(
+        self, call: _Call, prompt: Prompt, params: SamplingParams, arrival_time: float, *, is_streamed: bool
+    ) -> None:
         """Read a prompt and have it queued, or tell why it is refused. In its event loop or the tokenizer's thread."""
         try:
             generations = self.llm.prepare(
                 prompt,
                 params,
                 on_new=lambda index: functools.partial(self._take_new, call, index),
+                is_streamed=is_streamed,
                 arrival_time=arrival_time,
             )
             self.llm.started.engine.scheduler.check_fits(generations[0].request)

@@ -520,6 +520,7 @@ class LLM:
         params: SamplingParams,
         *,
         on_new: Callable[[int], OnNew] | None = None,
+        is_streamed: bool = True,
         arrival_time: float | None = None,
     ) -> list[Generation]:
         """The requests for the answers to a prompt, which are not queued yet. Any thread may make them, at any time.
@@ -528,6 +529,7 @@ class LLM:
             prompt: a text or a list of token ids.
             params: how to go on from it.
             on_new: makes what is called with new text and tokens of an answer, given its number.
+            is_streamed: False to have that called at the end alone.
             arrival_time: see :class:`~piecegraph.llm.run.request.Request`.
 
         Raises:
@@ -547,6 +549,7 @@ class LLM:
                 prompt=text,
                 decode=None if tokenizer is None else decoder_of(tokenizer),
                 on_new=None if on_new is None else on_new(number),
+                is_streamed=is_streamed,
                 arrival_time=arrival_time,
             )
             for number in range(params.n)
@@ -610,6 +613,8 @@ def chunk_of(index: int, generation: Generation, text: str, tokens: list[int]) -
         tokens: the same, as tokens.
     """
     finished = completion_of(generation) if generation.is_done else None
+    if finished is not None and not generation.is_streamed:
+        text = finished.text or ""
     if not text and not tokens and finished is None:
         return None
     logprobs = None

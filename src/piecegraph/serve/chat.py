@@ -42,7 +42,8 @@ class ChatCall:
             max_new_tokens=body.num_new or service.most_new(len(prompt)),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
-        return ChatCall(service, record, body, service.ask(prompt, params, record, priority=body.priority))
+        asked = service.ask(prompt, params, record, streams=body.stream, priority=body.priority)
+        return ChatCall(service, record, body, asked)
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one."""

@@ -34,7 +34,9 @@ class CompletionCall:
         )
         self._texts = TokenTexts(service.llm.llm.started.loaded.tokenizer)
         self._prompts = prompts_of(body.prompt)
-        self.asked = [service.ask(prompt, params, record, priority=body.priority) for prompt in self._prompts]
+        self.asked = [
+            service.ask(prompt, params, record, streams=body.stream, priority=body.priority) for prompt in self._prompts
+        ]
         self._head = {
             "id": f"cmpl-{record.id}",
             "object": "text_completion",

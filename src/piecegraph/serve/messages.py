@@ -101,7 +101,7 @@ class MessagesCall:
         prompt = await read(service, body)
         given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "stop": body.stop_sequences}
         params = sampling_params(service.defaults, given, max_new_tokens=body.max_tokens)
-        return MessagesCall(service, record, service.ask(prompt, params, record), len(prompt))
+        return MessagesCall(service, record, service.ask(prompt, params, record, streams=body.stream), len(prompt))
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one."""

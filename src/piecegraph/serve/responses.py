@@ -112,7 +112,7 @@ class ResponsesCall:
         given = {"temperature": body.temperature, "top_p": body.top_p}
         num_new = body.max_output_tokens or service.most_new(len(prompt))
         params = sampling_params(service.defaults, given, max_new_tokens=num_new)
-        return ResponsesCall(service, record, body, service.ask(prompt, params, record))
+        return ResponsesCall(service, record, body, service.ask(prompt, params, record, streams=body.stream))
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one."""

@@ -94,10 +94,19 @@ class Service:
 
     # -- answers
 
-    def ask(self, prompt: str | list[int], params: SamplingParams, record: Record, *, priority: int = 0) -> Answers:
+    def ask(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        record: Record,
+        *,
+        streams: bool | None,
+        priority: int = 0,
+    ) -> Answers:
         """Begin to answer a prompt. Raises what the client is told if that cannot be."""
+        llm, timeout_s = self.llm, self.settings.timeout_s
         try:
-            answers = self.llm.generate(prompt, params, priority=priority, timeout_s=self.settings.timeout_s)
+            answers = llm.generate(prompt, params, priority=priority, timeout_s=timeout_s, stream=bool(streams))
         except PiecegraphError as error:
             raise of_piecegraph(error) from error
         record.num_answers += params.n

@@ -15,10 +15,12 @@ from piecegraph.serve.failures import ApiError
 
 Found = TypeVar("Found")
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 
 def event(data: Any, name: str | None = None) -> bytes:
     """One event of a stream."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    text = _encode(data)
     return f"event: {name}\ndata: {text}\n\n".encode() if name else f"data: {text}\n\n".encode()
 
 

@@ -180,6 +180,7 @@ class LLMEngine:
         mrope_positions: NDArray[np.integer] | None = None,
         decode: Callable[[list[int]], str] | None = None,
         on_new: Callable[[Generation, str, list[int]], None] | None = None,
+        is_streamed: bool = True,
         arrival_time: float | None = None,
     ) -> Generation:
         """A request that is not queued yet. Any thread may make one, also while a step is running.
@@ -192,6 +193,7 @@ class LLMEngine:
             mrope_positions: see :class:`~piecegraph.llm.run.request.Request`.
             decode: the text of tokens; without it there are only tokens.
             on_new: called with new text and tokens while they are generated, and at the end.
+            is_streamed: False to have it called at the end alone.
             arrival_time: see :class:`~piecegraph.llm.run.request.Request`.
         """
         request = Request(
@@ -203,7 +205,7 @@ class LLMEngine:
             arrival_time=arrival_time,
         )
         text = text_behind(request, decode) if decode is not None else None
-        return Generation(request, prompt, text, on_new)
+        return Generation(request, prompt, text, on_new, is_streamed=is_streamed)
 
     def enqueue(self, generation: Generation) -> None:
         """Queue a request. Raises a RequestError if it can never be served."""
@@ -339,7 +341,7 @@ class LLMEngine:
 
     def _emit_new(self, generation: Generation) -> None:
         request = generation.request
-        new = self._new_text(generation) if generation.is_watched else ""
+        new = self._new_text(generation) if generation.is_watched or generation.on_new is not None else ""
         if generation.text is not None and generation.text.is_stopped:
             self.scheduler.finish(request, "stop")
             request.stop_reason = generation.text.stopped_at
@@ -349,7 +351,7 @@ class LLMEngine:
             self._num_detailed -= generation.wants_details
             self._num_watched -= generation.is_watched
             self._num_following -= request.params.adjusts_by_tokens
-        if generation.on_new is not None:
+        if generation.on_new is not None and (generation.is_streamed or request.is_done):
             generation.on_new(generation, new, generation.new_tokens())
 
     def _new_text(self, generation: Generation) -> str:

@@ -29,6 +29,8 @@ class Generation:
     text: IncrementalText | None
     on_new: Callable[[Generation, str, list[int]], None] | None = None
     """Called with every new token, and at the end."""
+    is_streamed: bool = True
+    """Whether ``on_new`` is called while tokens come, or at the end alone."""
     prompt_index: int | None = None
     """Which of several prompts it answers; None for the only one."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -49,7 +51,7 @@ class Generation:
     def __post_init__(self) -> None:
         params = self.request.params
         self.num_read = self.num_streamed = self.request.num_prompt
-        self.is_watched = self.on_new is not None or bool(params.stop)
+        self.is_watched = (self.on_new is not None and self.is_streamed) or bool(params.stop)
         self.wants_details = params.logprobs is not None or params.wants_every_row
 
     @property
