@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from piecegraph.base.version import VERSION
@@ -22,14 +22,14 @@ from piecegraph.serve.messages import CountBody, MessagesBody, MessagesCall, rea
 from piecegraph.serve.record import Record
 from piecegraph.serve.responses import ResponsesBody, ResponsesCall
 from piecegraph.serve.service import Service
-from piecegraph.serve.streams import EventStream, while_connected
+from piecegraph.serve.streams import EventStream, Json, while_connected
 
 router = APIRouter()
 
 
 def make_app(service: Service) -> ASGIApp:
     """All endpoints of a service. Nothing is fetched by a page, so there is no page of FastAPI's."""
-    app = FastAPI(title="piecegraph", version=VERSION, docs_url=None, redoc_url=None)
+    app = FastAPI(title="piecegraph", version=VERSION, docs_url=None, redoc_url=None, default_response_class=Json)
     app.state.service = service
     app.include_router(router)
     for kind, tell in (
@@ -69,7 +69,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
 
 async def _answer(request: Request, call: Any, streams: bool | None) -> Response:
     await _service(request).accepted(call.asked)
-    return EventStream(call.events()) if streams else JSONResponse(await while_connected(request, call.whole()))
+    return EventStream(call.events()) if streams else Json(await while_connected(request, call.whole()))
 
 
 @router.post("/v1/responses")
@@ -160,14 +160,14 @@ async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
 async def health(request: Request) -> Response:
     """Whether there is hope: a server that loads its model, or drains, is well."""
     is_well, word = _service(request).health
-    return JSONResponse({"status": word}, 200 if is_well else 503)
+    return Json({"status": word}, 200 if is_well else 503)
 
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """Whether requests are answered now."""
     is_well, word = _service(request).health
-    return JSONResponse({"status": word}, 200 if is_well and word == "ready" else 503)
+    return Json({"status": word}, 200 if is_well and word == "ready" else 503)
 
 
 @router.get("/metrics")
@@ -187,7 +187,7 @@ async def version() -> dict[str, str]:
 
 async def _tell(request: Request, error: Any) -> Response:
     request.scope["record"].error = error.message
-    return JSONResponse(error.body(request.url.path), error.status, error.headers)
+    return Json(error.body(request.url.path), error.status, error.headers)
 
 
 async def _tell_ours(request: Request, error: Any) -> Response:

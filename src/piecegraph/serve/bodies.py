@@ -5,7 +5,7 @@ Fields that vLLM's server knows beside OpenAI's have the same names here.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -32,6 +32,12 @@ _SAMPLING = (
 """Fields that :class:`SamplingParams` has by the same name."""
 
 
+_MOST_STOPS = 64
+"""Texts that are looked for at every token."""
+_MOST_TOKENS = 1024
+"""Tokens that a request names."""
+
+
 class Body(BaseModel):
     """A body, or a part of one."""
 
@@ -52,10 +58,10 @@ class SamplingBody(Body):
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = Field(None, ge=1, le=128)
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=_MOST_STOPS)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=_MOST_TOKENS)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     user: str | None = None
     stream: bool | None = None
@@ -63,11 +69,11 @@ class SamplingBody(Body):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=_MOST_TOKENS)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    bad_words: list[str] | None = None
+    bad_words: list[str] | None = Field(None, max_length=_MOST_STOPS)
     priority: int = 0
 
     def sampling(self, defaults: dict[str, Any], *, max_new_tokens: int, **others: Any) -> SamplingParams:

@@ -100,6 +100,4 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 def _is_type(part: Any) -> bool:
     """Whether a part of a place is the type that pydantic tried, and no field: ``list[str]``, ``TextPart``."""
-    return isinstance(part, str) and (
-        not part.isidentifier() or part in ("str", "int", "float", "bool") or part[0].isupper()
-    )
+    return isinstance(part, str) and ("[" in part or part in ("str", "int", "float", "bool") or part[:1].isupper())

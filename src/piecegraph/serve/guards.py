@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from piecegraph.serve.failures import ApiError
 from piecegraph.serve.metrics import Metrics
 from piecegraph.serve.record import Record
 from piecegraph.serve.settings import ServeSettings
+from piecegraph.serve.streams import Json
 
 _BODY_S = 30
 """Seconds in which some more of a body must come."""
@@ -59,7 +59,7 @@ class Guards:
                 await self._app(scope, _counted(receive, self._max_bytes), send_noted)
             else:
                 record.error = error.message
-                response = JSONResponse(error.body(scope["path"]), error.status, error.headers)
+                response = Json(error.body(scope["path"]), error.status, error.headers)
                 await response(scope, receive, send_noted)
         finally:
             self._metrics.count_response(record.status)

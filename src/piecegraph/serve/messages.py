@@ -69,7 +69,7 @@ class MessagesBody(CountBody):
     """Of ``/v1/messages``."""
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: list[str] | None = None
+    stop_sequences: list[str] | None = Field(None, max_length=64)
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = None
     top_k: int | None = Field(None, ge=0)

@@ -69,4 +69,4 @@ class Record:
         if self.is_cut:
             line["is_cut"] = True
         is_probe = self.method == "GET" and self.status == 200
-        logger.log(logging.DEBUG if is_probe else logging.INFO, "%s", json.dumps(line, ensure_ascii=False))
+        logger.log(logging.DEBUG if is_probe else logging.INFO, "%s", json.dumps(line))

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from piecegraph.serve.failures import ApiError
@@ -18,10 +18,24 @@ Found = TypeVar("Found")
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
+class Json(JSONResponse):
+    """An answer in one. A client may have sent half a character, and be told of it: it is escaped, as it came."""
+
+    def render(self, content: Any) -> bytes:
+        return _as_bytes(content)
+
+
+def _as_bytes(data: Any) -> bytes:
+    try:
+        return _encode(data).encode()
+    except UnicodeEncodeError:
+        return json.dumps(data).encode()
+
+
 def event(data: Any, name: str | None = None) -> bytes:
     """One event of a stream."""
-    text = _encode(data)
-    return f"event: {name}\ndata: {text}\n\n".encode() if name else f"data: {text}\n\n".encode()
+    text = b"data: " + _as_bytes(data) + b"\n\n"
+    return f"event: {name}\n".encode() + text if name else text
 
 
 class EventStream(Response):

@@ -38,7 +38,7 @@ class Usage:
     def for_responses(self) -> dict[str, Any]:
         return {
             "input_tokens": self.num_prompt,
-            "input_tokens_details": {"cached_tokens": self.num_cached},
+            "input_tokens_details": {"cached_tokens": self.num_cached, "cache_write_tokens": 0},
             "output_tokens": self.num_new,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": self.num_prompt + self.num_new,
