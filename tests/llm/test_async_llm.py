@@ -131,13 +131,13 @@ def test_a_client_that_goes_away_frees_its_blocks_within_a_step(
         answers: Any = service.generate(PROMPTS[0], params(LONG))
         await anext(answers)
         assert engine.scheduler.cache.num_sequences == 1
-        before = engine.num_steps
+        before = engine.counts.num_steps
         if leave is not None:
             await leave(answers)
         else:
             del answers  # forgotten
         await until(lambda: engine.scheduler.num_unfinished == 0)
-        return engine.num_steps - before
+        return engine.counts.num_steps - before
 
     # Those that ran before the event loop came to it are not the engine's fault.
     assert serve(llm, task) < 20
@@ -347,6 +347,23 @@ def test_a_thread_without_requests_waits_for_an_order(llm: piecegraph.LLM, monke
         return looks
 
     assert serve(llm, task) <= 1
+
+
+def test_what_is_missing_is_recorded_while_there_are_no_requests(models: Shelf) -> None:
+    llm = models.load("llama", max_num_seqs=4, capture_sizes=[1, 4, 16], options={"graph_device": "simulated"})
+    forward = llm.started.engine.forward
+
+    def modes() -> set[str]:
+        return {key.sampling for key in forward.library.tapes}
+
+    async def task(service: piecegraph.AsyncLLM) -> float:
+        assert "plain" not in modes()
+        (answer,) = await service.generate(PROMPTS[0], params(temperature=1.0))
+        await until(lambda: not forward.missing)
+        return answer.metrics.graph_coverage
+
+    assert serve(llm, task, records_idle=True) == 1
+    assert "plain" in modes()
 
 
 def test_an_event_loop_that_ends_with_requests_in_it(llm: piecegraph.LLM) -> None:

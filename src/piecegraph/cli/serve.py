@@ -85,7 +85,7 @@ def _load(model: str, max_queue: int, how: dict[str, Any]) -> AsyncLLM:
 
     backend = how.pop("backend")
     chosen = ("inductor" if is_gpu(how["device"]) else "eager") if backend == "auto" else backend
-    return AsyncLLM(model, max_queue=max_queue, backend=chosen, **how)
+    return AsyncLLM(model, max_queue=max_queue, records_idle=True, backend=chosen, **how)
 
 
 def _check_installed() -> None:

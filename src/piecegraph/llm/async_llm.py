@@ -93,6 +93,8 @@ class AsyncLLM:
     Args:
         model: as for :class:`~piecegraph.LLM`; or an LLM, which other threads may go on calling.
         max_queue: requests that wait at most. Further ones are refused (PG658).
+        records_idle: record steps that others have missed while there are no requests, one at a time. A recording
+            disturbs what other threads run on the device meanwhile.
         **arguments: those of :class:`~piecegraph.LLM`.
 
     Example:
@@ -101,13 +103,21 @@ class AsyncLLM:
                 print(chunk.text, end="")
     """
 
-    def __init__(self, model: LLM | str | os.PathLike[str], *, max_queue: int = 1024, **arguments: Any) -> None:
+    def __init__(
+        self,
+        model: LLM | str | os.PathLike[str],
+        *,
+        max_queue: int = 1024,
+        records_idle: bool = False,
+        **arguments: Any,
+    ) -> None:
         self.max_queue = _max_queue(max_queue)
         if isinstance(model, LLM) and arguments:
             why = "the model is loaded already"
             raise ConfigError("PG101", f"{min(arguments)} was given with an LLM", why=why)
         self.llm = model if isinstance(model, LLM) else LLM(model, **arguments)
         self._owns_llm = not isinstance(model, LLM)
+        self._records_idle = records_idle
         self._numbers = itertools.count()
         self._tokenizing = ThreadPoolExecutor(1, "piecegraph-tokenizer")
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -276,6 +286,8 @@ class AsyncLLM:
         will be.
         """
         while self._calls or self._is_open or self._num_begun < self._num_accepted:
+            while not self._calls and self._orders.empty() and self._record_idle():
+                pass
             try:
                 order = self._orders.get(block=not self._calls)
             except queue.Empty:
@@ -283,6 +295,17 @@ class AsyncLLM:
             order()
             self._send_new()
         return False
+
+    def _record_idle(self) -> bool:
+        """Record one step that is missing; False if there is no other."""
+        if not self._records_idle:
+            return False
+        try:
+            return self.llm.record_missing(seconds=0) > 0
+        except Exception:
+            logger.exception("a step could not be recorded")
+            self._records_idle = False
+            return False
 
     def _begin(self, call: _Call) -> None:
         if call.is_cancelled:  # before its prompt was read

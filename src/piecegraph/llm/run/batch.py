@@ -280,9 +280,7 @@ class BatchBuffers:
             host["random_keys"][:num_seqs] = random_keys(self._seeds[:num_seqs], host["seq_lens"][:num_seqs])
         self.num_adjusted = self.entries.collect(plan.works if self._has_adjustments else ())
 
-    def send(
-        self, plan: StepPlan, bucket: Bucket, *, num_adjusted: int, sampled: torch.Tensor | None = None
-    ) -> None:
+    def send(self, plan: StepPlan, bucket: Bucket, *, num_adjusted: int, sampled: torch.Tensor | None = None) -> None:
         """Pad what was written to a size, and send it.
 
         Args:

@@ -3,9 +3,10 @@
 Note [No request waits for a recording]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 To record a step takes as long as dozens of steps, and whoever is generating would wait for it. So a step that is not
-recorded runs in the smallest recorded one that covers it: of more tokens, of more sequences, or with a sampler that can
-do more (Note [Adjusted logits] too). The tokens are the same (Note [Sampling modes], Note [Padding of a batch]). Where the only ones that cover it
-are much too large, or there is none, it runs the compiled pieces without graphs, and that is told.
+recorded runs in the smallest recorded one that covers it: of more tokens, of more sequences, with a sampler that can do
+more, or with room for more adjusted logits. The tokens are the same (Note [Sampling modes], Note [Padding of a batch],
+Note [Adjusted logits]). Where the only ones that cover it are much too large, or there is none, it runs the compiled
+pieces without graphs, and that is told.
 
 What is recorded when a model is loaded leaves no step of ``generate`` without cover but those that give every row.
 What steps have missed is recorded when nothing is running: at the end of a call, behind its last token, or when it is
