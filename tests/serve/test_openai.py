@@ -190,7 +190,7 @@ def test_what_vllm_has_beside_it(client: openai.OpenAI, tiny: piecegraph.LLM) ->
         ({"stream_options": {"include_usage": True}}, "stream_options", "only for streams"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "by token ids"),
         ({"logit_bias": {"999": 1}}, None, "logit_bias names token 999"),
-        ({"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
+        ({"functions": []}, "functions", "functions is not supported"),
         ({"audio": {}}, "audio", "audio is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format.type", "input should be 'text'"),
         ({"extra_body": {"guided_json": {}}}, "guided_json", "guided_json is not supported"),

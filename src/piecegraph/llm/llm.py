@@ -233,6 +233,7 @@ class LLM:
             stop: texts at which an answer ends.
             stop_token_ids: tokens at which an answer ends, besides those of the model.
             include_stop_str_in_output: leave what ended an answer in its text.
+            skip_special_tokens: leave the tokens that mark parts of a text out of it (True).
             min_tokens: so many tokens nothing ends an answer (0).
             ignore_eos: go on behind the token that ends a text.
             logprobs: tell the log-probability of each new token, and of so many most likely ones.
@@ -360,7 +361,9 @@ class LLM:
         """
 
         def text_of(request: Request) -> IncrementalText:
-            return text_behind(request, decoder_of(self.tokenizer))
+            return text_behind(
+                request, decoder_of(self.tokenizer, skip_special_tokens=request.params.skip_special_tokens)
+            )
 
         return self.started.engine.make_scheduler(prefix_cache=prefix_cache, text_of=text_of)
 
@@ -541,13 +544,16 @@ class LLM:
         tokenizer: Any = self.tokenizer if needs_text else self.started.loaded.tokenizer
         tokens: Any = tokens_of(text, tokenizer) if text is not None else prompt
         params = params.with_words(lambda word: tokens_of(word, tokenizer, add_special_tokens=False))
+        decode = None
+        if tokenizer is not None:
+            decode = decoder_of(tokenizer, skip_special_tokens=params.skip_special_tokens)
         return [
             self.started.engine.prepare(
                 tokens,
                 params.of_answer(number),
                 seed=(self.config.seed * 1_000_003 + next(self._request_numbers)) % 2**64,
                 prompt=text,
-                decode=None if tokenizer is None else decoder_of(tokenizer),
+                decode=decode,
                 on_new=None if on_new is None else on_new(number),
                 is_streamed=is_streamed,
                 arrival_time=arrival_time,

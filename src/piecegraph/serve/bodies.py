@@ -5,6 +5,7 @@ Fields that vLLM's server knows beside OpenAI's have the same names here.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -22,6 +23,7 @@ _SAMPLING = (
     "stop",
     "stop_token_ids",
     "include_stop_str_in_output",
+    "skip_special_tokens",
     "ignore_eos",
     "min_tokens",
     "repetition_penalty",
@@ -71,6 +73,7 @@ class SamplingBody(Body):
     repetition_penalty: float | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=_MOST_TOKENS)
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     bad_words: list[str] | None = Field(None, max_length=_MOST_STOPS)
@@ -162,19 +165,67 @@ class TextPart(Body):
     text: str
 
 
+class CalledFunction(Body):
+    """What a model called, and with what."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call of an earlier answer."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+    index: int | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates have it: with arguments by name."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except ValueError as error:
+            message = f"the arguments of {self.id} are not JSON"
+            raise ApiError(400, message, code="invalid_value", param="messages") from error
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
 class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates have it: text is one text."""
         content = self.content
         text = "".join(part.text for part in content) if isinstance(content, list) else content
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": text or "", **named}
+        named = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
+        said = {"role": self.role, "content": text or "", **{name: value for name, value in named.items() if value}}
+        if self.tool_calls:
+            said["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return said
+
+
+class Function(Body):
+    """What a model may call. How its arguments are to look is told to the model, and not forced upon it."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Body):
+    """A function that a model may call."""
+
+    type: Literal["function"]
+    function: Function
 
 
 class ResponseFormat(Body):
@@ -192,7 +243,9 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tool_choice: Literal["none"] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
     store: Literal[False] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -207,6 +260,11 @@ class ChatBody(SamplingBody):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs", code="invalid_value", param="top_logprobs")
+
+    def tool_values(self) -> list[dict[str, Any]]:
+        """As chat templates have them."""
+        wanted = self.tools if self.tools and self.tool_choice != "none" else []
+        return [tool.model_dump(exclude_none=True) for tool in wanted]
 
     @property
     def num_new(self) -> int | None:

@@ -16,6 +16,7 @@ from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.results import Chunk, Completion
 from piecegraph.serve.failures import ApiError, of_piecegraph
 from piecegraph.serve.metrics import Metrics
+from piecegraph.serve.parsing import response_template_of
 from piecegraph.serve.record import Record
 from piecegraph.serve.settings import ServeSettings
 
@@ -33,6 +34,8 @@ class Service:
         self.state: State = "loading"
         self.metrics = Metrics(settings.model_name)
         self._llm: AsyncLLM | None = None
+        self.response_template: dict[str, Any] | None = None
+        """How the model marks tool calls and reasoning, if that is known."""
         self.defaults: dict[str, Any] = {"temperature": 1.0}
         """For what a request does not say: the API's, and those that come with the model."""
 
@@ -40,6 +43,9 @@ class Service:
         """The model is loaded."""
         given = llm.llm.started.loaded.model.generation_config.to_diff_dict()
         self.defaults |= {name: given[name] for name in _DEFAULTS if given.get(name) is not None}
+        loaded = llm.llm.started.loaded
+        if loaded.tokenizer is not None:
+            self.response_template = response_template_of(loaded.tokenizer, loaded.model)
         self._llm = llm
         self.metrics.watch(llm)
         self.state = "ready"

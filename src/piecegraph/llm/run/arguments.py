@@ -38,6 +38,7 @@ class SamplingArguments(TypedDict, total=False):
     stop: str | Iterable[str] | None
     stop_token_ids: Sequence[int] | None
     include_stop_str_in_output: bool
+    skip_special_tokens: bool
     ignore_eos: bool
     min_tokens: int
     logprobs: int | None

@@ -79,7 +79,7 @@ def later_keys(sizes: StepSizes) -> list[list[StepKey]]:
     groups = (
         [StepKey(bucket, "greedy") for bucket, is_it in is_for_load.items() if is_it],
         [StepKey(bucket, "greedy") for bucket, is_it in is_for_load.items() if not is_it],
-        [StepKey(bucket, "truncated") for bucket in sizes.at_start()],
+        [StepKey(bucket, "truncated", num_adjusted=SHORTEST) for bucket in sizes.at_start()],
     )
     first = set(first_keys(sizes))
     return [[key for key in group if key not in first] for group in groups]

@@ -74,13 +74,13 @@ def tokens_of(text: str, tokenizer: Any, *, add_special_tokens: bool = True) -> 
     return found
 
 
-def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
+def decoder_of(tokenizer: Any, *, skip_special_tokens: bool = True) -> Callable[[list[int]], str]:
     """What makes text of tokens. What it raises is an error of their request alone."""
     of_tokens = _backend_of(tokenizer).decode
 
     def decode(ids: list[int]) -> str:
         try:
-            return str(of_tokens(ids, skip_special_tokens=True))
+            return str(of_tokens(ids, skip_special_tokens=skip_special_tokens))
         except Exception as error:
             what, why = "the tokenizer makes no text of the answer", f"{type(error).__name__}: {error}"
             raise RequestError("PG650", what, why=why) from error

@@ -74,6 +74,8 @@ class SamplingParams:
     """Tokens at which it ends, besides those of the model."""
     include_stop_str_in_output: bool = False
     """Whether what ended the answer is part of its text."""
+    skip_special_tokens: bool = True
+    """Whether the text is without the tokens that mark its parts."""
     ignore_eos: bool = False
     min_tokens: int = 0
     """So many tokens nothing ends the answer: tokens that would are not chosen, and texts not looked for."""
@@ -105,7 +107,7 @@ class SamplingParams:
         for name, largest in (("logprobs", None), ("prompt_logprobs", None), ("seed", _LARGEST_SEED)):
             if getattr(self, name) is not None:
                 plain[name] = _integer(name, getattr(self, name), 0, largest)
-        for name in ("ignore_eos", "include_stop_str_in_output", "return_hidden_states"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "return_hidden_states"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "True or False")
         for name, value in plain.items():
