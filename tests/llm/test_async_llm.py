@@ -198,6 +198,16 @@ def test_a_lower_number_is_let_in_first(models: Shelf) -> None:
     assert serve(llm, task) == [-5, 0, 0, 1, 2]
 
 
+def test_what_has_ended_is_not_kept_until_its_deadline(llm: piecegraph.LLM) -> None:
+    async def task(service: piecegraph.AsyncLLM) -> int:
+        for _ in range(3):
+            asked = (service.generate(PROMPTS[0], params(1), timeout_s=600)._all() for _ in range(40))
+            await asyncio.gather(*asked)
+        return len(service._deadlines)
+
+    assert serve(llm, task) <= 16
+
+
 def test_deadlines(models: Shelf) -> None:
     llm = models.load("llama", max_num_seqs=1)
 

@@ -9,8 +9,9 @@ takes no lock: a destructor may have to, wherever a thread happens to be.
 
 Note [Priorities]
 ~~~~~~~~~~~~~~~~~
-What waits is kept here, by priority, and the scheduler is given no more than may run at once: its own queue is strictly
-in order of arrival, see Note [Arrival order]. As long as one of those waits for blocks, no other is let in.
+What waits is kept here, by priority: the scheduler's own queue is strictly in order of arrival, see Note [Arrival
+order]. It is given what may run at once, and a quarter of that to wait for a place: it plans steps ahead, and has to
+know who comes in the place of those that end.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ class AsyncLLM:
         scheduler = self.llm.started.engine.scheduler
         return Load(
             num_running=len(scheduler.running),
-            num_waiting=self._num_accepted - self._num_begun + scheduler.num_waiting,
+            num_waiting=self._num_waiting,
             cache_usage=scheduler.cache.usage,
             num_failed_steps=self.num_failed_steps,
             is_healthy=self._thread.is_alive() and self._failed_in_a_row < _SICK_AFTER,
@@ -227,6 +228,11 @@ class AsyncLLM:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         await self.close(drain=kind is None)
 
+    @property
+    def _num_waiting(self) -> int:
+        """Answers that have no place in the batch, those whose prompt is still read included."""
+        return self._num_accepted - self._num_begun + self.llm.started.engine.scheduler.num_waiting
+
     def _order(self, function: Callable[..., None], *args: Any) -> None:
         """Have the engine's thread call something before its next step. See Note [Orders to the engine]."""
         self._orders.put(functools.partial(function, *args))
@@ -235,7 +241,7 @@ class AsyncLLM:
         with self._mutex:
             if not self._is_open:
                 raise ConfigError("PG106", "the model was called after close()", hint="load it again")
-            num_waiting = self._num_accepted - self._num_begun
+            num_waiting = self._num_waiting
             if num_waiting + num_answers > self.max_queue:
                 why = f"there are {num_waiting} waiting, and max_queue is {self.max_queue}"
                 raise RequestError("PG658", "the queue is full", why=why, hint="ask again later")
@@ -355,8 +361,8 @@ class AsyncLLM:
     def _let_in(self) -> None:
         """See Note [Priorities]."""
         engine = self.llm.started.engine
-        scheduler = engine.scheduler
-        room = 0 if scheduler.num_waiting else scheduler.limits.max_num_seqs - len(scheduler.running)
+        most = engine.scheduler.limits.max_num_seqs
+        room = most + most // 4 - engine.scheduler.num_unfinished
         while self._waiting and room > 0:
             *_, place = heapq.heappop(self._waiting)
             if place.has_begun:
@@ -409,10 +415,13 @@ class AsyncLLM:
         self._in_engine.pop(place.generation.request.id, None)
         if all(each.generation.is_done for each in place.call.places):
             self._calls.discard(place.call)
-        # Those that ended while they waited are taken out of the heap together: each by itself would take a search.
+        # Those that have ended are taken out of the heaps together: each by itself would take a search.
         if len(self._waiting) > 2 * (self._num_accepted - self._num_begun) + _FEW:
             self._waiting = [each for each in self._waiting if not each[-1].has_begun]
             heapq.heapify(self._waiting)
+        if len(self._deadlines) > 2 * len(self._calls) + _FEW:
+            self._deadlines = [each for each in self._deadlines if each[-1] in self._calls]
+            heapq.heapify(self._deadlines)
 
     def _leave(self) -> None:
         """Tell those that are left that nothing will come. There are none, unless the thread fails."""
