@@ -13,6 +13,7 @@ from piecegraph.base.version import VERSION
 __version__ = VERSION
 
 _HOMES = {
+    "AsyncLLM": "piecegraph.llm.async_llm",
     "LLM": "piecegraph.llm.llm",
     "compile": "piecegraph.api",
     "install": "piecegraph.api",
@@ -27,6 +28,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "__version__",
     "compile",
     "dump",
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from piecegraph.engine.breaker import eager_op
     from piecegraph.engine.intercepting import intercept
     from piecegraph.graph.cut_rules import register_cut_op
+    from piecegraph.llm.async_llm import AsyncLLM
     from piecegraph.llm.llm import LLM
     from piecegraph.provenance.trace import trace
 

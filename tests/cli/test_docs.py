@@ -55,7 +55,7 @@ WHAT_IF = 'piecegraph trace demo --what-if "layers.*.mlp"'
 
 
 CPU_TORCH = "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
-INSTALL = ("pip install .", 'pip install ".[llm]"', 'pip install ".[demo]"')
+INSTALL = ("pip install .", 'pip install ".[llm]"', 'pip install ".[demo]"', 'pip install ".[serve]"')
 
 
 BENCHMARKS = {
@@ -143,6 +143,10 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         "piecegraph doctor --json",
         *EXPLAIN,  # test_piecegraph_explain
         GENERATE,  # test_piecegraph_generate
+        "piecegraph serve demo",  # tests/cli/test_serve, with a smaller model
+        "piecegraph serve --help",
+        "piecegraph serve",
+        "piecegraph serve MODEL",
         *TRACE,  # test_piecegraph_trace
         WHAT_IF,  # test_what_if_needs_a_gpu
         "piecegraph trace",  # the names of commands

@@ -53,7 +53,7 @@ def fields(buffers: BatchBuffers, bucket: Bucket) -> dict[str, list[object]]:
 
 def test_the_size_of_the_buffers_is_known_before_they_are_made() -> None:
     limits = make(embed_width=8, has_mrope=True).limits
-    per_token, per_seq = 8 + 8 + 2 * 8 + 3 * 8 + 1 + 8 * 2, 4 + 8 + 8 + 4 + 4 + 8 + 8 + 8 + 8 + 4
+    per_token, per_seq = 8 + 8 + 2 * 8 + 3 * 8 + 1 + 8 * 2, 4 + 8 + 8 + 4 + 4 + 8 + 4 + 8 + 8 + 8 + 4
     of_prompts = 4 + 32 * (4 + 4 + 8)
     assert limits.num_bytes == 16 * per_token + 6 * per_seq + 4 + of_prompts + 2 * (6 + 32) * 8 * 4
 

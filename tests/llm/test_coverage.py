@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from piecegraph.llm.run.adjustments import SHORTEST
 from piecegraph.llm.run.coverage import best_cover, first_keys, later_keys
 from piecegraph.llm.run.model_step import StepKey
 from piecegraph.llm.run.sampling import SamplingMode
@@ -17,13 +18,18 @@ def decode(size: int, sampling: SamplingMode = "greedy") -> StepKey:
     return StepKey(Bucket(size, size, "decode"), sampling)
 
 
+def adjusted(size: int, num_adjusted: int = SHORTEST) -> StepKey:
+    return StepKey(Bucket(size, size, "decode"), "greedy", num_adjusted=num_adjusted)
+
+
+@pytest.mark.parametrize("num_adjusted", [0, SHORTEST])
 @pytest.mark.parametrize("sampling", ["greedy", "plain", "truncated"])
-def test_what_is_recorded_first_covers_every_step(sampling: SamplingMode) -> None:
+def test_what_is_recorded_first_covers_every_step(sampling: SamplingMode, num_adjusted: int) -> None:
     first = first_keys(LADDER)
     for bucket in LADDER.all():
-        found = best_cover(StepKey(bucket, sampling), first)
+        found = best_cover(StepKey(bucket, sampling, num_adjusted=num_adjusted), first)
         assert found is not None
-        if sampling == "greedy":
+        if sampling == "greedy" and not num_adjusted:
             assert found.bucket.num_tokens < 2 * bucket.num_tokens
             assert found.sampling == "greedy"
 
@@ -48,7 +54,8 @@ def test_one_size_for_all_steps() -> None:
     sizes = choose_step_sizes("auto", has_graphs=True, max_num_seqs=4, max_batch_tokens=64, deterministic=True)
     greedy, *sampled = first_keys(sizes)
     assert greedy == StepKey(Bucket(64, 4), "greedy")
-    assert sampled == [StepKey(Bucket(64, 4), "truncated", every_row=every_row) for every_row in (False, True)]
+    every = [StepKey(Bucket(64, 4), "truncated", every_row=each, num_adjusted=SHORTEST) for each in (False, True)]
+    assert sampled == every
     assert later_keys(sizes) == [[], [], []]
 
 
@@ -59,6 +66,9 @@ def test_one_size_for_all_steps() -> None:
         (decode(24), [decode(24, "truncated"), decode(32)], decode(32)),
         (decode(24, "plain"), [decode(24), decode(32, "truncated"), decode(64, "plain")], decode(32, "truncated")),
         (decode(24, "truncated"), [decode(24, "plain"), decode(32)], None),
+        (decode(24), [adjusted(24), decode(24, "plain")], adjusted(24)),
+        (adjusted(24), [decode(24), adjusted(32), adjusted(32, 2 * SHORTEST)], adjusted(32)),
+        (adjusted(24, 2 * SHORTEST), [adjusted(24)], None),
         (decode(24), [StepKey(Bucket(24, 24), "greedy")], None),
         (StepKey(Bucket(64, 8), "greedy"), [StepKey(Bucket(64, 4), "greedy"), StepKey(Bucket(256, 8), "greedy")], 256),
         (StepKey(Bucket(512, 8), "greedy"), [StepKey(Bucket(4096, 8), "greedy")], None),

@@ -214,7 +214,7 @@ def test_metrics(llama: piecegraph.LLM) -> None:
 def test_metrics_count_from_the_call_on_also_while_it_waits_for_others(models: Shelf) -> None:
     llm, goes_on = models.load("llama", max_num_seqs=2), threading.Event()
     with ThreadPoolExecutor(2) as threads:
-        with llm._lock:
+        with llm.lock:
             found = [threads.submit(llm.generate, prompts()[2], max_new_tokens=4) for _ in range(2)]
             goes_on.wait(0.3)
         answers = [each.result()[0] for each in found]
@@ -228,9 +228,9 @@ def test_who_is_served_by_others_waits_for_no_turn(models: Shelf) -> None:
     started = [next(stream)]
     engine, goes_on = llm.started.engine, threading.Event()
     with ThreadPoolExecutor(1) as threads:
-        with llm._lock, torch.inference_mode():
+        with llm.lock, torch.inference_mode():
             rest = threads.submit(lambda: next(stream))
-            while not llm._lock._line:
+            while not llm.lock._line:
                 goes_on.wait(0.001)
             engine.step()
         found = [*started, rest.result(10), *stream]

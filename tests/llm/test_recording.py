@@ -114,7 +114,7 @@ def test_nothing_is_recorded_while_requests_are_there(models: Shelf, monkeypatch
 
     def meet_a_request(*args: Any) -> float:
         thread.start()
-        while not llm._lock.is_wanted:
+        while not llm.lock.is_wanted:
             time.sleep(0.001)
         return record_idle(*args)
 

@@ -14,6 +14,7 @@ from piecegraph.cli.env import env
 from piecegraph.cli.explain import explain
 from piecegraph.cli.generate import generate
 from piecegraph.cli.run import run
+from piecegraph.cli.serve import serve
 from piecegraph.cli.trace import trace
 from piecegraph.errors import InputError, PiecegraphError
 from piecegraph.explain.ranks import leave_job
@@ -31,6 +32,7 @@ group.add_command(env)
 group.add_command(explain)
 group.add_command(generate)
 group.add_command(run)
+group.add_command(serve)
 group.add_command(trace)
 
 

@@ -20,6 +20,7 @@ from piecegraph.llm.kernels.attention.registry import choose_kernel
 from piecegraph.llm.model.head import decoder_of
 from piecegraph.llm.model.loader import LoadedModel
 from piecegraph.llm.model.traced_model import TracedModel
+from piecegraph.llm.run.adjustments import SHORTEST
 from piecegraph.llm.run.batch import BatchBuffers, BatchLimits
 from piecegraph.llm.run.engine import LLMEngine
 from piecegraph.llm.run.forward import EmbedsModel, Forward
@@ -189,8 +190,10 @@ class Parts:
 
 
 def _largest_steps(buckets: Sequence[Bucket]) -> list[StepKey]:
-    """The steps that need most memory. Sorting a vocabulary for each sequence takes several times its logits."""
-    return [StepKey(bucket, "truncated") for bucket in buckets]
+    """The steps that need most memory. Sorting a vocabulary for each sequence takes several times its logits, and one
+    more copy of them if they are adjusted.
+    """
+    return [StepKey(bucket, "truncated", num_adjusted=SHORTEST) for bucket in buckets]
 
 
 def step_sizes(config: LLMConfig, limits: SchedulerLimits, *, has_graphs: bool) -> StepSizes:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from piecegraph.llm.cache.block_tables import BlockTables
 from piecegraph.llm.cache.paged import SequenceBlocks
 from piecegraph.llm.kernels.race import random_keys
+from piecegraph.llm.run.adjustments import EntryBuffers
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.sampling import HOTTEST, SamplingMode, mode_of
 from piecegraph.llm.run.step import MAX_PROMPTS, Bucket, StepPlan, Work
@@ -90,6 +91,8 @@ class BatchViews:
     """float32 [S]."""
     top_k: torch.Tensor
     """int64 [S]."""
+    min_p: torch.Tensor
+    """float32 [S]."""
     random_keys: torch.Tensor
     """int64 [S]."""
 
@@ -139,6 +142,7 @@ class BatchBuffers:
     logit_rows         0                  a valid row; what is chosen from it is ignored
     temperature        0                  greedy: nothing is drawn
     top_k, top_p       0, 1               off
+    min_p              0                  off
     random_keys        0                  not used
     =================  =================  ====================================================================
 
@@ -152,6 +156,10 @@ class BatchBuffers:
         self.device = torch.device(device)
         self.sampling_mode: SamplingMode = "greedy"
         """What the sequences of the last step need (Note [Sampling modes])."""
+        self.num_adjusted = 0
+        """The length of the buffer with what they add to their logits (Note [Adjusted logits]); 0 for none."""
+        self.entries = EntryBuffers(self.device)
+        self._has_adjustments = False
         self.has_embeds = False
         """Whether tokens of the last step have embeddings of their own."""
         self._num_sampled = 0
@@ -177,6 +185,7 @@ class BatchBuffers:
         self._seeds = np.zeros(limits.max_seqs, np.uint64)
         self._mrope_deltas = np.zeros(limits.max_seqs, np.int64)
         self._own_inputs = np.zeros(limits.max_seqs, np.bool_)
+        self._adjusts = np.zeros(limits.max_seqs, np.bool_)
         self._modes = np.zeros(limits.max_seqs, np.int8)
         """Of each row: which of ``_MODES`` it needs."""
         self._count = np.arange(max(limits.max_tokens, limits.max_seqs) + 1)
@@ -253,11 +262,11 @@ class BatchBuffers:
             sampled: what the step before chose, if the plan goes on from that (:attr:`StepPlan.sources`).
         """
         self.write(plan)
-        self.send(plan, bucket, sampled=sampled)
+        self.send(plan, bucket, num_adjusted=self.num_adjusted, sampled=sampled)
 
     def write(self, plan: StepPlan) -> None:
-        """Write a step on the host. From then on ``sampling_mode`` and ``has_embeds`` are its own, by which the size
-        it runs at may be chosen; :meth:`send` comes next.
+        """Write a step on the host. From then on ``sampling_mode``, ``has_embeds`` and ``num_adjusted`` are its own, by
+        which the size it runs at may be chosen; :meth:`send` comes next.
         """
         if self._sent is not None:
             self._sent.synchronize()  # the copy of the last step reads the memory that is written now
@@ -269,9 +278,17 @@ class BatchBuffers:
         if self.sampling_mode != "greedy":
             host = self._host
             host["random_keys"][:num_seqs] = random_keys(self._seeds[:num_seqs], host["seq_lens"][:num_seqs])
+        self.num_adjusted = self.entries.collect(plan.works if self._has_adjustments else ())
 
-    def send(self, plan: StepPlan, bucket: Bucket, *, sampled: torch.Tensor | None = None) -> None:
-        """Pad what was written to a size, and send it."""
+    def send(self, plan: StepPlan, bucket: Bucket, *, num_adjusted: int, sampled: torch.Tensor | None = None) -> None:
+        """Pad what was written to a size, and send it.
+
+        Args:
+            plan: what was written.
+            bucket: the size.
+            num_adjusted: the length of the buffer that the step reads adjustments from; 0 for none.
+            sampled: what the step before chose, if it is not committed yet.
+        """
         num_tokens, num_seqs = plan.num_tokens, plan.num_seqs
         assert num_tokens <= bucket.num_tokens <= self.limits.max_tokens, (num_tokens, bucket)
         assert num_seqs <= bucket.num_seqs <= self.limits.max_seqs, (num_seqs, bucket)
@@ -282,6 +299,7 @@ class BatchBuffers:
         self._buffer.copy_(self._staging, non_blocking=True)
         if sampled is not None:
             self._take_sampled(sampled)
+        self.entries.send(num_adjusted)
         self.tables.send()
         if bucket.separates_prompts:
             torch.index_select(self.tables.device, 1, self._tensors["prompt_rows"], out=self._prompt_tables)
@@ -346,14 +364,17 @@ class BatchBuffers:
             params = request.params
             host["temperature"][row] = min(params.temperature, HOTTEST)
             host["top_p"][row] = params.top_p
+            host["min_p"][row] = params.min_p
             host["top_k"][row] = min(params.top_k, 1 << 31)
             host["state_slots"][row] = request.state_slot
             host["random_keys"][row] = 0
             self._seeds[row] = request.seed
             self._mrope_deltas[row] = request.mrope_delta
             self._own_inputs[row] = request.input_embeds is not None or request.mrope_positions is not None
+            self._adjusts[row] = request.adjustments is not None
             self._modes[row] = _MODES.index(mode_of(params))
         self._has_own_inputs = bool(self._own_inputs[:num_seqs].any())
+        self._has_adjustments = bool(self._adjusts[:num_seqs].any())
         self.sampling_mode = _MODES[self._modes[:num_seqs].max()]
 
     def _write_sequences(self, plan: StepPlan) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
@@ -463,6 +484,7 @@ def _fields(limits: BatchLimits) -> tuple[_Field, ...]:
         _Field("temperature", torch.float32, (seqs,), "seq", 0),
         _Field("top_p", torch.float32, (seqs,), "seq", 1),
         _Field("top_k", torch.int64, (seqs,), "seq", 0),
+        _Field("min_p", torch.float32, (seqs,), "seq", 0),
         _Field("random_keys", torch.int64, (seqs,), "seq", 0),
         # Of tokens that the step before chose: where they are among its rows, and where they go.
         _Field("sampled_rows", torch.int64, (seqs,), "step", 0),

@@ -3,9 +3,10 @@
 Note [No request waits for a recording]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 To record a step takes as long as dozens of steps, and whoever is generating would wait for it. So a step that is not
-recorded runs in the smallest recorded one that covers it: of more tokens, of more sequences, or with a sampler that can
-do more. The tokens are the same (Note [Sampling modes], Note [Padding of a batch]). Where the only ones that cover it
-are much too large, or there is none, it runs the compiled pieces without graphs, and that is told.
+recorded runs in the smallest recorded one that covers it: of more tokens, of more sequences, with a sampler that can do
+more, or with room for more adjusted logits. The tokens are the same (Note [Sampling modes], Note [Padding of a batch],
+Note [Adjusted logits]). Where the only ones that cover it are much too large, or there is none, it runs the compiled
+pieces without graphs, and that is told.
 
 What is recorded when a model is loaded leaves no step of ``generate`` without cover but those that give every row.
 What steps have missed is recorded when nothing is running: at the end of a call, behind its last token, or when it is
@@ -16,7 +17,9 @@ beside, whose random numbers and captures a recording disturbs.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
+from piecegraph.llm.run.adjustments import SHORTEST
 from piecegraph.llm.run.model_step import StepKey
 from piecegraph.llm.run.sampling import SamplingMode
 from piecegraph.llm.run.sizing import StepSizes
@@ -38,6 +41,7 @@ def covers(recorded: StepKey, wanted: StepKey) -> bool:
         and theirs.num_seqs <= mine.num_seqs
         and theirs.num_tokens <= mine.num_tokens <= max(_CHEAP_TOKENS, _MOST_TIMES * theirs.num_tokens)
         and _POWER[wanted.sampling] <= _POWER[recorded.sampling]
+        and wanted.num_adjusted <= recorded.num_adjusted
         and (recorded.takes_embeds, recorded.every_row) == (wanted.takes_embeds, wanted.every_row)
     )
 
@@ -45,9 +49,9 @@ def covers(recorded: StepKey, wanted: StepKey) -> bool:
 def best_cover(wanted: StepKey, recorded: Iterable[StepKey]) -> StepKey | None:
     """The recorded step that serves another one soonest."""
 
-    def cost(key: StepKey) -> int:
+    def cost(key: StepKey) -> tuple[int, int]:
         # To sort the vocabulary for a sequence takes about as long as two tokens of a small model.
-        return key.bucket.num_tokens + _POWER[key.sampling] * key.bucket.num_seqs
+        return key.bucket.num_tokens + _POWER[key.sampling] * key.bucket.num_seqs, key.num_adjusted
 
     return min((key for key in recorded if covers(key, wanted)), key=cost, default=None)
 
@@ -55,11 +59,11 @@ def best_cover(wanted: StepKey, recorded: Iterable[StepKey]) -> StepKey | None:
 def first_keys(sizes: StepSizes) -> list[StepKey]:
     """What is recorded in any case: see Note [No request waits for a recording]."""
     if sizes.only is not None:  # all steps are to be alike, also those that give every row
-        plain, every_row = StepKey(sizes.only, "truncated"), StepKey(sizes.only, "truncated", every_row=True)
-        return [StepKey(sizes.only, "greedy"), plain, every_row]
+        plain = StepKey(sizes.only, "truncated", num_adjusted=SHORTEST)
+        return [StepKey(sizes.only, "greedy"), plain, replace(plain, every_row=True)]
     sampled: list[StepKey] = []
     for bucket in sorted(sizes.all(), key=lambda bucket: (bucket.num_tokens, bucket.num_seqs), reverse=True):
-        key = StepKey(bucket, "truncated")
+        key = StepKey(bucket, "truncated", num_adjusted=SHORTEST)
         if best_cover(key, sampled) is None:
             sampled.append(key)
     return [*(StepKey(bucket, "greedy") for bucket in sizes.at_start()), *sampled]
@@ -75,7 +79,7 @@ def later_keys(sizes: StepSizes) -> list[list[StepKey]]:
     groups = (
         [StepKey(bucket, "greedy") for bucket, is_it in is_for_load.items() if is_it],
         [StepKey(bucket, "greedy") for bucket, is_it in is_for_load.items() if not is_it],
-        [StepKey(bucket, "truncated") for bucket in sizes.at_start()],
+        [StepKey(bucket, "truncated", num_adjusted=SHORTEST) for bucket in sizes.at_start()],
     )
     first = set(first_keys(sizes))
     return [[key for key in group if key not in first] for group in groups]

@@ -135,8 +135,12 @@ class LLMEngine:
         """Generations that want more than their tokens."""
         self._num_watched = 0
         """Generations whose text must be known at every step."""
+        self._num_following = 0
+        """Generations whose logits are adjusted by the tokens before: see Note [Adjusted logits]."""
         self._owner: weakref.ref[PagedCache] | None = scheduler.cache.reference
         """Whose blocks the memory holds: see Note [One cache, several schedulers]."""
+        self.failed: list[Generation] = []
+        """Whose tokens the last step that failed computed. They start over, unless somebody ends them."""
         self._is_stepping = False
         self._left_to_abort: deque[Generation] = deque()
         self._ids = itertools.count()
@@ -166,7 +170,7 @@ class LLMEngine:
 
     # -- requests
 
-    def add(
+    def prepare(
         self,
         tokens: Sequence[int],
         params: SamplingParams,
@@ -176,9 +180,10 @@ class LLMEngine:
         mrope_positions: NDArray[np.integer] | None = None,
         decode: Callable[[list[int]], str] | None = None,
         on_new: Callable[[Generation, str, list[int]], None] | None = None,
+        is_streamed: bool = True,
         arrival_time: float | None = None,
     ) -> Generation:
-        """Queue a prompt. Raises a RequestError if it can never be served.
+        """A request that is not queued yet. Any thread may make one, also while a step is running.
 
         Args:
             tokens: the prompt.
@@ -188,6 +193,7 @@ class LLMEngine:
             mrope_positions: see :class:`~piecegraph.llm.run.request.Request`.
             decode: the text of tokens; without it there are only tokens.
             on_new: called with new text and tokens while they are generated, and at the end.
+            is_streamed: False to have it called at the end alone.
             arrival_time: see :class:`~piecegraph.llm.run.request.Request`.
         """
         request = Request(
@@ -199,13 +205,28 @@ class LLMEngine:
             arrival_time=arrival_time,
         )
         text = text_behind(request, decode) if decode is not None else None
-        generation = Generation(request, prompt, text, on_new)
+        return Generation(request, prompt, text, on_new, is_streamed=is_streamed)
+
+    def enqueue(self, generation: Generation) -> None:
+        """Queue a request. Raises a RequestError if it can never be served."""
         self._hand_over(self.scheduler.cache.reference)
-        self.scheduler.add(request)
-        self._generations[request.id] = generation
+        self.scheduler.add(generation.request)
+        self._generations[generation.request.id] = generation
         self._num_detailed += generation.wants_details
         self._num_watched += generation.is_watched
+        self._num_following += generation.request.params.adjusts_by_tokens
+
+    def add(self, tokens: Sequence[int], params: SamplingParams, *, seed: int, **arguments: Any) -> Generation:
+        """Queue a prompt: :meth:`prepare` and :meth:`enqueue` in one."""
+        generation = self.prepare(tokens, params, seed=seed, **arguments)
+        self.enqueue(generation)
         return generation
+
+    def fail(self, generation: Generation, error: RequestError) -> None:
+        """End a request with an error, between two steps."""
+        if not generation.is_done:
+            self.scheduler.finish(generation.request, "error", error)
+            self._emit_new(generation)
 
     def abort(self, generation: Generation) -> None:
         """End a request now and free what it holds."""
@@ -261,7 +282,7 @@ class LLMEngine:
 
     def _launch_ahead(self, current: _Launched) -> _Launched | None:
         """Launch the step behind one that is running, if it can be known: see Note [Looking ahead]."""
-        if not self._looks_ahead or self._num_detailed:
+        if not self._looks_ahead or self._num_detailed or self._num_following:
             return None
         plan = self.scheduler.schedule_ahead(current.plan)
         return self._launch(plan, current.tokens) if plan is not None else None
@@ -280,7 +301,7 @@ class LLMEngine:
             yield
         except BaseException:
             self._ahead = None
-            self.scheduler.start_over()
+            self.failed = [self._generations[request.id] for request in self.scheduler.start_over()]
             for generation in [each for each in self._generations.values() if each.is_done]:
                 self._emit_new(generation)
             raise
@@ -320,16 +341,28 @@ class LLMEngine:
 
     def _emit_new(self, generation: Generation) -> None:
         request = generation.request
-        new = generation.new_text() if generation.is_watched else ""
+        new = self._new_text(generation) if generation.is_watched or generation.on_new is not None else ""
         if generation.text is not None and generation.text.is_stopped:
             self.scheduler.finish(request, "stop")
+            request.stop_reason = generation.text.stopped_at
             request.finish_reason = "stop"  # also where the last token that was allowed completed the stop text
         if request.is_done:
             del self._generations[request.id]
             self._num_detailed -= generation.wants_details
             self._num_watched -= generation.is_watched
-        if generation.on_new is not None:
+            self._num_following -= request.params.adjusts_by_tokens
+        if generation.on_new is not None and (generation.is_streamed or request.is_done):
             generation.on_new(generation, new, generation.new_tokens())
+
+    def _new_text(self, generation: Generation) -> str:
+        """New text; a tokenizer that makes none ends its request, and no other."""
+        try:
+            return generation.new_text()
+        except RequestError as error:
+            request, generation.text = generation.request, None
+            self.scheduler.finish(request, "error", error)
+            request.finish_reason, request.error = "error", error  # also where it had just ended otherwise
+            return ""
 
     def _collect_details(self, launched: _Launched, tokens: Sequence[int]) -> None:
         """Log-probabilities and hidden states, where they were asked for. Before the tokens are committed."""

@@ -128,7 +128,7 @@ class Forward:
             key = self._cover(wanted)
             if self._is_recordable(wanted):
                 self._missed[wanted] += 1
-        buffers.send(plan, key.bucket, sampled=sampled)
+        buffers.send(plan, key.bucket, num_adjusted=key.num_adjusted, sampled=sampled)
         self.step.last = key
         return FilledStep(key, wanted)
 
@@ -136,7 +136,8 @@ class Forward:
         """Write a step on the host; what it would best run as."""
         buffers, bucket = self._buffers, self.sizes.bucket_for(plan)
         buffers.write(plan)
-        return StepKey(bucket, buffers.sampling_mode, buffers.has_embeds, every_row and bucket.kind == "mixed")
+        is_whole = every_row and bucket.kind == "mixed"
+        return StepKey(bucket, buffers.sampling_mode, buffers.has_embeds, is_whole, buffers.num_adjusted)
 
     def _cover(self, wanted: StepKey) -> StepKey:
         """What runs a step that is not recorded: see Note [No request waits for a recording]."""

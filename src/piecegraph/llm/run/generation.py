@@ -29,6 +29,10 @@ class Generation:
     text: IncrementalText | None
     on_new: Callable[[Generation, str, list[int]], None] | None = None
     """Called with every new token, and at the end."""
+    is_streamed: bool = True
+    """Whether ``on_new`` is called while tokens come, or at the end alone."""
+    prompt_index: int | None = None
+    """Which of several prompts it answers; None for the only one."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     hidden_states: list[torch.Tensor] = field(default_factory=list)
@@ -47,7 +51,7 @@ class Generation:
     def __post_init__(self) -> None:
         params = self.request.params
         self.num_read = self.num_streamed = self.request.num_prompt
-        self.is_watched = self.on_new is not None or bool(params.stop)
+        self.is_watched = (self.on_new is not None and self.is_streamed) or bool(params.stop)
         self.wants_details = params.logprobs is not None or params.wants_every_row
 
     @property
@@ -61,6 +65,7 @@ class Generation:
             return ""
         # A token that ends the text is not part of it; a stop text is found in it, and cut off there.
         is_ended_by_token = request.finish_reason == "stop" and not text.is_stopped
+        is_ended_by_token &= not request.params.include_stop_str_in_output
         end = len(request.tokens) - is_ended_by_token
         new = text.add(request.tokens[self.num_read : end])
         self.num_read = end
@@ -82,6 +87,7 @@ class Generation:
             text=self.text.text if self.text is not None else None,
             token_ids=request.generated,
             finish_reason=request.finish_reason or "error",
+            stop_reason=request.stop_reason,
             error=request.error,
             logprobs=self.logprobs if params.logprobs is not None else None,
             prompt_logprobs=self.prompt_logprobs if params.prompt_logprobs is not None else None,
@@ -134,7 +140,14 @@ class Generation:
 
 def text_behind(request: Request, decode: Callable[[list[int]], str]) -> IncrementalText:
     """The text of what a request generates, up to its stop texts."""
-    return IncrementalText(decode, request.params.stop, request.tokens[-8:])
+    params = request.params
+    return IncrementalText(
+        decode,
+        params.stop,
+        request.tokens[-8:],
+        min_tokens=params.min_tokens,
+        includes_stop=params.include_stop_str_in_output,
+    )
 
 
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:

@@ -125,6 +125,11 @@ class Scheduler:
     def num_unfinished(self) -> int:
         return len(self._requests)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no place yet, or have lost it."""
+        return len(self._requests) - len(self.running)
+
     # ------------------------------------------------------------------ requests come and go
 
     def add(self, request: Request) -> None:
@@ -138,15 +143,20 @@ class Scheduler:
             raise RequestError("PG656", f"a request {request.id!r} is already there", hint="choose another id")
         if request.is_done:
             raise RequestError("PG656", f"request {request.id!r} has ended", hint="make a new one")
-        self._check(request)
+        self.check_fits(request)
         if request.params.stop and self._text_of is not None:
             self._texts[request.id] = self._text_of(request)
         request.max_len = min(request.max_len, self.limits.max_model_len)
+        if not request.params.ignore_eos:
+            request.stop_ids |= self.eos_token_ids
+        if request.adjustments is not None:
+            request.adjustments.hold_back(request.stop_ids)
         self._requests[request.id] = request
         self.waiting.append(request)
         self._is_steady = False
 
-    def _check(self, request: Request) -> None:
+    def check_fits(self, request: Request) -> None:
+        """Raise a RequestError if a request can never be served. Any thread may ask."""
         limits, length = self.limits, request.num_prompt
         if length >= limits.max_model_len:
             raise RequestError(
@@ -163,6 +173,10 @@ class Scheduler:
                     why=f"the vocabulary has tokens 0 to {limits.vocab_size - 1}",
                     hint="use the tokenizer of this model",
                 )
+        for name, token in request.params.named_tokens.items():
+            if token >= limits.vocab_size:
+                why = f"the vocabulary has tokens 0 to {limits.vocab_size - 1}"
+                raise RequestError("PG653", f"{name} of request {request.id!r} names token {token}", why=why)
         # The last token is never computed: nothing follows it.
         longest = min(request.max_len, limits.max_model_len) - 1
         if not self.cache.can_hold(longest):
@@ -186,9 +200,7 @@ class Scheduler:
         if request.is_done:
             return
         was_running = request.state == "running"
-        request.state = "failed" if reason == "error" else "finished"
-        request.finish_reason, request.error = reason, error
-        request.finish_time = time.perf_counter()
+        request.end(reason, error)
         self._texts.pop(request.id, None)
         del self._requests[request.id]
         if was_running:
@@ -198,16 +210,18 @@ class Scheduler:
         # One that waits stays in the queue until it comes to the front: removing it there would take a search.
         self._is_steady = False
 
-    def start_over(self) -> None:
-        """Compute anew whatever runs: a step has failed, and what it left in caches and states is not known.
+    def start_over(self) -> list[Request]:
+        """Compute anew whatever runs, and return it: a step has failed, and what it left in caches and states is not
+        known.
 
         It may have failed anywhere, also between two lines of this class (Ctrl-C). So nothing is read here but the
         requests themselves, which lie in order of arrival. Their tokens are kept, as in every preemption.
         """
         self._requests = {request.id: request for request in self._requests.values() if not request.is_done}
+        ran = [request for request in self._requests.values() if request.state == "running"]
+        for request in ran:
+            request.num_preemptions += 1
         for request in self._requests.values():
-            if request.state == "running":
-                request.num_preemptions += 1
             request.num_delivered = max(request.num_delivered, request.num_computed)
             request.state, request.blocks, request.num_computed, request.state_slot = "waiting", None, 0, 0
         self.waiting = deque(self._requests.values())
@@ -219,6 +233,7 @@ class Scheduler:
         if self.release_state is not None:
             for slot in self._free_slots or ():
                 self.release_state(slot)
+        return ran
 
     # ------------------------------------------------------------------ one step
 
@@ -487,7 +502,6 @@ class Scheduler:
         finished: list[Request] = []
         block_size, prefix_cache = self.cache.block_size, self.cache.prefix_cache
         vocab_size, texts, now = self.limits.vocab_size, self._texts, time.perf_counter()
-        eos_token_ids = self.eos_token_ids
         for work, token in zip(plan.works, tokens, strict=True):
             request, start, num_tokens, samples = work
             blocks = request.blocks
@@ -506,9 +520,9 @@ class Scheduler:
                     continue
                 request.tokens.append(token)
                 request.token_times.append(now)
-                is_end = token in eos_token_ids and not request.params.ignore_eos
-                if is_end or (texts and request.id in texts and self._is_stopped(request)):
+                if token in request.stop_ids or (texts and request.id in texts and self._is_stopped(request)):
                     self.finish(request, "stop")
+                    request.stop_reason = request.stop_reason or self._stop_token(request, token)
                     finished.append(request)
                 elif len(request.tokens) >= request.max_len:
                     self.finish(request, "length")
@@ -521,7 +535,12 @@ class Scheduler:
         text.add(request.tokens[-1:])
         if len(request.tokens) >= request.max_len:
             text.finish()
+        request.stop_reason = text.stopped_at
         return text.is_stopped
+
+    def _stop_token(self, request: Request, token: int) -> int | None:
+        """The token that ended a request, if it was asked for and is none of the model's own."""
+        return None if token in self.eos_token_ids and not request.params.ignore_eos else token
 
     def _register(self, request: Request) -> None:
         if request.cache_key is not None and request.blocks is not None:
