@@ -152,11 +152,10 @@ def compare(name: str, case: Case, *, is_prefill: bool) -> None:
 def tune(name: str, case: Case, *, is_prefill: bool) -> None:
     check(case)
     operands = [triton_paged.plain_operands(*case.arguments(i)[:-1]) for i in range(NUM_CALLS)]  # type: ignore[arg-type]
-    launch = triton_paged.launch_prefill if is_prefill else triton_paged.launch_decode
     results = []
     for tiles in prefill_choices(case) if is_prefill else decode_choices(case):
         try:
-            us = captured_us(lambda i, tiles=tiles: launch(operands[i], case.batch, tiles))
+            us = captured_us(lambda i, tiles=tiles: launch(operands[i], case.batch, tiles, is_prefill=is_prefill))
         except Exception as error:  # noqa: BLE001 # too large for the chip: the next one
             print(f"{name:<28} {describe(tiles):<34} {type(error).__name__}", flush=True)
             torch.cuda.synchronize()
@@ -166,6 +165,13 @@ def tune(name: str, case: Case, *, is_prefill: bool) -> None:
         row(name, describe(tiles), us, case)
     chosen = chosen_tiles(case, is_prefill=is_prefill)
     row(name, f"chosen: {describe(chosen)}", {tiles: us for us, tiles in results}.get(chosen, float("nan")), case)
+
+
+def launch(operands: triton_paged.Operands, batch: AttentionBatch, tiles: Tiles, *, is_prefill: bool) -> None:
+    if is_prefill:
+        triton_paged.launch_prefill(operands, batch, batch.rows, tiles)
+    else:
+        triton_paged.launch_decode(operands, batch, tiles)
 
 
 def chosen_tiles(case: Case, *, is_prefill: bool) -> Tiles:

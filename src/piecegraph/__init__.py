@@ -13,10 +13,12 @@ from piecegraph.base.version import VERSION
 __version__ = VERSION
 
 _HOMES = {
+    "AsyncLLM": "piecegraph.llm.async_llm",
     "LLM": "piecegraph.llm.llm",
     "compile": "piecegraph.api",
     "install": "piecegraph.api",
     "eager": "piecegraph.api",
+    "dump": "piecegraph.dumps.target",
     "eager_op": "piecegraph.engine.breaker",
     "intercept": "piecegraph.engine.intercepting",
     "register_cut_op": "piecegraph.graph.cut_rules",
@@ -26,8 +28,10 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "__version__",
     "compile",
+    "dump",
     "eager",
     "eager_op",
     "errors",
@@ -40,9 +44,11 @@ __all__ = [
 if TYPE_CHECKING:
     from piecegraph import errors
     from piecegraph.api import compile, eager, install
+    from piecegraph.dumps.target import dump
     from piecegraph.engine.breaker import eager_op
     from piecegraph.engine.intercepting import intercept
     from piecegraph.graph.cut_rules import register_cut_op
+    from piecegraph.llm.async_llm import AsyncLLM
     from piecegraph.llm.llm import LLM
     from piecegraph.provenance.trace import trace
 

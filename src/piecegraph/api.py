@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from piecegraph.base import torch_compat
 from piecegraph.base.config import CompileConfig, CudagraphMode, Frontend, Padding, make_config
 from piecegraph.base.events import OnFallback
 from piecegraph.base.plan import Plan
@@ -88,6 +89,9 @@ class CompiledModule(_Compiled, torch.nn.Module):
     It is a view of the original: parameters, buffers, submodules, hooks and attributes are the original's.
     """
 
+    _hooks: tuple[Mapping[int, Any], ...]
+    """All that a module's call looks for, its own and those of all modules."""
+
     def __init__(self, original: torch.nn.Module, engine: Engine) -> None:
         super().__init__()
         state = self.__dict__
@@ -99,6 +103,12 @@ class CompiledModule(_Compiled, torch.nn.Module):
                 del state[name]
         state["_engine"] = state["forward"] = engine
         state["_original"] = original
+        own = (state[name] for name in torch_compat.HOOKS_OF_A_CALL)
+        state["_hooks"] = (*own, *torch_compat.global_hooks_of_a_call)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # A module's own way to its forward takes two more calls, which a short replay feels.
+        return super().__call__(*args, **kwargs) if any(self._hooks) else self._engine(*args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CompiledModule:
         """Moving or converting the weights (``to``, ``half``) ends every plan: its graphs read the old ones."""

@@ -51,6 +51,7 @@ CODES: dict[str, str] = {
     "PG301": "a full graph was asked for, but the model must be cut",
     "PG302": "a piece could not be compiled and runs as it was traced",
     "PG303": "a piece writes to one of two overlapping inputs and runs as it was traced",
+    "PG321": "a dump could not be written",
     "PG401": "a piece cannot be captured and runs eagerly",
     "PG402": "a size was dropped: out of memory",
     "PG403": "a size could not be recorded",
@@ -69,6 +70,7 @@ CODES: dict[str, str] = {
     "PG510": "the bucket is more than twice the size of the input",
     "PG511": "what the host reads leads along a path that is not recorded",
     "PG512": "what the host reads leads along another path at every call",
+    "PG513": "no recorded step covers the step yet",
     "PG514": "the function asks how a tensor lies in memory, and it lies otherwise than planned",
     "PG515": "weights were replaced or moved",
     "PG516": "a dimension that nothing names turned out to change",
@@ -82,6 +84,9 @@ CODES: dict[str, str] = {
     "PG611": "records cannot be kept",
     "PG612": "the command cannot be started",
     "PG613": "some records are missing",
+    "PG614": "an address cannot be listened at",
+    "PG615": "packages of an extra are missing",
+    "PG650": "a step, or the text, of the request failed",
     "PG651": "the prompt is empty",
     "PG652": "the prompt is longer than the model may read",
     "PG653": "the prompt holds something that is no token of the model, or no position",
@@ -89,6 +94,8 @@ CODES: dict[str, str] = {
     "PG655": "the logits of the request are not numbers",
     "PG656": "a request of this id is already there",
     "PG657": "a step of another scheduler cannot be run",
+    "PG658": "as many requests wait as may",
+    "PG659": "the request is not done in time",
     "PG661": "there is no model at that path",
     "PG662": "a model of this kind cannot be run",
     "PG663": "the model cannot be traced",
@@ -129,7 +136,7 @@ CODES: dict[str, str] = {
 PLACE = ("phase", "piece", "size", "op", "line")
 """The fields that say where in the making of a plan an error happened."""
 
-NOTES = frozenset({"PG404", "PG406", "PG510", "PG515", "PG516", "PG674", "PG724"})
+NOTES = frozenset({"PG321", "PG404", "PG406", "PG510", "PG515", "PG516", "PG674", "PG724"})
 """Events that are shown and counted, but are no fallback: the call is served from its plan all the same."""
 
 

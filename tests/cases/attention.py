@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
-from piecegraph.llm.specs import AttentionBatch, AttentionLayer, LatentLayer
+from piecegraph.llm.specs import AttentionBatch, AttentionLayer, LatentLayer, SequenceRows
 
 NO_BLOCK = 1 << 30
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -31,6 +31,8 @@ class Sequences:
     block_size: int = 16
     max_seq_len: int = 0
     """The bucket's bound; 0 for the longest sequence."""
+    max_prompts: int = 0
+    """How many sequences may follow those that come first with one query each; 0 if these are not told apart."""
     query_bound: int = 0
     """The bucket's bound; 0 for the most queries of a sequence."""
 
@@ -286,6 +288,19 @@ def _batch(sequences: Sequences, generator: torch.Generator, first_kept: Callabl
         block_size=size,
         max_query_len=sequences.max_query_len,
         max_seq_len=sequences.bound,
+        prompts=_prompts(sequences, starts, lengths, table) if sequences.max_prompts else None,
+    )
+
+
+def _prompts(sequences: Sequences, starts: list[int], lengths: list[int], table: torch.Tensor) -> SequenceRows:
+    counts = [count for count, _ in sequences.spans]
+    first = next((i for i, count in enumerate(counts) if count != 1), len(counts))
+    num_padded = sequences.max_prompts - (len(counts) - first)
+    assert num_padded >= 0
+    return SequenceRows(
+        torch.tensor(starts[first : len(counts)] + [starts[-1]] * (num_padded + 1), dtype=torch.int32),
+        torch.tensor(lengths[first : len(counts)] + [0] * num_padded, dtype=torch.int32),
+        torch.cat([table[first : len(counts)], table[:1].expand(num_padded, -1)]),
     )
 
 
@@ -334,5 +349,7 @@ def _on_device(
 ) -> Problem:
     moved = {name: None if value is None else value.to(device) for name, value in arguments.items()}
     buffers = {name: getattr(batch, name).to(device) for name in ("query_starts", "seq_lens", "block_table", "slots")}
-    batch = dataclasses.replace(batch, **buffers)
+    rows = batch.prompts
+    prompts = None if rows is None else SequenceRows(*(t.to(device) for t in (rows.starts, rows.lens, rows.table)))
+    batch = dataclasses.replace(batch, **buffers, prompts=prompts)
     return Problem({**moved, "layer": spec, "batch": batch}, expected.to(device), batch)

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from piecegraph.llm.cache.paged import CacheGroup, PagedCache
 from piecegraph.llm.run.batch import BatchBuffers, BatchLimits
@@ -62,6 +63,8 @@ class FakeLLM:
         max_model_len: int = 64,
         prefix_cache: bool = True,
         needs_state: bool = False,
+        looks_ahead: bool = False,
+        sizes: Sequence[int] = (),
     ) -> None:
         limits = SchedulerLimits(
             max_num_seqs=max_num_seqs,
@@ -71,7 +74,7 @@ class FakeLLM:
         )
         self.groups, self.block_size = tuple(groups), block_size
         self.cache = PagedCache(groups, block_size=block_size, prefix_cache=prefix_cache)
-        self.scheduler = Scheduler(limits, self.cache, eos_token_ids=[EOS], needs_state=needs_state)
+        self.scheduler = Scheduler(limits, self.cache, sizes=sizes, eos_token_ids=[EOS], needs_state=needs_state)
         self.buffers = BatchBuffers(
             BatchLimits(
                 max_tokens=max_batch_tokens + 3,
@@ -85,28 +88,44 @@ class FakeLLM:
         )
         self.memory = [np.full((group.num_blocks * block_size, 2), -1) for group in self.groups]
         self.plans: list[StepPlan] = []
+        self._looks_ahead = looks_ahead
+        self._ahead: tuple[StepPlan, list[int]] | None = None
+        self.num_ahead = 0
 
     def step(self, num_padded: int = 0) -> list[Request] | None:
         """One step of all requests; the finished ones, or None if there was nothing to do."""
-        plan = self.scheduler.schedule()
-        if plan is None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            plan, tokens = ahead
+        elif (found := self.scheduler.schedule()) is not None:
+            plan = found
+            tokens = self._run_plan(plan, num_padded)
+        else:
             return None
+        if self._looks_ahead and (following := self.scheduler.schedule_ahead(plan)) is not None:
+            self.num_ahead += 1
+            self._ahead = following, self._run_plan(following, num_padded, tokens)
+        finished = self.scheduler.commit(plan, tokens[: plan.num_seqs])
+        if self._ahead is None:
+            self.scheduler.check()
+        queue = [each.arrival_time for each in (*self.scheduler.running, *self.scheduler.waiting)]
+        assert queue == sorted(queue)
+        assert len(self.scheduler.running) <= self.scheduler.limits.max_num_seqs
+        return finished
+
+    def _run_plan(self, plan: StepPlan, num_padded: int, before: list[int] | None = None) -> list[int]:
+        """The tokens of a step, which may go on from those of one that is not committed."""
         self.plans.append(plan)
         num_seqs = plan.num_seqs + num_padded
         num_tokens = num_seqs if plan.kind == "decode" else plan.num_tokens + num_padded
-        tokens = self.forward(plan, Bucket(num_tokens, num_seqs, plan.kind))
-        finished = self.scheduler.commit(plan, tokens[: plan.num_seqs])
-        self.scheduler.check()
-        queue = [each.arrival_time for each in (*self.scheduler.running, *self.scheduler.waiting)]
-        assert queue == sorted(queue)
-        return finished
+        return self.forward(plan, Bucket(num_tokens, num_seqs, plan.kind), before)
 
     def run(self) -> None:
         while self.step() is not None:
             pass
 
-    def forward(self, plan: StepPlan, bucket: Bucket) -> list[int]:
-        self.buffers.fill(plan, bucket)
+    def forward(self, plan: StepPlan, bucket: Bucket, before: list[int] | None = None) -> list[int]:
+        self.buffers.fill(plan, bucket, sampled=None if before is None else torch.tensor(before))
         views = self.buffers.views(bucket)
         for memory, batch in zip(self.memory, views.attention, strict=True):
             memory[batch.slots.numpy(), 0] = views.input_ids.numpy()

@@ -11,6 +11,8 @@ import sys
 import pytest
 
 from piecegraph.base.version import VERSION
+from piecegraph.cli.main import main
+from piecegraph.errors import ModelError
 
 
 def run(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -110,3 +112,16 @@ def test_our_own_errors_are_one_line_unless_debugging() -> None:
     done = run("fail", code=code)
     assert (done.returncode, done.stderr) == (2, "error: PG101 it failed. hint: do better\n")
     assert "Traceback" in run("--debug", "fail", code=code).stderr
+
+
+def test_an_error_is_told_with_its_notes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    error = ModelError("PG661", "there is no model")
+    error.add_note("what was dumped of it:\n  /tmp/look/index.md")
+
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr("piecegraph.cli.main.group", fails)
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    assert capsys.readouterr().err.endswith("there is no model\nwhat was dumped of it:\n  /tmp/look/index.md\n")

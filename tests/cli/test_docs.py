@@ -66,7 +66,7 @@ WHAT_IF = 'piecegraph trace demo --what-if "layers.*.mlp"'
 
 
 CPU_TORCH = "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
-INSTALL = ("pip install .", 'pip install ".[llm]"', 'pip install ".[demo]"')
+INSTALL = ("pip install .", 'pip install ".[llm]"', 'pip install ".[demo]"', 'pip install ".[serve]"')
 
 
 BENCHMARKS = {
@@ -134,6 +134,7 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         "make lint",  # .ci/run
         ".ci/run",
         "scripts/gpu_check.sh",  # needs a GPU; test_scripts_parse
+        "python piece_02.py --check",  # tests/dumps/test_repro
         "python scripts/fuzz.py --minutes 60 --jobs 2",  # tests/engine/test_fuzz
         "python scripts/model_sweep.py --json FILE --page docs/models.md",  # tests/llm/test_sweep
         "python scripts/modules.py --json FILE --page docs/modules.md",  # tests/engine/test_other_models
@@ -147,11 +148,16 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         *BENCHMARKS,  # test_benchmarks_run_on_a_cpu
         "python benchmarks/explain.py",  # test_the_benchmark_of_explain_runs
         "python benchmarks/attention.py",  # needs a GPU; test_scripts_parse
+        "python benchmarks/serving.py",  # tests/benchmarks/test_serving.py
         "piecegraph env",
         "piecegraph doctor",  # tests/doctor/test_page
         "piecegraph doctor --json",
         *EXPLAIN,  # test_piecegraph_explain
         GENERATE,  # test_piecegraph_generate
+        "piecegraph serve demo",  # tests/cli/test_serve, with a smaller model
+        "piecegraph serve --help",
+        "piecegraph serve",
+        "piecegraph serve MODEL",
         *TRACE,  # test_piecegraph_trace
         WHAT_IF,  # test_what_if_needs_a_gpu
         *CACHE,  # test_piecegraph_cache

@@ -742,3 +742,69 @@ def test_padding_of_numbers_that_torch_does_not_negate() -> None:
         x = torch.randn(size, 2).to(torch.float8_e4m3fn)
         torch.testing.assert_close(fast(x), function(x))
     assert fast.stats()["coverage"] == 1
+
+
+def test_a_write_of_what_was_there_before_is_a_write(compiled: Any) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.norm(x - x)  # the mean of zeros, which the running mean is
+            return x + 1
+
+    model, plain = Normed(), Normed()
+    fast = compiled(model)
+    for seed, size in enumerate((5, 3, 5)):
+        x = torch.randn(size, 4, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(fast(x), plain(x))
+        torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+def test_a_size_of_one_is_compared_in_what_it_writes_too(compiled: Any) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = x[:2]
+            self.count.add_(first.abs().shape[0])
+            return x[:2]
+
+    model, plain = Counting(), Counting()
+    fast = compiled(model, dynamic_dims={"x": 0})
+    for size in (1, 3, 1, 1):
+        x = torch.randn(size, 4)
+        torch.testing.assert_close(fast(x), plain(x))
+        assert model.count == plain.count
+
+
+def test_a_size_of_one_that_writes_elsewhere_runs_eagerly(compiled: Any) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[0] == 1:
+                self.count.add_(1)
+            return x * 2
+
+    model, plain = Counting(), Counting()
+    fast = compiled(model, dynamic_dims={"x": 0})
+    for size in (3, 1, 1, 4):
+        x = torch.randn(size, 4)
+        torch.testing.assert_close(fast(x), plain(x))
+        assert model.count == plain.count
+
+
+def test_a_trace_that_writes_something_else_is_refused() -> None:
+    def function(x: Tensor) -> Tensor:
+        x.add_(1 if torch.compiler.is_compiling() else 2)
+        return x.sum()
+
+    fast = piecegraph.compile(function, frontend="trace", backend="eager")
+    with pytest.raises(piecegraph.errors.TraceError, match="PG208"):
+        fast(torch.ones(3, 2))

@@ -47,7 +47,7 @@ def find(function: Any, *args: Any, module: nn.Module | None = None, **arguments
     subject, events = Subject(function, "Model", module), EventLog("ignore")
     example = Planner(subject, config, events).example(Binder(function), args, {})
     rules = CutRules(config.splitting_ops)
-    pipeline = Pipeline(config.backend, config.passes, rules, config.options, events, name="Model")
+    pipeline = Pipeline("Model", config.backend, config.passes, rules, config.options, events)
     kept = pipeline.open_kept()
     assert kept is not None
     kept.find(function, example, subject.weights())

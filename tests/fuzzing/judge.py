@@ -258,6 +258,8 @@ class Case:
             changes: arguments of ``compile`` that are not the program's own; ``options`` are added to its options.
         """
         options = {**self.arguments.get("options", {}), **changes.pop("options", {})}
+        if DEVICE != "cpu" and (error := self._error_on_cpu()) is not None:
+            return Verdict("invalid", detail=repr(error))
         expected, _ = self.play(None)
         found, stats = self.play({**self.arguments, **changes, "options": options})
         label, detail = _first_difference(found, expected)
@@ -271,6 +273,15 @@ class Case:
         if found.error is not None:
             return Verdict("raised", type(found.error).__name__, str(found.error), **counts)
         return Verdict("same", **counts)
+
+    def _error_on_cpu(self) -> Exception | None:
+        """What the plain run raises there: an index out of range ends the process where a GPU finds it."""
+        global DEVICE
+        device, DEVICE = DEVICE, "cpu"
+        try:
+            return self.play(None)[0].error
+        finally:
+            DEVICE = device
 
 
 def _state(model: Any) -> dict[str, Tensor]:

@@ -37,7 +37,9 @@ def test_one_value_for_all_or_one_for_each() -> None:
         (None, {"max_tokens": 3, "max_new_tokens": 4}, "PG108 max_new_tokens is 4 and max_tokens 3: they are one"),
         (None, {"temprature": 1}, "PG101 unknown argument 'temprature'. hint: did you mean temperature?"),
         (None, {"do_sample": True}, "PG101 unknown argument 'do_sample'. hint: here it is temperature"),
-        (None, {"n": 2}, "PG101 unknown argument 'n'. hint: known arguments: ignore_eos, "),
+        (None, {"min_new_tokens": 2}, "PG101 unknown argument 'min_new_tokens'. hint: here it is min_tokens"),
+        (None, {"best_of": 2}, "PG101 best_of is not supported: answers would be generated to be thrown away"),
+        (None, {"zzz": 2}, "PG101 unknown argument 'zzz'. hint: known arguments: bad_words, frequency_penalty, "),
     ],
 )
 def test_arguments_that_cannot_be_meant(params: Any, given: dict[str, Any], why: str) -> None:

@@ -21,6 +21,13 @@ from tests.llm.test_attention_reference import DECODE, LAYERS, MIXED, PADDED_DEC
 LONG_DECODE = Sequences(  # one split, several, and one that is not quite full; more blocks than one step has keys
     name="long decode", spans=((1, 200), (1, 3), (1, 129)), padded_tokens=1, padded_seqs=1, max_seq_len=256
 )
+DECODES_FIRST = Sequences(  # as a step under load: rows of decoding, then prompts; few and long, so that keys are split
+    name="decodes first",
+    spans=((1, 200), (1, 3), (7, 40), (1, 9), (5, 5)),
+    padded_tokens=2,
+    padded_seqs=1,
+    max_prompts=4,
+)
 LARGE_BLOCKS = Sequences(
     name="large blocks", spans=((3, 80), (1, 70), (5, 5)), padded_tokens=3, padded_seqs=1, block_size=32
 )
@@ -33,9 +40,9 @@ MORE_LAYERS = {
 CASES = {
     f"{name}: {sequences.name}, {dtype}": (spec, sequences, dtype)
     for name, spec in MORE_LAYERS.items()
-    for sequences in (DECODE, PADDED_DECODE, LONG_DECODE, PREFILL, MIXED, LARGE_BLOCKS)
+    for sequences in (DECODE, PADDED_DECODE, LONG_DECODE, PREFILL, MIXED, DECODES_FIRST, LARGE_BLOCKS)
     for dtype in (torch.float32, torch.float16)  # the interpreter multiplies the bits of bfloat16
-    if name in ("gqa", "latent") or (dtype == torch.float32 and sequences in (LONG_DECODE, MIXED))
+    if name in ("gqa", "latent") or (dtype == torch.float32 and sequences in (LONG_DECODE, MIXED, DECODES_FIRST))
 }
 
 
@@ -89,7 +96,24 @@ def _fixed_attention() -> None:
     torch.testing.assert_close(case.arguments["out"].double(), case.expected, rtol=2e-5, atol=2e-5)
 
 
+def _cleared() -> None:
+    """What is behind the end of a prompt, and padded rows of the results, are zeros if asked for; nothing else is."""
+    case = problem(layer(4, 2, 16), DECODES_FIRST, torch.float32)
+    arguments = case.arguments
+    before = {name: arguments[name].clone() for name in ("out", "value_cache")}
+    names = ("k", "v", "key_cache", "value_cache", "batch")
+    triton_paged.write(*(arguments[name] for name in names), clear=arguments["out"])
+    num_real = int(case.batch.query_starts[-1])
+    assert not arguments["out"][num_real:].any()
+    assert torch.equal(arguments["out"][:num_real].isnan(), before["out"][:num_real].isnan())
+    for seq, (_, length) in enumerate(DECODES_FIRST.spans):
+        block, offset = divmod(length - 1, 16)
+        behind = arguments["value_cache"][int(case.batch.block_table[seq, block]), offset + 1 :]
+        assert not behind.any() if seq >= 2 else bool(behind.isnan().all())
+
+
 OTHERS = {
+    "what is cleared for another kernel": _cleared,
     "many launches over one workspace": _many_launches,
     "scores of a race": _scores_of_a_race,
     "linears of fixed tiles": _fixed_linears,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -51,8 +53,9 @@ def fields(buffers: BatchBuffers, bucket: Bucket) -> dict[str, list[object]]:
 
 def test_the_size_of_the_buffers_is_known_before_they_are_made() -> None:
     limits = make(embed_width=8, has_mrope=True).limits
-    per_token, per_seq = 8 + 8 + 2 * 8 + 3 * 8 + 1 + 8 * 2, 4 + 8 + 8 + 4 + 4 + 8 + 8 + 4
-    assert limits.num_bytes == 16 * per_token + 6 * per_seq + 4 + 2 * 6 * 8 * 4
+    per_token, per_seq = 8 + 8 + 2 * 8 + 3 * 8 + 1 + 8 * 2, 4 + 8 + 8 + 4 + 4 + 8 + 4 + 8 + 8 + 8 + 4
+    of_prompts = 4 + 32 * (4 + 4 + 8)
+    assert limits.num_bytes == 16 * per_token + 6 * per_seq + 4 + of_prompts + 2 * (6 + 32) * 8 * 4
 
 
 def test_a_mixed_step_padded() -> None:
@@ -75,6 +78,19 @@ def test_a_mixed_step_padded() -> None:
     assert found["top_k"] == [0, 3, 0, 0]
     assert found["random_keys"][1] == random_keys(np.array([11], np.uint64), np.array([6]))[0]
     assert buffers.sampling_mode == "truncated"
+
+
+def test_prompts_are_told_apart_where_there_may_be_many_sequences() -> None:
+    buffers, bucket = make(max_tokens=64, max_seqs=40), Bucket(48, 40)
+    buffers.fill(plan(work(5, 1, 1), work(6, 1, 5), work(2, 4, 9), work(3, 1, 20)), bucket)
+    for group, batch in enumerate(buffers.views(bucket).attention):
+        rows = batch.prompts
+        assert rows is not None
+        assert rows.starts.tolist() == [2, 6, 7] + [7] * 30
+        assert rows.lens.tolist() == [6, 4] + [0] * 30
+        assert torch.equal(rows.table[:2], batch.block_table[2:4])
+        assert rows.table[0, 0] == 9 * 10**group
+    assert buffers.views(Bucket(16, 4)).attention[0].prompts is None
 
 
 @pytest.mark.parametrize("temperature", [1e300, 10**30])
@@ -235,3 +251,29 @@ def test_a_step_that_does_not_fit_its_bucket_is_our_own_bug() -> None:
     for bucket in (Bucket(4, 4), Bucket(8, 1), Bucket(8, 8, "decode"), Bucket(99, 2)):
         with pytest.raises(AssertionError):
             buffers.fill(plan(work(5, 1, 1), work(2, 4, 5)), bucket)
+
+
+def test_tokens_that_only_the_device_knows_go_where_they_are_computed() -> None:
+    buffers, sampled = make(), torch.tensor([70, 71, -1])
+    decodes = [work(5, 1, 1), work(2, 1, 5), work(3, 1, 7)]
+    step = plan(decodes[2], work(2, 4, 9), decodes[0], kind="mixed")
+    buffers.fill(replace(step, sources=(2, -1, 0)), Bucket(8, 4), sampled=sampled)
+    assert fields(buffers, Bucket(8, 4))["input_ids"] == [0, 102, 103, 104, 105, 70, 0, 0], "0 for what is no token"
+    assert fields(buffers, Bucket(8, 4))["positions"] == [3, 2, 3, 4, 5, 5, 0, 0]
+    buffers.fill(replace(plan(*decodes, kind="decode"), sources=range(3)), Bucket(4, 4, "decode"), sampled=sampled)
+    assert fields(buffers, Bucket(4, 4, "decode"))["input_ids"] == [70, 71, 0, 0]
+    known = replace(plan(*decodes[:2], kind="decode"), sources=(-1, 0))
+    buffers.fill(known, Bucket(4, 4, "decode"), sampled=sampled)
+    assert fields(buffers, Bucket(4, 4, "decode"))["input_ids"] == [105, 70, 0, 0], "the first is known"
+
+
+def test_the_sampler_is_that_of_the_rows_that_run() -> None:
+    buffers, bucket = make(), Bucket(2, 2, "decode")
+    modes = []
+    drawn = [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=3)]
+    first, plain, truncated = work(5, 1, 1), work(5, 1, 3, params=drawn[0]), work(5, 1, 5, params=drawn[1])
+    for works in ((first,), (first, truncated), (first, plain), (plain,), (first,)):
+        buffers.fill(plan(*works, kind="decode"), bucket)
+        modes.append(buffers.sampling_mode)
+        assert buffers.views(bucket).temperature.tolist()[: len(works)] == [w.request.params.temperature for w in works]
+    assert modes == ["greedy", "truncated", "plain", "plain", "greedy"]

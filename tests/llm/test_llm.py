@@ -206,12 +206,15 @@ def test_metrics(llama: piecegraph.LLM) -> None:
     assert 0 < metrics.time_to_first_token_s < metrics.total_s
     expected = metrics.time_to_first_token_s + 3 * metrics.seconds_per_token
     assert metrics.total_s == pytest.approx(expected)
+    assert len(metrics.token_times_s) == 4
+    assert metrics.token_times_s[0] == metrics.time_to_first_token_s
+    assert list(metrics.token_times_s) == sorted(metrics.token_times_s)
 
 
 def test_metrics_count_from_the_call_on_also_while_it_waits_for_others(models: Shelf) -> None:
     llm, goes_on = models.load("llama", max_num_seqs=2), threading.Event()
     with ThreadPoolExecutor(2) as threads:
-        with llm._lock:
+        with llm.lock:
             found = [threads.submit(llm.generate, prompts()[2], max_new_tokens=4) for _ in range(2)]
             goes_on.wait(0.3)
         answers = [each.result()[0] for each in found]
@@ -225,9 +228,9 @@ def test_who_is_served_by_others_waits_for_no_turn(models: Shelf) -> None:
     started = [next(stream)]
     engine, goes_on = llm.started.engine, threading.Event()
     with ThreadPoolExecutor(1) as threads:
-        with llm._lock, torch.inference_mode():
+        with llm.lock, torch.inference_mode():
             rest = threads.submit(lambda: next(stream))
-            while not llm._lock._line:
+            while not llm.lock._line:
                 goes_on.wait(0.001)
             engine.step()
         found = [*started, rest.result(10), *stream]
@@ -337,17 +340,6 @@ def test_recorded_sampling_is_used_from_its_first_decode_step(models: Shelf) -> 
     (answer,) = llm.generate(prompts()[2], max_new_tokens=9, temperature=1.0, seed=1, ignore_eos=True)
     assert answer.metrics.graph_coverage == 1
     assert llm.stats()["fallbacks"] == {}
-
-
-def test_a_size_between_those_of_the_start_is_recorded_by_its_first_step(models: Shelf) -> None:
-    settings = {"max_batch_tokens": 64, "max_num_seqs": 2, "options": {"graph_device": "simulated"}}
-    llm = models.load("llama", **settings)
-    tapes = llm.started.engine.forward.library.tapes
-    at_start = {key.bucket.num_tokens for key in tapes if key.bucket.kind == "mixed"}
-    answers = [llm.generate(list(range(60, 100)), max_new_tokens=2, ignore_eos=True)[0] for _ in range(2)]
-    assert {key.bucket.num_tokens for key in tapes if key.bucket.kind == "mixed"} - at_start == {48}
-    assert [answer.token_ids for answer in answers] == [models.greedy("llama", list(range(60, 100)), 2)] * 2
-    assert [answer.metrics.graph_coverage for answer in answers] == [1, 1]
 
 
 # ------------------------------------------------------------------ streams, threads, the end

@@ -67,6 +67,8 @@ _groups = st.lists(
     prefix_cache=st.booleans(),
     arrivals=st.lists(_arrivals, min_size=1, max_size=8),
     num_padded=st.integers(0, 3),
+    looks_ahead=st.booleans(),
+    sizes=st.sampled_from([(), (2, 4, 8, 16), (1, 3, 7)]),
 )
 def test_every_request_gets_the_tokens_it_would_get_alone(
     groups: list[CacheGroup],
@@ -76,6 +78,8 @@ def test_every_request_gets_the_tokens_it_would_get_alone(
     prefix_cache: bool,
     arrivals: list[Arrival],
     num_padded: int,
+    looks_ahead: bool,
+    sizes: tuple[int, ...],
 ) -> None:
     llm = FakeLLM(
         groups,
@@ -85,6 +89,8 @@ def test_every_request_gets_the_tokens_it_would_get_alone(
         max_model_len=MAX_MODEL_LEN,
         prefix_cache=prefix_cache,
         needs_state=not prefix_cache,
+        looks_ahead=looks_ahead,
+        sizes=sizes,
     )
     requests = _run(llm, arrivals, num_padded)
     for arrival, request in requests:
@@ -132,6 +138,32 @@ def make(num_blocks: int = 50, **options: Any) -> FakeLLM:
 def request(name: str, length: int, new: int = 4, **params: Any) -> Request:
     prompt = [1 + (i * 7 + len(name)) % 20 for i in range(length)]
     return Request(name, prompt, SamplingParams(max_new_tokens=new, ignore_eos=True, **params))
+
+
+def test_the_next_step_is_known_also_where_requests_come_and_go() -> None:
+    llm = make(num_blocks=200, max_num_seqs=4, max_batch_tokens=40, looks_ahead=True, prefix_cache=False)
+    requests = [request(str(i), length, new=i % 3 + 2) for i, length in enumerate((6, 30, 9, 50, 4, 12, 25, 3, 8, 5))]
+    for each in requests:
+        llm.scheduler.add(each)
+    llm.run()
+    assert llm.num_ahead == len(llm.plans) - 1, "all but the first"
+    assert sum(plan.kind == "mixed" for plan in llm.plans) > 4
+    for each in requests:
+        assert each.generated == alone(each.tokens[: each.num_prompt], each.params, llm.groups, 64)
+
+
+def test_steps_are_full_while_others_wait() -> None:
+    llm = make(num_blocks=200, max_num_seqs=3, max_batch_tokens=32, sizes=(4, 8, 16, 32), prefix_cache=False)
+    for name, length in (("a", 9), ("b", 2), ("c", 10), ("d", 5)):
+        llm.scheduler.add(request(name, length, new=3))
+    llm.run()
+    works = [{work.request.id: work[2:] for work in plan.works} for plan in llm.plans]
+    assert works[0] == {"a": (9, True), "b": (2, True), "c": (5, False)}, "16 of 21 tokens: d waits for a place"
+    assert works[1] == {"a": (1, True), "b": (1, True), "c": (2, False)}, "4 of 7"
+    assert works[2] == {"a": (1, True), "b": (1, True), "c": (2, False)}
+    assert works[3]["c"] == (1, True)
+    assert works[3]["d"] == (5, True), "nobody waits: it is not cut"
+    assert [plan.num_tokens for plan in llm.plans[:3]] == [16, 4, 4]
 
 
 def test_decodes_come_first_and_prompts_fill_the_rest_of_the_step() -> None:

@@ -109,17 +109,17 @@ def test_an_error_leaves_counts_and_events_as_they_were(models: Shelf) -> None:
     llm = models.load("llama")
     engine = llm.started.engine
     llm.generate([[5, 6, 7]], max_new_tokens=3, ignore_eos=True)
-    events, num_steps = engine.events, engine.num_steps
+    events, num_steps = engine.events, engine.counts.num_steps
 
     def fail() -> None:
         with startup._uncounted(engine):
             assert engine.events is not events
-            engine.num_steps += 5
+            engine.counts.add("decode", 5, 5, is_replayed=True, is_larger=False)
             raise ModelError("PG664", "wrong")
 
     with pytest.raises(ModelError):
         fail()
-    assert (engine.events, engine.num_steps) == (events, num_steps)
+    assert (engine.events, engine.counts.num_steps) == (events, num_steps)
 
 
 def test_in_float32_single_rows_may_differ_by_more_than_most() -> None:

@@ -92,3 +92,9 @@ def test_any_split_of_any_text_gives_the_same_answer(whole: str, stop: list[str]
     # Several stop texts may begin before the first is complete; the one that is complete first may begin later.
     assert len(shown) >= end
     assert text.is_stopped == (end < len(whole) or any(each in whole for each in stop))
+
+
+def test_a_word_behind_a_token_without_text_keeps_its_space() -> None:
+    words = {1: "one", 2: "two"}
+    text = IncrementalText(lambda tokens: " ".join(words[token] for token in tokens if token in words))
+    assert "".join([*(text.add([token]) for token in (1, 9, 2, 9, 9, 1)), text.finish()]) == "one two one"

@@ -7,6 +7,7 @@ The arguments of :func:`piecegraph.compile` come in; a :class:`CompileConfig` co
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
@@ -67,6 +68,10 @@ class Options:
     """Keep plans on disk, so that another process neither traces nor compiles; see docs/cache.md."""
     progress: bool | Literal["auto"] = "auto"
     """Show progress bars on standard error. ``"auto"``: when it is a terminal."""
+    dump: str | os.PathLike[str] | None = None
+    """A folder to leave graphs, pieces, repros and an index in; see :func:`piecegraph.dump`."""
+    dump_inputs: bool = False
+    """Save the tensors that go into each distinct piece there, too."""
 
     def __post_init__(self) -> None:
         for name in ("max_capture_size", "max_sizes", "max_signatures", "max_paths"):
@@ -75,6 +80,9 @@ class Options:
                 raise ConfigError("PG101", f"options[{name!r}] is {value!r}", why="it must be a positive integer")
         _check_choice("options['provenance']", self.provenance, (True, False))
         _check_choice("options['cache']", self.cache, (True, False))
+        _check_choice("options['dump_inputs']", self.dump_inputs, (True, False))
+        if self.dump is not None:
+            check_folder("options['dump']", self.dump)
         _check_choice("options['lazy']", self.lazy, (True, False, "auto"))
         _check_choice("options['progress']", self.progress, (True, False, "auto"))
         _check_choice("options['check_addresses']", self.check_addresses, get_args(AddressChecks))
@@ -175,6 +183,13 @@ def _normalise_sizes(sizes: Any) -> Literal["auto"] | tuple[tuple[int, ...], ...
     if len({len(key) for key in keys}) > 1:
         raise ConfigError("PG102", "capture_sizes mixes sizes of one and of several dimensions")
     return tuple(sorted(set(keys), reverse=True))
+
+
+def check_folder(name: str, value: Any) -> str | os.PathLike[str]:
+    """A folder that was given. What is there is seen when it is written to."""
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ConfigError("PG101", f"{name} is {value!r}", why="it must be the name of a folder")
+    return value
 
 
 def _is_positive_int(value: Any) -> bool:

@@ -441,6 +441,22 @@ def size_expr(value: Any) -> sympy.Expr:
     return value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else sympy.sympify(value)
 
 
+def size_hint(value: Any) -> int | None:
+    """What a size was in the call that was traced; None if it is read from data."""
+    if not isinstance(value, torch.SymInt):
+        return int(value)
+    hint = value.node.hint
+    return None if hint is None or not isinstance(hint, int) else hint
+
+
+def size_text(value: Any, names: Mapping[sympy.Symbol, str]) -> str:
+    """A size as Python, with names for its symbols."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    renamed = {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in names.items()}
+    return str(PythonPrinter().doprint(size_expr(value).xreplace(renamed)))
+
+
 def original_symbol(value: Any) -> sympy.Symbol | None:
     """The symbol Dynamo first gave a size, before it learned equalities; None for a plain int."""
     expr = value.node._expr if isinstance(value, torch.SymInt) else None
@@ -530,6 +546,18 @@ def size_guards(fake_mode: Any) -> tuple[tuple[sympy.Basic, str], ...]:
         if bounds.upper.is_finite and bounds.upper < torch.iinfo(torch.int32).max:
             guards.append((sympy.Le(symbol, bounds.upper), "torch._check"))
     return tuple(guards)
+
+
+@contextlib.contextmanager
+def keeping_guards(fake_mode: Any) -> Iterator[None]:
+    """What is compiled inside is thrown away, and with it what it relied on."""
+    env = fake_mode.shape_env if fake_mode is not None else None
+    before = list(env.guards) if env is not None else []
+    try:
+        yield
+    finally:
+        if env is not None:
+            env.guards[:] = before
 
 
 # --- ops
@@ -655,6 +683,20 @@ def written_args(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return written
 
 
+def schema_of(target: Any) -> str:
+    """The schema of an op's default overload, as it is defined: ``linear(Tensor x) -> Tensor``."""
+    packet, overload = op_of(target)
+    return str((overload or packet.default)._schema).partition("::")[2]
+
+
+def home_of_op(target: Any) -> str:
+    """The module that registers a ``torch.library.custom_op``; empty if it cannot be imported, or is not known."""
+    packet, overload = op_of(target)
+    definition = OPDEFS.get((overload or packet.default)._name)
+    home = "" if definition is None else str(definition._init_fn.__module__)
+    return "" if home == "__main__" else home
+
+
 def direct_kernel(target: Any, device_type: str) -> Any:
     """The Python function behind a ``torch.library.custom_op``, or the target itself.
 
@@ -744,6 +786,75 @@ def nodes_by_line(module: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
     return {first + line: nodes[index] for line, index in (module._lineno_map or {}).items() if index is not None}
 
 
+@dataclass(frozen=True, slots=True)
+class GraphCode:
+    """A graph as Python that can be read and run."""
+
+    text: str
+    """``def forward(self, ...):``, with the user's lines as comments."""
+    names: Mapping[str, Any]
+    """What it calls by a name of its own."""
+
+
+def graph_code(graph: torch.fx.Graph) -> GraphCode:
+    """The code of a graph with layouts and lines in it, which ``GraphModule.code`` leaves out."""
+    code = graph.python_code("self", verbose=True, include_stride=True, include_device=True)
+    return GraphCode(code.src.strip() + "\n", code.globals)
+
+
+def run_from_file(module: torch.fx.GraphModule, file: str, text: str, names: Mapping[str, Any]) -> None:
+    """Let a traced module's ``forward`` be that of a file, so that breakpoints in the file are met.
+
+    Args:
+        module: whose code the file holds, as :func:`graph_code` writes it.
+        file: where the text is.
+        text: of the whole file; the first function called ``forward`` is taken.
+        names: what it calls.
+    """
+    tree = ast.parse(text)
+    function = next(part for part in ast.walk(tree) if isinstance(part, ast.FunctionDef) and part.name == "forward")
+    scope = dict(names)
+    exec(compile(ast.Module([function], []), file, "exec"), scope)
+    type(module).forward = scope["forward"]  # its class is its own, made for it
+    module._lineno_map = _node_of_line(module.graph, function)
+
+
+def _node_of_line(graph: torch.fx.Graph, function: ast.FunctionDef) -> dict[int, int | None]:
+    """Which node each line behind a function's first computes: a node is what gives a value to its name."""
+    indices = {node.name: index for index, node in enumerate(graph.nodes)}
+    lines: dict[int, int | None] = {}
+    for statement in function.body:
+        if isinstance(statement, ast.Assign) and not _is_none(statement.value):
+            targets = statement.targets
+        else:
+            targets = [statement.target] if isinstance(statement, ast.AnnAssign) else []
+        for target in targets:
+            if isinstance(target, ast.Name) and target.id in indices:
+                lines[statement.lineno - function.lineno] = indices[target.id]
+    return lines
+
+
+def _is_none(value: ast.expr) -> bool:
+    """Whether an assignment only lets go of what names held."""
+    return isinstance(value, ast.Constant) and value.value is None
+
+
+def trace_artifact(owner: torch.nn.Module, name: str, encoding: str, make: Callable[[], str]) -> None:
+    """Put something into the log that ``TORCH_TRACE`` asks for and tlparse reads; nothing is made if it is not.
+
+    It stands with what Dynamo told of the graph that it wrote down with ``owner``.
+    """
+    from torch._logging._internal import trace_structured
+
+    trace_structured(
+        "artifact",
+        lambda: {"name": name, "encoding": encoding},
+        payload_fn=make,
+        expect_trace_id=False,
+        compile_id=getattr(owner, "meta", {}).get("dynamo_compile_id"),
+    )
+
+
 # --- compiling
 # -------------------------------------------------------------------------------------------------------------
 
@@ -757,6 +868,10 @@ class CompiledSource:
     code: str
     provenance: str | None
     """Inductor's map of kernels to graph nodes, as JSON; None unless asked for."""
+
+
+PlaceSource = Callable[[str], str | None]
+"""Puts generated source into a file and returns its name; None if it cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -777,11 +892,13 @@ def inductor_compile(
     settings: Mapping[str, Any],
     *,
     provenance: bool = False,
+    place: PlaceSource | None = None,
 ) -> CompiledGraph:
     """Compile a graph for the symbolic sizes of its fake inputs. The graph must return a tuple.
 
     With ``provenance``, the generated source comes with Inductor's map of kernels to graph nodes, and is sure to have
-    been generated for a graph whose nodes have the same names.
+    been generated for a graph whose nodes have the same names. With ``place``, what runs is loaded from the file that
+    the source is put into.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor import standalone_compile
@@ -791,7 +908,7 @@ def inductor_compile(
         patches["trace.provenance_tracking_level"] = 1
         patches["cpp.enable_kernel_profile"] = True  # kernels of a CPU are seen by profilers, as those of a GPU are
         salted = _salted_cache(graph_module)
-    with torch.no_grad(), tracing(TracingContext(fake_mode)), salted, _generated_sources() as sources:
+    with torch.no_grad(), tracing(TracingContext(fake_mode)), salted, _generated_sources(place) as sources:
         function = standalone_compile(
             graph_module,
             list(example_inputs),
@@ -827,7 +944,7 @@ _watching_sources = threading.RLock()
 
 
 @contextlib.contextmanager
-def _generated_sources() -> Iterator[list[CompiledSource]]:
+def _generated_sources(place: PlaceSource | None) -> Iterator[list[CompiledSource]]:
     """Collects the source of what is compiled, or loaded from a cache, inside.
 
     ``post_compile`` runs last in both cases. It may put other callables around the generated function, so that is
@@ -838,13 +955,16 @@ def _generated_sources() -> Iterator[list[CompiledSource]]:
     found: list[CompiledSource] = []
     original = CompiledFxGraph.post_compile
 
-    def post_compile(graph: Any, *args: Any, **kwargs: Any) -> None:
-        code = getattr(graph.current_callable, "__code__", None)
+    def post_compile(graph: Any, example_inputs: Any, constants: Any, *args: Any, **kwargs: Any) -> None:
         text = getattr(graph, "source_code", None)
+        file = place(text) if place is not None and text else None
+        if file is not None:
+            _load_source(graph, file, constants)
+        code = getattr(graph.current_callable, "__code__", None)
         if code is not None and text:
             provenance = getattr(graph, "inductor_provenance_mapping_str", None)
             found.append(CompiledSource(code.co_filename, text, provenance))
-        original(graph, *args, **kwargs)
+        original(graph, example_inputs, constants, *args, **kwargs)
 
     with _watching_sources:
         CompiledFxGraph.post_compile = post_compile  # type: ignore[method-assign,assignment]
@@ -852,6 +972,16 @@ def _generated_sources() -> Iterator[list[CompiledSource]]:
             yield found
         finally:
             CompiledFxGraph.post_compile = original  # type: ignore[method-assign]
+
+
+def _load_source(graph: Any, file: str, constants: Any) -> None:
+    """Let a compiled graph run what a file holds, as torch 2.11 to 2.13 do with a file of their cache."""
+    from torch._inductor.codecache import PyCodeCache
+
+    loaded = PyCodeCache.load_by_key_path(graph.cache_key, file, graph.cache_linemap, constants.unwrap(graph))
+    graph.current_callable = loaded.call
+    graph.recursively_apply_fns = getattr(loaded, "recursively_apply_fns", None)
+    graph.compiled_fn_runner = getattr(loaded, "runner", None)
 
 
 @functools.cache
@@ -922,6 +1052,16 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's whole storage, as numbers of the tensor's type."""
+    storage, size = tensor.untyped_storage(), tensor.dtype.itemsize
+    if storage.nbytes() % size:
+        return bytes_of(tensor)
+    with torch.inference_mode(False):
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(storage, 0, (storage.nbytes() // size,), (1,))
+
+
 def reading(tensor: torch.Tensor) -> tuple[Any, ...]:
     """How a tensor's memory is read, apart from where."""
     return tensor.dtype, tensor.is_conj(), tensor.is_neg()
@@ -957,6 +1097,14 @@ def storage_is_alive(tensor: torch.Tensor) -> Callable[[], bool]:
 
 is_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device; asking for each takes four times as long."""
+
+HOOKS_OF_A_CALL = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+"""The attributes of a module that its call looks at before it calls ``forward``."""
+
+global_hooks_of_a_call: tuple[Mapping[int, Any], ...] = tuple(
+    getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS_OF_A_CALL
+)
+"""The same for all modules. torch fills these and never replaces them."""
 
 alias: Callable[[torch.Tensor], torch.Tensor] = torch.ops.aten.alias.default
 """Another tensor over the same memory."""
@@ -1323,7 +1471,7 @@ def load_compiled(artifact: str) -> CompiledGraph:
 
     # That it was compiled shows that it can be.
     settings = torch._inductor.config.patch({"cpp.vec_isa_ok": True})  # type: ignore[attr-defined]
-    with torch.no_grad(), settings, _generated_sources() as sources, _without_headers():
+    with torch.no_grad(), settings, _generated_sources(None) as sources, _without_headers():
         function = CacheCompiledArtifact._load_impl(contextlib.nullcontext(), artifact)
     return CompiledGraph(function, sources[-1] if sources else None)
 

@@ -29,8 +29,21 @@ def is_user_file(file: str) -> bool:
     return not file.startswith((_OWN_FOLDER, "<", *_torch_folders())) and not _is_generated(file)
 
 
+_generated: list[str] = []
+"""Folders that code was written into by this process."""
+
+
+def note_generated(folder: str) -> None:
+    """What lies in a folder was written by us."""
+    _generated.append(folder + os.sep)
+
+
 def _is_generated(file: str) -> bool:
-    """Whether Inductor wrote it. Its folder is found without torch, which a reader of traces need not have."""
+    """Whether Inductor or we wrote it. Inductor's folder is found without torch, which a reader of traces need not
+    have.
+    """
+    if file.startswith(tuple(_generated)):
+        return True
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     return f"{os.sep}torchinductor_" in file or (bool(folder) and file.startswith(f"{folder}{os.sep}"))
 

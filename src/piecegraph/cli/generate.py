@@ -116,7 +116,8 @@ def _load(model: str, num_prompts: int, sampling: _Sampling, how: dict[str, Any]
     if params.without_effect:
         option = f"--{params.without_effect[0].replace('_', '-')}"
         raise click.UsageError(f"{option} has no effect without --temperature.")
-    return load_model(model, num_prompts=num_prompts, **how)
+    # A command that is over soon has no use for sizes that only some requests need.
+    return load_model(model, num_prompts=num_prompts, options={"record_seconds": 0}, **how)
 
 
 def _answer(llm: LLM, prompts: list[str], sampling: _Sampling, *, raw: bool, prints: bool) -> Answers:

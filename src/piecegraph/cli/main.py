@@ -15,6 +15,7 @@ from piecegraph.cli.env import env
 from piecegraph.cli.explain import explain
 from piecegraph.cli.generate import generate
 from piecegraph.cli.run import run
+from piecegraph.cli.serve import serve
 from piecegraph.cli.trace import trace
 from piecegraph.cli.warm import warm
 from piecegraph.errors import InputError, PiecegraphError
@@ -34,6 +35,7 @@ group.add_command(env)
 group.add_command(explain)
 group.add_command(generate)
 group.add_command(run)
+group.add_command(serve)
 group.add_command(trace)
 group.add_command(warm)
 
@@ -57,7 +59,7 @@ def main() -> None:
 def _end(error: PiecegraphError) -> None:
     if "--debug" in sys.argv:
         raise error
-    click.echo(f"error: {error}", err=True)
+    click.echo("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), err=True)
     sys.exit(error.exit_code)
 
 

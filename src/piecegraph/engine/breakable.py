@@ -78,6 +78,8 @@ class BreakableBody:
         """How each result that is a view of an argument is made of it, by size and leaf."""
         self._has_reads: dict[Sizes, bool] = {}
         """Whether Python is told about data, at each size that was looked at."""
+        self._new_writes: dict[Sizes, str] = {}
+        """What each size that was looked at writes to and the first did not; empty if nothing."""
         self.untraced = ""
         """Why it was not traced, if that was tried."""
         self.cuts: tuple[Cut, ...] = ()
@@ -130,7 +132,7 @@ class BreakableBody:
     def along(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> BreakableBody:
         """The same function on the way it goes with these tensors. See Note [Paths]."""
         other = copy.copy(self)
-        other._seen, other._views, other._has_reads = {}, {}, {}
+        other._seen, other._views, other._has_reads, other._new_writes = {}, {}, {}, {}
         other._look_at(tensors)
         other.learn(tensors, sizes)
         return other
@@ -188,12 +190,27 @@ class BreakableBody:
         if sizes in self._has_reads and all((sizes, index) in self._views for index in views):
             return
         run = self._settled_run(tensors)
+        self._note_writes(run.watched, sizes)
         leaves = self._take_apart(run.watched.returned)[0]
         self._has_reads[sizes] = bool(run.breaker.reads.answers)
         self._remember(leaves, sizes)
         for index in views if not self._has_reads[sizes] or run.breaker.reads.answers == self.expected else ():
             found = run.watched.view_of_input(leaves[index])
             self._views[sizes, index] = () if found is None else found[1]
+
+    def check_writes(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
+        """Raise if it writes to memory that nobody would put back, because the first call did not write there."""
+        if sizes not in self._new_writes:
+            self._note_writes(self._watched_run(tensors, is_careful=False).watched, sizes)
+        if self._new_writes[sizes]:
+            raise RuntimeError(self._new_writes[sizes])
+
+    def _note_writes(self, watched: Watched, sizes: Sizes) -> None:
+        known = {torch_compat.storage_id(tensor) for tensor in self.written_state}
+        names = [self._example.signature.tensors[i].name for i in watched.written_calls if i not in self.written_calls]
+        if any(torch_compat.storage_id(tensor) not in known for tensor in watched.written_state):
+            names.append("a tensor outside the call")
+        self._new_writes[sizes] = f"it writes to {' and '.join(names)}, unlike the first call" if names else ""
 
     def reads_data(self, sizes: Sizes) -> bool:
         return self._has_reads.get(sizes, False)
@@ -233,7 +250,7 @@ class BreakableBody:
         return (self._seen[sizes][leaf.index],) if isinstance(leaf, Observed) else self._views[sizes, leaf.index]
 
     def violated(self, sizes: Sizes) -> str | None:
-        return None
+        return self._new_writes.get(sizes) or None
 
     def weights(self) -> list[WatchedWeight]:
         """Which graph reads a weight is not known here: all of the module's are watched."""

@@ -22,7 +22,7 @@ from piecegraph.provenance.ledger import ledgers
 from piecegraph.tape.buffers import StaticInputs
 from piecegraph.tape.calls import SizedCalls
 from piecegraph.tape.device import GraphDevice
-from piecegraph.tape.library import TapeLibrary
+from piecegraph.tape.library import TapeLibrary, TapeWatch
 from piecegraph.tape.reads import PathLeft
 from piecegraph.tape.tape import Addresses, Tape
 
@@ -232,7 +232,11 @@ class Paths:
 
 
 def library_of(
-    calls: SizedCalls, device: GraphDevice | None, options: Options, events: EventLog
+    calls: SizedCalls,
+    device: GraphDevice | None,
+    options: Options,
+    events: EventLog,
+    watch: TapeWatch | None = None,
 ) -> TapeLibrary[SizeKey]:
     """What records calls and keeps their tapes."""
     return TapeLibrary(
@@ -242,4 +246,5 @@ def library_of(
         make_ledger=ledgers(options.provenance),
         progress=Progress(options.progress),
         check_always=options.check_addresses == "always",
+        watch=watch,
     )

@@ -16,6 +16,9 @@ from piecegraph.base.describe import IndescribableError
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Cut, Decision, Piece
 from piecegraph.base.progress import Progress, StageClock
+from piecegraph.dumps.plan_dump import PlanDump
+from piecegraph.dumps.structured import trace_plan
+from piecegraph.dumps.target import target_of
 from piecegraph.engine.plan_cache import KeptPlan
 from piecegraph.engine.plan_key import pipeline_factors
 from piecegraph.errors import located
@@ -37,6 +40,7 @@ class Lowered:
     segments: tuple[Segment, ...]
     program: Program
     num_compiles: int
+    dump: PlanDump | None = None
 
     @property
     def steps(self) -> tuple[Piece | Cut, ...]:
@@ -47,14 +51,14 @@ class Lowered:
 class Pipeline:
     """How functions are traced, cut and compiled. One serves all plans that are made of one trace."""
 
+    name: str
+    """Of what is compiled."""
     backend: str | Callable[..., Any]
     passes: tuple[Callable[..., Any], ...]
     rules: CutRules
     options: Options
     events: EventLog
     is_full: bool = False
-    name: str = ""
-    """Of what is traced, for what is kept of it."""
     factors: Mapping[str, str] = field(default_factory=dict)
     """What else a trace depends on, besides the function and the call."""
     clock: StageClock = field(default_factory=StageClock)
@@ -89,24 +93,33 @@ class Pipeline:
         """Cut a graph, at intercepted ops too, and compile the pieces that are not compiled yet."""
         if interceptions:
             self.clock.start()  # it was traced long ago
-        with located(phase="compile"):
+        dump = self.open_dump()
+        lowering = Lowering(self.backend, self.passes, self.options.inductor, self._is_attributed(), dump)
+        kept = self.kept[-1] if self.kept and not interceptions else None
+        with located(phase="compile"), contextlib.ExitStack() as telling:
+            if dump is not None:
+                telling.enter_context(dump.telling())
+                dump.traced(traced)
             segments = split(traced, self.rules, full=self.is_full, interceptions=interceptions)
             self.clock.lap("split")
-            lowering = Lowering(self.backend, self.passes, self.options.inductor, self._is_attributed())
-            progress = Progress(self.options.progress)
-            kept = self.kept[-1] if self.kept and not interceptions else None
+            if dump is not None:
+                dump.cut(traced, segments)
+            progress, pieces = Progress(self.options.progress), {} if kept is None else kept.pieces
             with contextlib.nullcontext() if kept is None else kept.compiling():
-                program, num_compiles = lower(
-                    traced,
-                    segments,
-                    lowering,
-                    self.events,
-                    progress,
-                    self.compiled,
-                    {} if kept is None else kept.pieces,
-                )
+                program, num_compiles = lower(traced, segments, lowering, self.events, progress, self.compiled, pieces)
         self.clock.lap("compile")
-        return Lowered(segments, program, num_compiles)
+        trace_plan(self.name, traced, segments, program)
+        if dump is not None:
+            program = dump.finish(program)
+        return Lowered(segments, program, num_compiles, dump)
+
+    def open_dump(self) -> PlanDump | None:
+        """What is to be told of the plan that is made next; None if nobody asked for a dump."""
+        target = target_of(self.options)
+        if target is None:
+            return None
+        settings = Lowering(self.backend, (), self.options.inductor).settings
+        return PlanDump(target, self.name, self.events, self.clock.seconds, settings)
 
     def keep(self, traced: Traced) -> None:
         """Let the plan outlive the process. To be called once it is complete: what is tuned at the first run, too."""
@@ -135,6 +148,9 @@ class Pipeline:
         """What the cache has of the next trace, which is to be asked for; None if nothing is kept."""
         if not self.options.cache or not is_on():
             return None
+        if target_of(self.options) is not None:
+            self._do_without_cache("a dump is asked for, which shows how a plan is made")
+            return None
         try:
             how = pipeline_factors(
                 self.backend,
@@ -144,10 +160,15 @@ class Pipeline:
                 is_full=self.is_full,
                 provenance=self._is_attributed(),
             )
-        except IndescribableError:
+        except IndescribableError as error:
+            self._do_without_cache(f"there is no key: {error}")
             return None
         self.kept.append(KeptPlan(self.name, {**how, **self.factors}, self.events))
         return self.kept[-1]
+
+    def _do_without_cache(self, reason: str) -> None:
+        self.kept.append(KeptPlan(self.name, {}, self.events))
+        self.kept[-1].decision = Decision("cache", "off", reason)
 
     def _is_attributed(self) -> bool:
         """Whether compiled code comes with a map to the lines it was made of."""

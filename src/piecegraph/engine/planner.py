@@ -35,6 +35,7 @@ from piecegraph.graph.tracer import Traced
 from piecegraph.graph.views import StridedView
 from piecegraph.tape.body import Body, TracedBody
 from piecegraph.tape.device import GraphDevice
+from piecegraph.tape.library import TapeWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class Planner:
         subject, config = self._subject, self._config
         is_full = config.cudagraph_mode == "full"
         pipeline = Pipeline(
-            config.backend, config.passes, self._rules, config.options, self._events, is_full, subject.name
+            subject.name, config.backend, config.passes, self._rules, config.options, self._events, is_full
         )
         source, decisions = self._understand(example, pipeline)
         signature = source.signature if isinstance(source, Traced) else example.signature
@@ -155,7 +156,7 @@ class Planner:
         subject, signature = self._subject, blueprint.signature
         clock = blueprint.pipeline.clock
         before = dict(clock.seconds)
-        body, steps = self._cut(blueprint, interceptions)
+        body, steps, dump = self._cut(blueprint, interceptions)
         mode = self._choose_mode(signature, blueprint.device, is_cut=bool(interceptions))
         intercepted = [
             Decision("interception", _count_places(blueprint.num_places(each)), str(each)) for each in interceptions
@@ -181,6 +182,7 @@ class Planner:
             example=call,
             function=subject.function,
             pipeline=None if interceptions else blueprint.pipeline,
+            watch=dump,
         )
 
     def release(self) -> None:
@@ -270,16 +272,21 @@ class Planner:
         pipeline.clock.lap("check")
         return body, ()
 
-    def _cut(self, blueprint: Blueprint, interceptions: Sequence[Interception]) -> tuple[Body, tuple[Piece | Cut, ...]]:
-        """What the plan runs, and its steps as far as they are known."""
+    def _cut(
+        self, blueprint: Blueprint, interceptions: Sequence[Interception]
+    ) -> tuple[Body, tuple[Piece | Cut, ...], TapeWatch | None]:
+        """What the plan runs, its steps as far as they are known, and what is told when it is recorded."""
         source = blueprint.source
         if isinstance(source, BreakableBody):
-            return source.with_interceptions(interceptions) if interceptions else source, ()
+            dump = blueprint.pipeline.open_dump()
+            if dump is not None:
+                dump.finish_untraced(source.untraced)
+            return source.with_interceptions(interceptions) if interceptions else source, (), dump
         if interceptions and blueprint.pipeline.is_full:
             self._events.emit(cut_while_intercepted(self._subject.name))
         lowered = blueprint.pipeline.cut(source, interceptions)
         self.num_compiles += lowered.num_compiles
-        return TracedBody(source, lowered.program, self._subject.current_weight), lowered.steps
+        return TracedBody(source, lowered.program, self._subject.current_weight), lowered.steps, lowered.dump
 
     def _choose_mode(self, signature: Signature, device: torch.device, *, is_cut: bool) -> Decision:
         options, wish = self._config.options, self._config.cudagraph_mode

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from piecegraph.engine.paths import PathRecorder, Paths, library_of
 from piecegraph.engine.pipeline import Pipeline
 from piecegraph.engine.route import FunctionRoute, PiecesRoute, Refusal, Route, TapeRoute, UpdatingRoute, why_elsewhere
 from piecegraph.engine.sharing import Sharing
+from piecegraph.engine.watch import writes_put_back
 from piecegraph.errors import CallError, ConfigError, PiecegraphError, RecordError
 from piecegraph.graph import interception
 from piecegraph.graph.signature import Binder, Call, Signature
@@ -32,7 +33,7 @@ from piecegraph.tape.buckets import best_fit, ladder, next_rung
 from piecegraph.tape.buffers import preserved, rows_at, unharmed
 from piecegraph.tape.calls import SizedCalls
 from piecegraph.tape.device import GraphDevice
-from piecegraph.tape.library import TapeLibrary
+from piecegraph.tape.library import TapeLibrary, TapeWatch
 from piecegraph.tape.padding import Unclear, padding_changes
 from piecegraph.tape.tape import Addresses, Tape
 
@@ -54,12 +55,13 @@ class PlanRunner:
         example: Call,
         function: Callable[..., Any],
         pipeline: Pipeline | None,
+        watch: TapeWatch | None = None,
     ) -> None:
         self.plan = plan
         self.signature = signature
         self.body = body
         self.calls = SizedCalls(signature, body, example, config.options, events)
-        self.library = library_of(self.calls, device, config.options, events)
+        self.library = library_of(self.calls, device, config.options, events, watch)
         self.paths: dict[SizeKey, Paths] = {}
         """For sizes at which what Python reads decides what runs."""
         self.decisions: list[Decision] = []
@@ -104,7 +106,7 @@ class PlanRunner:
         if found is None:
             with self._recording():
                 self.body.learn(call.tensors, call.sizes)
-                found = self._compared_route(call)
+                found = self._why_invalid(call.sizes) or self._compared_route(call)
         self.routes[call.sizes] = found
         return found
 
@@ -202,12 +204,16 @@ class PlanRunner:
         """The route, if it gives what the function gives."""
         if isinstance(route, Refusal):
             return route
-        with preserved(self.calls.state), unharmed(call.tensors), torch_compat.drawn_again(self.calls.devices):
-            with interception.off():
-                found, _, shape = _with_containers(route.serve, call)
-        with preserved(self.calls.state), unharmed(call.tensors), torch_compat.drawn_again(self.calls.devices):
-            expected, _, expected_shape = _with_containers(lambda c: self._function(*c.args, **c.kwargs), call)
-        reason = first_difference(found, expected) if shape == expected_shape else "another structure"
+        state, devices = self.calls.state, self.calls.devices
+        with preserved(state), unharmed(call.tensors), torch_compat.drawn_again(devices), interception.off():
+            found, shape = _outcome(route.serve, call, state)
+        with torch_compat.drawn_again(devices), writes_put_back(call.tensors) as seen:
+            expected, expected_shape = _outcome(lambda c: self._function(*c.args, **c.kwargs), call, state)
+            unknown = seen.first_unknown(state)
+        if unknown is not None:
+            reason: str | None = f"a write to memory of {unknown.numel()} elements that other sizes do not write to"
+        else:
+            reason = first_difference(found, expected) if shape == expected_shape else "another structure"
         return route if reason is None else Refusal(Event(code, "call", f"size {SizeKey(call.sizes)} gives {reason}"))
 
     # -- a size at which what Python reads decides what runs, see Note [Paths]
@@ -370,8 +376,8 @@ class PlanRunner:
                 self.library.record([key], call)
         except RecordError:
             # A call that the function itself does not take raises what it raises without us.
-            with preserved((*self.calls.state, *(call.tensors[i] for i in self.body.written_calls))):
-                _with_containers(lambda c: self._function(*c.args, **c.kwargs), call)
+            with writes_put_back(call.tensors):
+                _outcome(lambda c: self._function(*c.args, **c.kwargs), call, ())
             raise
 
     def _decide_padding(self, dim: int, key: SizeKey, call: Call) -> None:
@@ -411,9 +417,12 @@ class PlanRunner:
         return (*key.values[:dim], own, *key.values[dim + 1 :]) if own < full else None
 
 
-def _with_containers(run: Callable[[Call], Any], call: Call) -> tuple[list[Any], list[str], Structure]:
-    """What a call gives and what its containers hold afterwards; the caller's own containers are left alone."""
+def _outcome(run: Callable[[Call], Any], call: Call, state: Sequence[torch.Tensor]) -> tuple[list[Any], Structure]:
+    """What a call gives, what its containers hold afterwards, and what it leaves in its arguments and in other memory.
+    The caller's own containers are left alone.
+    """
     leaves, _, structure = flatten((call.args, call.kwargs))
     args, kwargs = structure.build(iter(leaves))
     result = run(call._replace(args=args, kwargs=kwargs))
-    return flatten((result, args, kwargs), is_container=each_once())
+    found, _, shape = flatten((result, args, kwargs), is_container=each_once())
+    return [*found, *(tensor.clone() for tensor in (*call.tensors, *state))], shape

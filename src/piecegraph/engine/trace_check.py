@@ -29,16 +29,17 @@ def check_trace(traced: Traced, watched: Watched, function: Callable[..., Any], 
     if min(sizes, default=2) < 2:  # traced as two; such a size is compared with the function when it is served
         return
     expected = dict(_computed(traced, watched))
-    if not expected:
+    if not expected and not watched.left:
         return
     try:
-        found = _run(traced, watched, example, sizes)
+        found, left = _run(traced, watched, example, sizes)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # noqa: BLE001 - it is raised again when the first size is recorded, and told with its place
         return
-    for node, value in expected.items():
-        reason = difference(found[node], value)
+    pairs = [*((found[node], value) for node, value in expected.items()), *zip(left, watched.left, strict=True)]
+    for mine, value in pairs:
+        reason = difference(mine, value)
         if reason is not None and _is_repeatable(traced, watched, function, example):
             raise TraceError(
                 "PG208",
@@ -49,7 +50,7 @@ def check_trace(traced: Traced, watched: Watched, function: Callable[..., Any], 
 
 
 def _computed(traced: Traced, watched: Watched) -> Iterator[tuple[torch.fx.Node, Any]]:
-    """What the function computed, by the node that computes it in the trace. What was put back since is left out."""
+    """What the function computed, by the node that computes it in the trace. What was put back is not among it."""
     restored = {torch_compat.storage_id(tensor) for tensor in (*watched.inputs, *watched.written_state)}
     for leaf, value in zip(traced.results, watched.leaves(len(traced.results)), strict=False):
         if isinstance(leaf, FromGraph) and isinstance(value, torch.Tensor) and torch_compat.has_memory(value):
@@ -58,8 +59,12 @@ def _computed(traced: Traced, watched: Watched) -> Iterator[tuple[torch.fx.Node,
             yield leaf.node, value
 
 
-def _run(traced: Traced, watched: Watched, example: Example, sizes: tuple[int, ...]) -> dict[Any, Any]:
-    """The values of the trace's outputs for the example call. What is written is put back."""
+def _run(
+    traced: Traced, watched: Watched, example: Example, sizes: tuple[int, ...]
+) -> tuple[dict[Any, Any], list[torch.Tensor]]:
+    """The values of the trace's outputs for the example call, and what it leaves where the function was seen to write.
+    That is put back.
+    """
     copies = [tensor.clone() for tensor in example.tensors]
 
     def value_of(source: Any) -> Any:
@@ -72,10 +77,15 @@ def _run(traced: Traced, watched: Watched, example: Example, sizes: tuple[int, .
     devices = [tensor.device for tensor in example.tensors]
     with preserved(written), torch_compat.drawn_again(devices), torch.no_grad():
         values = run(*map(value_of, traced.inputs.values()))
-    return dict(zip(traced.graph.output_node().args[0], values, strict=True))  # type: ignore[arg-type]
+        arguments = (torch_compat.memory_of(copies[i]) for i in watched.written_calls)
+        left = [memory.clone() for memory in (*arguments, *watched.written_state)]
+    return dict(zip(traced.graph.output_node().args[0], values, strict=True)), left  # type: ignore[arg-type]
 
 
 def _is_repeatable(traced: Traced, watched: Watched, function: Callable[..., Any], example: Example) -> bool:
     """Whether the function itself gives the same values again: uninitialised memory does not."""
-    again = dict(_computed(traced, watch_example(function, example)))
-    return all(difference(again[node], value) is None for node, value in _computed(traced, watched))
+    seen = watch_example(function, example)
+    again, left = dict(_computed(traced, seen)), zip(seen.left, watched.left, strict=False)
+    return all(difference(again[node], value) is None for node, value in _computed(traced, watched)) and all(
+        difference(mine, other) is None for mine, other in left
+    )

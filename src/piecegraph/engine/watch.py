@@ -6,7 +6,8 @@ op may write to anything. So every tensor that was there before the run is compa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,9 @@ class Watched:
     written_calls: tuple[int, ...]
     """Arguments it wrote to."""
     written_state: tuple[torch.Tensor, ...]
-    """Other memory it wrote to that was there before: whole storages, as bytes."""
+    """Other memory it wrote to that was there before: whole storages."""
+    left: tuple[torch.Tensor, ...]
+    """What it left in the memory of written arguments and in the other, before that was put back."""
     layout_reader: str
     """The line that asked how a tensor lies in memory; empty if none did."""
     views: dict[tuple[Any, ...], tuple[tuple[Any, ...], ViewOp]]
@@ -84,22 +87,33 @@ def watch(call: Callable[[Sequence[torch.Tensor]], Any], example: Sequence[torch
     with torch_compat.drawn_again(tensor.device for tensor in example):  # in the caller's mode: weights may be of it
         inputs = tuple(tensor.clone() for tensor in example)
         places = [_place(tensor) for tensor in inputs]
-        seen = _Watch(inputs)
-        try:
-            with ShownCalls(seen.run), off():
-                returned = call(inputs)
-        finally:
-            seen.restore()
+        with writes_put_back(inputs) as seen:
+            returned = call(inputs)
+            left = {storage: memory.clone() for storage, (memory, _) in seen.saved.items()}
     index = {torch_compat.storage_id(tensor): i for i, tensor in enumerate(inputs)}
+    written = sorted((index[storage], storage) for storage in seen.saved if storage in index)
+    state = [storage for storage in seen.saved if storage not in index]
     return Watched(
         returned=returned,
         inputs=inputs,
         moved_calls=tuple(i for i, place in enumerate(places) if _place(inputs[i]) != place),
-        written_calls=tuple(sorted(index[storage] for storage in seen.saved if storage in index)),
-        written_state=tuple(memory for storage, (memory, _) in seen.saved.items() if storage not in index),
+        written_calls=tuple(number for number, _ in written),
+        written_state=tuple(seen.saved[storage][0] for storage in state),
+        left=tuple(left[storage] for storage in (*(storage for _, storage in written), *state)),
         layout_reader=seen.layout_reader,
         views=seen.views,
     )
+
+
+@contextlib.contextmanager
+def writes_put_back(inputs: Sequence[torch.Tensor]) -> Iterator[_Watch]:
+    """Look at every op that runs inside, and put back at the end what it has written."""
+    seen = _Watch(inputs)
+    try:
+        with ShownCalls(seen.run), off():
+            yield seen
+    finally:
+        seen.restore()
 
 
 def watch_example(function: Callable[..., Any], example: Example) -> Watched:
@@ -132,7 +146,7 @@ class _Watch:
         self._made: set[int] = set()
         """Storages that the run itself has made."""
         self.saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Storages that were written to, as bytes, with what they held before."""
+        """Storages that were written to, with what they held before."""
         self.layout_reader = ""
         self.views: dict[tuple[Any, ...], tuple[tuple[Any, ...], ViewOp]] = {}
 
@@ -156,16 +170,27 @@ class _Watch:
         for tensor, place in written:
             if id(tensor) not in self._arguments:
                 _refuse_reshaping(function, tensor, place)
-        for tensor, before in read:
-            if not same_bits(tensor, before):
-                after = tensor.clone()
-                tensor.copy_(before)
-                self._save(tensor)
-                tensor.copy_(after)
+        self._save_changed(read)
         results = _tensors(returned)
         self._made |= {torch_compat.storage_id(result) for result in results} - set(outside)
         self._note_views(function, args, kwargs, tensors, results)
         return returned
+
+    def _save_changed(self, read: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Find what an op has written that does not say so.
+
+        It may have written to more than shows, as what was there before: statistics that were zero of rows that are.
+        So all that it was given is taken for written, except for arguments, which a replay would copy back.
+        """
+        changed = [not same_bits(tensor, before) for tensor, before in read]
+        for (tensor, before), is_changed in zip(read, changed, strict=True):
+            if is_changed:
+                after = tensor.clone()
+                tensor.copy_(before)
+                self._save(tensor)
+                tensor.copy_(after)
+            elif any(changed) and torch_compat.storage_id(tensor) not in self._inputs:
+                self._save(tensor)
 
     def _note_views(
         self,
@@ -185,8 +210,13 @@ class _Watch:
                 )
 
     def _save(self, tensor: torch.Tensor) -> None:
-        memory = torch_compat.bytes_of(tensor)
+        memory = torch_compat.memory_of(tensor)
         self.saved.setdefault(torch_compat.storage_id(tensor), (memory, memory.clone()))
+
+    def first_unknown(self, known: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Memory that was written to and belongs to none of these tensors."""
+        expected = self._inputs | {torch_compat.storage_id(tensor) for tensor in known}
+        return next((memory for storage, (memory, _) in self.saved.items() if storage not in expected), None)
 
     def restore(self) -> None:
         for memory, value in self.saved.values():

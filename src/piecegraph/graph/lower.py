@@ -11,8 +11,9 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.fx
@@ -73,6 +74,25 @@ CompiledPieces = dict[str, CompiledPiece]
 """By structural key."""
 
 
+CompilePiece = Callable[[torch.fx.GraphModule], Callable[..., Any]]
+"""Compiles a graph as pieces are, or raises."""
+
+
+class PieceWatch(Protocol):
+    """Is told of every distinct piece as it is compiled."""
+
+    def compiling(
+        self, index: int, key: str, module: torch.fx.GraphModule, compile_piece: CompilePiece
+    ) -> torch_compat.PlaceSource:
+        """A piece is about to be compiled. Returns what puts the generated source into a file."""
+
+    def compile_failed(self, key: str, error: Exception) -> str:
+        """It could not be. Returns what to do about it."""
+
+    def compiled(self, key: str) -> None:
+        """It is done, whether it failed or not."""
+
+
 @dataclass(frozen=True)
 class Lowering:
     """How pieces are compiled."""
@@ -84,10 +104,16 @@ class Lowering:
     """Whether compiled code comes with a map to the nodes of its graph. It computes the same, so this is no part of a
     piece's key.
     """
+    watch: PieceWatch | None = None
 
     @property
     def name(self) -> str:
         return self.backend if isinstance(self.backend, str) else _describe_callable(self.backend)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All of Inductor's settings."""
+        return {**INDUCTOR_DEFAULTS, **self.inductor}
 
 
 def lower(
@@ -174,7 +200,7 @@ def _piece_step(
     if key not in compiled:
         with located(piece=index, line=str(segment.first_line or "")):
             loaded = _load(f"piece {index}", module, kept[key], events) if key in kept else None
-            compiled[key] = loaded or _compile(f"piece {index}", module, lowering, traced.fake_mode, events)
+            compiled[key] = loaded or _compile_watched(index, key, module, lowering, traced.fake_mode, events)
     shared = compiled[key]
     return Step(
         label=Piece(index, len(segment.nodes), key, segment.first_line, shared.backend),
@@ -187,8 +213,32 @@ def _piece_step(
     )
 
 
+def _compile_watched(
+    index: int, key: str, module: torch.fx.GraphModule, lowering: Lowering, fake_mode: Any, events: EventLog
+) -> CompiledPiece:
+    """Compile one piece, and tell who watches."""
+    watch, name = lowering.watch, f"piece {index}"
+    if watch is None:
+        return _compile(name, module, lowering, fake_mode, events)
+
+    def compile_part(part: torch.fx.GraphModule) -> Callable[..., Any]:
+        with torch_compat.keeping_guards(fake_mode):
+            return _run_compiler(part, lowering, fake_mode).function
+
+    place = watch.compiling(index, key, module, compile_part)
+    made = _compile(name, module, lowering, fake_mode, events, place, partial(watch.compile_failed, key))
+    watch.compiled(key)
+    return made
+
+
 def _compile(
-    name: str, module: torch.fx.GraphModule, lowering: Lowering, fake_mode: Any, events: EventLog
+    name: str,
+    module: torch.fx.GraphModule,
+    lowering: Lowering,
+    fake_mode: Any,
+    events: EventLog,
+    place: torch_compat.PlaceSource | None = None,
+    advise: Callable[[Exception], str] = lambda error: "",
 ) -> CompiledPiece:
     """Compile one piece; one that cannot be is run as it was traced, and that is an event."""
     if lowering.backend == "eager":
@@ -196,23 +246,19 @@ def _compile(
     if _writes_overlapping_input(module):
         loss = ("PG303", "compilers assume that inputs written to do not overlap others")
         return _as_traced(name, module, loss, events)
-    fakes = [torch_compat.meta_value(node) for node in module.graph.find_nodes(op="placeholder")]
     try:
-        if callable(lowering.backend):
-            return CompiledPiece(lowering.backend(module, fakes), lowering.name)
-        settings = {**INDUCTOR_DEFAULTS, **lowering.inductor}
-        made = torch_compat.inductor_compile(module, fakes, fake_mode, settings, provenance=lowering.provenance)
-        kept = None if made.artifact is None else KeptPiece(made.artifact)
-        return CompiledPiece(made.function, "inductor", made.source, kept)
+        return _run_compiler(module, lowering, fake_mode, place)
     except Exception as error:  # noqa: BLE001 - a compiler may raise anything; the piece still runs, and it is counted
         line = next((str(source) for node in module.graph.nodes if (source := source_line(node))), "unknown line")
         reason = f"{lowering.name} failed on it (from {line}): {type(error).__name__}: {error}"
-        return _as_traced(name, module, ("PG302", reason), events)
+        return _as_traced(name, module, ("PG302", reason), events, advise(error))
 
 
-def _as_traced(name: str, module: torch.fx.GraphModule, loss: tuple[str, str], events: EventLog) -> CompiledPiece:
+def _as_traced(
+    name: str, module: torch.fx.GraphModule, loss: tuple[str, str], events: EventLog, hint: str = ""
+) -> CompiledPiece:
     """A piece that is not compiled. That a compiler failed may be another matter the next time, and is not kept."""
-    events.emit(Event(loss[0], name, loss[1]))
+    events.emit(Event(loss[0], name, loss[1], hint))
     return CompiledPiece(module.forward, "eager", kept=KeptPiece(None, loss) if loss[0] == "PG303" else None)
 
 
@@ -228,6 +274,22 @@ def _load(name: str, module: torch.fx.GraphModule, kept: KeptPiece, events: Even
         events.emit(Event("PG674", name, f"what Inductor kept cannot be loaded: {type(error).__name__}: {error}"))
         return None
     return CompiledPiece(made.function, "inductor", made.source, kept, is_loaded=True)
+
+
+def _run_compiler(
+    module: torch.fx.GraphModule,
+    lowering: Lowering,
+    fake_mode: Any,
+    place: torch_compat.PlaceSource | None = None,
+) -> CompiledPiece:
+    fakes = [torch_compat.meta_value(node) for node in module.graph.find_nodes(op="placeholder")]
+    if callable(lowering.backend):
+        return CompiledPiece(lowering.backend(module, fakes), lowering.name)
+    made = torch_compat.inductor_compile(
+        module, fakes, fake_mode, lowering.settings, provenance=lowering.provenance, place=place
+    )
+    kept = None if made.artifact is None else KeptPiece(made.artifact)
+    return CompiledPiece(made.function, "inductor", made.source, kept)
 
 
 def _writes_overlapping_input(module: torch.fx.GraphModule) -> bool:

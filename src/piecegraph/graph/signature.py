@@ -11,7 +11,7 @@ import enum
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from piecegraph.errors import TraceError
 from piecegraph.graph.dims import DimRequest, EarlierShape
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_MAX_KNOWN = 4096
 _CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, type, types.FunctionType,
     types.BuiltinFunctionType, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.nn.Module,
@@ -95,8 +96,10 @@ class Binder:
             self._parameters = inspect.signature(function).parameters
         except (TypeError, ValueError):  # a builtin: any arguments
             self._parameters = inspect.signature(lambda *args, **kwargs: None).parameters
-        self._orders: dict[tuple[int, tuple[str, ...]], tuple[tuple[str, ...], tuple[int, ...] | None, list[Any]]] = {}
-        """(names, order, defaults) for each way to pass arguments; no order if they lie as they were passed."""
+        self._orders: dict[Any, tuple[tuple[str, ...], tuple[int, ...] | None, list[Any]]] = {}
+        """(names, order, defaults) for each way to pass arguments (their number, and the names of those that have one);
+        no order if they lie as they were passed.
+        """
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str, ...], list[Any]]:
         """Names and values of all arguments, defaults included, in the order of the parameters.
@@ -104,18 +107,18 @@ class Binder:
         >>> Binder(lambda x, y=1, *, z=2: None).bind((5,), {"z": 3})
         (('x', 'y', 'z'), [5, 1, 3])
         """
-        shape = (len(args), tuple(kwargs))
+        shape = (len(args), tuple(kwargs)) if kwargs else len(args)
         if shape not in self._orders:
-            self._orders[shape] = self._order(*shape)
+            self._orders[shape] = self._order(len(args), tuple(kwargs))
         names, order, defaults = self._orders[shape]
-        given = [*args, *kwargs.values(), *defaults]
+        given = [*args, *kwargs.values(), *defaults] if kwargs or defaults else [*args]
         return names, given if order is None else [given[i] for i in order]
 
     def unbind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Other values in place of those :meth:`bind` found, passed the same way as in this call."""
-        _, order, _ = self._orders[len(args), tuple(kwargs)]
+        _, order, _ = self._orders[(len(args), tuple(kwargs)) if kwargs else len(args)]
         given: list[Any] = [*args, *kwargs.values()]
         for index, value in zip(range(len(values)) if order is None else order, values, strict=True):
             if index < len(given):  # not a default
@@ -162,6 +165,16 @@ class Signature:
     size_names: tuple[str, ...]
     training: bool | None
     """The module's mode, None for a function."""
+    _plain: tuple[tuple[torch.dtype, torch.device], ...] | None = field(init=False, repr=False, compare=False)
+    """Type and device of each argument, if all of them are tensors of which nothing else but the shape is looked at."""
+    _known: dict[tuple[torch.Size, ...], tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    """The sizes of shapes that such calls had."""
+
+    def __post_init__(self) -> None:
+        leaves = [leaf for leaf in self.arguments if type(leaf) is TensorLeaf and leaf.is_plain]
+        plain = tuple((leaf.dtype, leaf.device) for leaf in leaves) if len(leaves) == len(self.arguments) else None
+        object.__setattr__(self, "_plain", plain)
+        object.__setattr__(self, "_known", {})
 
     @property
     def tensors(self) -> tuple[TensorLeaf, ...]:
@@ -191,6 +204,30 @@ class Signature:
         """Take a call apart, or say what does not fit. ``names`` and ``values`` are what a :class:`Binder` made of
         it.
         """
+        if training is self.training and names == self.names and self._plain is not None:
+            shapes = []
+            for (dtype, device), value in zip(self._plain, values, strict=True):
+                if type(value) not in _PLAIN_TENSORS or value.dtype is not dtype or value.device != device:
+                    break
+                shapes.append(value.shape)
+            sizes = self._known.get(tuple(shapes))
+            if sizes is not None:
+                return Call(values, sizes, args, kwargs)
+        found = self._take_apart(names, values, training, args, kwargs)
+        if self._plain is not None and isinstance(found, Call):
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[tuple(value.shape for value in values)] = found.sizes
+        return found
+
+    def _take_apart(
+        self,
+        names: tuple[str, ...],
+        values: list[Any],
+        training: bool | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Call | str:
         if names != self.names:
             return f"called with ({', '.join(names)}), planned for ({', '.join(self.names)})"
         if training is not self.training:
@@ -198,25 +235,6 @@ class Signature:
         tensors: list[torch.Tensor] = []
         sizes: list[int] = [-1] * len(self.size_names)
         for argument, value in zip(self.arguments, values, strict=True):
-            # A tensor that fits, which every replay meets, takes no further call.
-            if (
-                type(argument) is TensorLeaf
-                and type(value) in _PLAIN_TENSORS
-                and value.dtype is argument.dtype
-                and value.device == argument.device
-                and argument.is_plain
-            ):
-                shape = value.shape
-                is_fitting = len(shape) == len(argument.shape)
-                for dim, size in argument.fixed if is_fitting else ():
-                    is_fitting &= shape[dim] == size
-                for dim, index in argument.dynamic if is_fitting else ():
-                    if sizes[index] == -1:
-                        sizes[index] = shape[dim]
-                    is_fitting &= sizes[index] == shape[dim]
-                if is_fitting:
-                    tensors.append(value)
-                    continue
             reason = _match_one(argument, value, tensors, sizes)
             if reason is not None:
                 return reason

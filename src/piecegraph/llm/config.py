@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from piecegraph.base.coerce import as_integer, as_list, as_real
-from piecegraph.base.config import CudagraphMode, GraphDeviceName
+from piecegraph.base.config import CudagraphMode, GraphDeviceName, check_folder
 from piecegraph.errors import ConfigError
 from piecegraph.llm.model.loader import LoadFormat
 from piecegraph.llm.run.arguments import unknown_argument
@@ -34,8 +34,10 @@ class LLMOptions:
     """Join the matmuls that share an input (q/k/v, gate/up) where the graph shows it is safe."""
     self_check: bool = True
     """Compare a few logits with those of transformers when the model is loaded, and refuse it if they differ."""
-    block_size: int = 16
-    """Tokens in a block of the cache."""
+    block_size: int | Literal["auto"] = "auto"
+    """Tokens in a block of the cache, in whole blocks of which a prefix is found again; ``"auto"``: what suits the
+    attention kernel best.
+    """
     cache_tokens: int | Literal["auto"] = "auto"
     """Tokens that the cache holds at most, for each kind of layer; ``"auto"``: what can be used and memory allows."""
     linear_attention: Literal["auto", "fine", "opaque"] = "auto"
@@ -43,9 +45,14 @@ class LLMOptions:
     latent_cache: bool = True
     """Keep the compressed form of multi-head latent attention."""
     look_ahead: bool | Literal["auto"] = "auto"
-    """Launch a decode step before the tokens of the one before it are read; ``"auto"``: on a GPU."""
+    """Launch a step before the tokens of the one before it are read; ``"auto"``: on a GPU."""
+    full_steps: bool = True
+    """While requests wait for a place, cut prompts so that steps are of recorded sizes, without padding."""
     num_threads: int | Literal["auto"] = "auto"
     """Of a CPU, for each step; ``"auto"``: the number that is quickest, up to what torch is set to."""
+    record_seconds: float | Literal["auto"] = "auto"
+    """How long the sizes of steps that are not always recorded are recorded for when the model is loaded; 0: not at
+    all. ``"auto"``: 4 seconds on a GPU without provenance, otherwise 0."""
     provenance: bool = False
     """Write down which line of the model put which kernels into the graphs, for ``trace()`` and ``kernels``."""
     graph_device: GraphDeviceName = "auto"
@@ -56,17 +63,24 @@ class LLMOptions:
     """Show progress bars; ``"auto"``: if standard error is a terminal."""
     inductor: Mapping[str, Any] = None  # type: ignore[assignment]
     """Settings for Inductor."""
+    dump: str | os.PathLike[str] | None = None
+    """A folder to leave graphs, pieces, repros and an index in; see :func:`piecegraph.dump`."""
+    dump_inputs: bool = False
+    """Save the tensors that go into each distinct piece there, too."""
 
     def __post_init__(self) -> None:
         if self.inductor is not None and not isinstance(self.inductor, Mapping):
             raise _bad("options['inductor']", self.inductor, "a dictionary")
         object.__setattr__(self, "inductor", dict(self.inductor or {}))
-        object.__setattr__(self, "block_size", _positive("options['block_size']", self.block_size))
-        for name in ("cache_tokens", "num_threads"):
+        for name in ("block_size", "cache_tokens", "num_threads"):
             if not _is_auto(getattr(self, name)):
                 count = _positive(f"options[{name!r}]", getattr(self, name), 'a positive integer or "auto"')
                 object.__setattr__(self, name, count)
-        for name in ("fuse_linears", "self_check", "latent_cache", "provenance", "cache"):
+        if not _is_auto(self.record_seconds):
+            object.__setattr__(self, "record_seconds", _seconds("options['record_seconds']", self.record_seconds))
+        if self.dump is not None:
+            check_folder("options['dump']", self.dump)
+        for name in ("fuse_linears", "self_check", "latent_cache", "full_steps", "provenance", "cache", "dump_inputs"):
             _check_choice(f"options[{name!r}]", getattr(self, name), (True, False))
         for name in ("look_ahead", "progress"):
             _check_choice(f"options[{name!r}]", getattr(self, name), (True, False, "auto"))
@@ -250,6 +264,13 @@ def _positive(name: str, value: Any, must_be: str = "a positive integer") -> int
     found = as_integer(value)
     if found is None or found < 1:
         raise _bad(name, value, must_be)
+    return found
+
+
+def _seconds(name: str, value: Any) -> float:
+    found = as_real(value)
+    if found is None or not found >= 0:
+        raise _bad(name, value, 'a number that is not negative, or "auto"')
     return found
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
+import math
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, Never, Unpack, overload
+from typing import Any, Literal, Never, Unpack, overload
 
 import torch
 
@@ -29,6 +31,7 @@ from piecegraph.llm.run.generation import Generation, text_behind
 from piecegraph.llm.run.prompts import (
     chat_tokens,
     conversations_of,
+    decoder_of,
     name_prompt,
     one_for_each,
     raise_first,
@@ -47,14 +50,9 @@ Prompt = str | Sequence[int]
 Conversation = str | Sequence[Mapping[str, Any]]
 OnNew = Callable[[Generation, str, list[int]], None]
 
-
-class _Input(NamedTuple):
-    """A prompt that was read."""
-
-    text: str | None
-    tokens: Any
-    params: SamplingParams
-    decode: Callable[[list[int]], str] | None
+_IDLE_SHARE, _MOST_IDLE_S = 0.05, 0.25
+"""Of the time that calls take, so much is used at their ends to record what their steps missed; and at once at most so
+much, and what the last recording takes longer."""
 
 
 class LLM:
@@ -74,7 +72,7 @@ class LLM:
         max_batch_tokens: tokens of a step at most (4096 on a GPU, else 512); longer prompts are split.
         memory_fraction: of the GPU's memory, weights and cache together (0.9); of the free host memory on a CPU (0.25).
         prefix_cache: whether beginnings that prompts have in common are computed once.
-        capture_sizes: sizes of steps to record; ``"auto"`` is a ladder, of which some are recorded when first used.
+        capture_sizes: sizes of steps to record; ``"auto"`` is a ladder, of which some may be recorded later.
         cudagraph_mode: ``"full"`` and ``"piecewise"`` for all steps; ``"auto"`` decides for each kind; ``"none"``.
         deterministic: what a request gets does not depend on what runs beside it, bit by bit. Every step is then as
             large as the largest (``max_batch_tokens``, by default ``max_num_seqs``), and takes as long.
@@ -131,8 +129,11 @@ class LLM:
         self.events = EventLog("ignore")
         with interception.off():
             self._started: Started | None = unintercepted(start)(self.path, self.config, self.events)
-        self._lock = FairLock()
-        self._num_requests = 0
+        self.lock = FairLock()
+        """Held by whoever uses the engine."""
+        self._request_numbers = itertools.count(1)
+        self._idle_s = 0.0
+        """What may be used for recording; negative if the last one took longer."""
 
     @property
     def started(self) -> Started:
@@ -143,7 +144,7 @@ class LLM:
 
     def close(self) -> None:
         """Give back weights, cache and graphs. Requests that run in other threads end with ``"abort"``."""
-        with self._lock:
+        with self.lock:
             if self._started is None:
                 return
             self._started.engine.close()
@@ -219,11 +220,21 @@ class LLM:
             sampling_params: what follows in one value, or in a list with one value for each prompt. Otherwise by name:
             max_new_tokens: of each answer (16); ``max_tokens`` is the same. This and the next four may be a list or an
                 array, with one value for each prompt.
+            n: answers to each prompt (1). They follow each other; with a seed, each but the first has the next one.
             temperature: 0 always takes the most likely token (0).
             top_p: sample from the most likely tokens that together reach this probability (1).
             top_k: sample from so many of the most likely tokens; 0 or -1 for all (0).
+            min_p: sample from tokens that are at least this likely, relative to the most likely one (0).
+            repetition_penalty: of tokens of prompt and answer, as transformers has it (1).
+            presence_penalty, frequency_penalty: of tokens of the answer, as OpenAI's API has them (0).
+            logit_bias: what is added to the logits of tokens, by their ids.
+            bad_words: texts, or lists of token ids, that an answer may not hold.
             seed: fixes what is sampled, up to rounding; with ``deterministic=True``, wholly.
             stop: texts at which an answer ends.
+            stop_token_ids: tokens at which an answer ends, besides those of the model.
+            include_stop_str_in_output: leave what ended an answer in its text.
+            skip_special_tokens: leave the tokens that mark parts of a text out of it (True).
+            min_tokens: so many tokens nothing ends an answer (0).
             ignore_eos: go on behind the token that ends a text.
             logprobs: tell the log-probability of each new token, and of so many most likely ones.
             prompt_logprobs: the same for the tokens of the prompt.
@@ -340,7 +351,7 @@ class LLM:
         It takes ``options={"provenance": True}``.
         """
         _ = self.started  # raises after close()
-        return LiveKernels(RecordedTapes(self.path, self._lock, lambda: self.started.engine.libraries))
+        return LiveKernels(RecordedTapes(self.path, self.lock, lambda: self.started.engine.libraries))
 
     def make_scheduler(self, *, prefix_cache: bool = True) -> Scheduler:
         """A scheduler over this model's cache, for use with :meth:`forward`.
@@ -350,7 +361,9 @@ class LLM:
         """
 
         def text_of(request: Request) -> IncrementalText:
-            return text_behind(request, _decoder(self.tokenizer))
+            return text_behind(
+                request, decoder_of(self.tokenizer, skip_special_tokens=request.params.skip_special_tokens)
+            )
 
         return self.started.engine.make_scheduler(prefix_cache=prefix_cache, text_of=text_of)
 
@@ -378,8 +391,36 @@ class LLM:
                 result = llm.forward(plan)
                 scheduler.commit(plan, result.tokens.tolist())
         """
-        with self._lock, torch.inference_mode():
+        with self.lock, torch.inference_mode():
             return self.started.engine.run(plan, every_row=hidden_states)
+
+    def record_missing(self, seconds: float | None = None) -> int:
+        """Record steps that others have run larger than needed for, or without graphs, and sizes that were left out
+        when the model was loaded: something to do while there is nothing to do.
+
+        It ends as soon as a request comes, which waits for one recording at most. Results of :meth:`forward` are not
+        valid behind it.
+
+        Args:
+            seconds: behind which nothing more is begun; 0 records one, None all.
+
+        Returns:
+            How many are still missing.
+
+        Example:
+            while queue.empty() and llm.record_missing(seconds=0):
+                pass
+        """
+        end = math.inf if seconds is None else time.perf_counter() + seconds
+        while True:
+            with self.lock, torch.inference_mode():
+                engine = self.started.engine
+                missing = engine.forward.missing
+                if not missing or not engine.is_idle:
+                    return len(missing)
+                engine.record_idle(missing[0])
+                if time.perf_counter() >= end or self.lock.is_wanted:
+                    return len(engine.forward.missing)
 
     # -- requests
 
@@ -390,9 +431,8 @@ class LLM:
             waiting = [each for each in queued if isinstance(each, Generation)]
             while self._step(waiting, ()):
                 pass
-            answers = [
-                each if isinstance(each, Completion) else _completion(each, index) for index, each in enumerate(queued)
-            ]
+            answers = [each if isinstance(each, Completion) else completion_of(each) for each in queued]
+        self._record_missed(answers)
         if raises:
             raise_first(answers)
         return answers
@@ -400,6 +440,7 @@ class LLM:
     def _stream(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], raises: bool) -> Iterator[Chunk]:
         """Nothing is queued before the first chunk is asked for: a stream that nobody reads holds nothing."""
         chunks: deque[Chunk] = deque()
+        finished: list[Completion] = []
         with self._queued(prompts, rows, chunks) as queued:
             waiting = [each for each in queued if isinstance(each, Generation)]
             is_running = True
@@ -407,9 +448,12 @@ class LLM:
                 is_running = self._step(waiting, chunks)
                 while chunks:
                     chunk = chunks.popleft()
-                    if raises and chunk.finished is not None:
-                        raise_first([chunk.finished])
+                    if chunk.finished is not None:
+                        finished.append(chunk.finished)
+                        if raises:
+                            raise_first(finished[-1:])
                     yield chunk
+        self._record_missed(finished)
 
     def _step(self, waiting: list[Generation], chunks: Sized) -> bool:
         """Run a step, for all threads' requests, unless those of others bring what this one waits for: a chunk, or the
@@ -419,13 +463,27 @@ class LLM:
         def is_done() -> bool:
             return all(each.is_done for each in reversed(waiting))
 
-        with self._lock.turn(lambda: len(chunks) > 0 or is_done()) as is_mine, torch.inference_mode():
+        with self.lock.turn(lambda: len(chunks) > 0 or is_done()) as is_mine, torch.inference_mode():
             while waiting and waiting[-1].is_done:
                 waiting.pop()
             if is_mine and waiting:
                 has_run = self.started.engine.step()
                 assert has_run, "requests are left, but there is nothing to do"
             return bool(waiting)
+
+    def _record_missed(self, answers: Sequence[Completion]) -> None:
+        """Record what steps have missed behind the last token of a call, if nobody else is waiting: see
+        Note [No request waits for a recording]. Over many calls it takes a small share of their time.
+        """
+        with self.lock.turn_at_once() as is_mine:
+            if not is_mine or self._started is None:
+                return
+            engine = self._started.engine
+            took = max((answer.metrics.total_s for answer in answers), default=0.0)
+            self._idle_s = min(self._idle_s + _IDLE_SHARE * took, _MOST_IDLE_S)
+            while self._idle_s > 0 and engine.is_idle and not self.lock.is_wanted and engine.forward.missed:
+                with torch.inference_mode():
+                    self._idle_s -= engine.record_idle(engine.forward.missed[0])
 
     @contextlib.contextmanager
     def _queued(
@@ -434,17 +492,14 @@ class LLM:
         """Queue prompts, and abort what is not done in the end: after an error, or if a stream is left unread."""
         arrival_time = time.perf_counter()
         # Before it is waited for the lock, and not while it is held: a tokenizer takes its time.
-        inputs = [
-            self._read(index, prompt, params) for index, (prompt, params) in enumerate(zip(prompts, rows, strict=True))
-        ]
+        prepared: list[Generation | Completion] = []
+        for index, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+            prepared += self._prepare(index, prompt, row, len(prepared), chunks, arrival_time)
         queued: list[Generation | Completion] = []
         try:
-            with self._lock:
-                for index, each in enumerate(inputs):
-                    on_new = _collector(index, chunks) if chunks is not None else None
-                    queued.append(
-                        each if isinstance(each, Completion) else self._add(index, each, arrival_time, on_new)
-                    )
+            with self.lock:
+                for index, each in enumerate(prepared):
+                    queued.append(each if isinstance(each, Completion) else self._enqueue(each))
                     if chunks is not None and isinstance(queued[-1], Completion):
                         chunks.append(Chunk(index, "", [], queued[-1]))
             yield queued
@@ -458,55 +513,126 @@ class LLM:
         """
         engine = self.started.engine
         engine.abort_later(generations)
-        with self._lock.turn_at_once() as is_mine:
+        with self.lock.turn_at_once() as is_mine:
             if is_mine:
                 engine.abort_left()
 
-    def _read(self, index: int, prompt: Prompt, params: dict[str, Any]) -> _Input | Completion:
-        """What a prompt asks for, or why it cannot be served."""
-        text = prompt if isinstance(prompt, str) else None
-        try:
-            checked = SamplingParams(**params)
-            needs_text = text is not None or checked.stop
-            tokenizer: Any = self.tokenizer if needs_text else self.started.loaded.tokenizer
-            tokens: Any = prompt if text is None else tokens_of(text, tokenizer)
-        except (RequestError, ConfigError, ModelError) as error:
-            return refused(text, prompt, name_prompt(error, index))
-        return _Input(text, tokens, checked, None if tokenizer is None else _decoder(tokenizer))
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        on_new: Callable[[int], OnNew] | None = None,
+        is_streamed: bool = True,
+        arrival_time: float | None = None,
+    ) -> list[Generation]:
+        """The requests for the answers to a prompt, which are not queued yet. Any thread may make them, at any time.
 
-    def _add(self, index: int, given: _Input, arrival_time: float, on_new: OnNew | None) -> Generation | Completion:
-        """Queue what a prompt asks for, or say why it cannot be served. The lock is held."""
-        self._num_requests += 1
-        seed = (self.config.seed * 1_000_003 + self._num_requests) % 2**64
-        try:
-            return self.started.engine.add(
-                given.tokens,
-                given.params,
-                seed=seed,
-                prompt=given.text,
-                decode=given.decode,
-                on_new=on_new,
+        Args:
+            prompt: a text or a list of token ids.
+            params: how to go on from it.
+            on_new: makes what is called with new text and tokens of an answer, given its number.
+            is_streamed: False to have that called at the end alone.
+            arrival_time: see :class:`~piecegraph.llm.run.request.Request`.
+
+        Raises:
+            RequestError: the prompt is nothing that a model can go on from.
+            ModelError: it needs a tokenizer, and there is none.
+        """
+        text = prompt if isinstance(prompt, str) else None
+        needs_text = text is not None or params.stop or any(isinstance(word, str) for word in params.bad_words)
+        tokenizer: Any = self.tokenizer if needs_text else self.started.loaded.tokenizer
+        tokens: Any = tokens_of(text, tokenizer) if text is not None else prompt
+        params = params.with_words(lambda word: tokens_of(word, tokenizer, add_special_tokens=False))
+        decode = None
+        if tokenizer is not None:
+            decode = decoder_of(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        return [
+            self.started.engine.prepare(
+                tokens,
+                params.of_answer(number),
+                seed=(self.config.seed * 1_000_003 + next(self._request_numbers)) % 2**64,
+                prompt=text,
+                decode=decode,
+                on_new=None if on_new is None else on_new(number),
+                is_streamed=is_streamed,
                 arrival_time=arrival_time,
             )
+            for number in range(params.n)
+        ]
+
+    def _prepare(
+        self,
+        index: int,
+        prompt: Prompt,
+        row: dict[str, Any],
+        first: int,
+        chunks: deque[Chunk] | None,
+        arrival_time: float,
+    ) -> Sequence[Generation | Completion]:
+        """What one of the prompts asks for, or why it cannot be served: an entry for each of its answers.
+
+        Args:
+            index: of the prompt.
+            prompt: itself.
+            row: how to go on from it.
+            first: the number of its first answer.
+            chunks: where these are streamed to.
+            arrival_time: when it was asked for.
+        """
+        num_answers = 1
+        try:
+            params = SamplingParams(**row)
+            num_answers = params.n
+            on_new = None if chunks is None else lambda number: _collector(first + number, chunks)
+            found = self.prepare(prompt, params, on_new=on_new, arrival_time=arrival_time)
         except (RequestError, ConfigError, ModelError) as error:
-            return refused(given.text, given.tokens if given.text is None else (), name_prompt(error, index))
+            return [refused(prompt, name_prompt(error, index))] * num_answers
+        for generation in found:
+            generation.prompt_index = index
+        return found
+
+    def _enqueue(self, generation: Generation) -> Generation | Completion:
+        """The same, once it is queued. The lock is held."""
+        try:
+            self.started.engine.enqueue(generation)
+        except (RequestError, ConfigError, ModelError) as error:
+            prompt = generation.prompt if generation.prompt is not None else generation.request.tokens.tolist()
+            return refused(prompt, name_prompt(error, generation.prompt_index))
+        return generation
 
 
-def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def _completion(generation: Generation, index: int) -> Completion:
-    """The answer to one of the prompts: in plain tensors, also where a stream makes it in the middle of a step."""
+def completion_of(generation: Generation) -> Completion:
+    """The answer to a prompt: in plain tensors, also where a stream makes it in the middle of a step."""
     with torch.inference_mode(False):
         found = generation.completion()
-    return found if found.error is None else replace(found, error=name_prompt(found.error, index))
+    return found if found.error is None else replace(found, error=name_prompt(found.error, generation.prompt_index))
+
+
+def chunk_of(index: int, generation: Generation, text: str, tokens: list[int]) -> Chunk | None:
+    """What is new of an answer, if anything is.
+
+    Args:
+        index: of the answer.
+        generation: whose it is.
+        text: what is new.
+        tokens: the same, as tokens.
+    """
+    finished = completion_of(generation) if generation.is_done else None
+    if finished is not None and not generation.is_streamed:
+        text = finished.text or ""
+    if not text and not tokens and finished is None:
+        return None
+    logprobs = None
+    if generation.request.params.logprobs is not None:
+        logprobs = generation.logprobs[len(generation.logprobs) - len(tokens) :]
+    return Chunk(index, text, tokens, finished, logprobs)
 
 
 def _collector(index: int, chunks: deque[Chunk]) -> OnNew:
     def on_new(generation: Generation, text: str, tokens: list[int]) -> None:
-        finished = _completion(generation, index) if generation.is_done else None
-        if text or tokens or finished is not None:
-            chunks.append(Chunk(index, text, tokens, finished))
+        chunk = chunk_of(index, generation, text, tokens)
+        if chunk is not None:
+            chunks.append(chunk)
 
     return on_new

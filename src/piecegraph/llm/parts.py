@@ -20,6 +20,7 @@ from piecegraph.llm.kernels.attention.registry import choose_kernel
 from piecegraph.llm.model.head import decoder_of
 from piecegraph.llm.model.loader import LoadedModel
 from piecegraph.llm.model.traced_model import TracedModel
+from piecegraph.llm.run.adjustments import SHORTEST
 from piecegraph.llm.run.batch import BatchBuffers, BatchLimits
 from piecegraph.llm.run.engine import LLMEngine
 from piecegraph.llm.run.forward import EmbedsModel, Forward
@@ -75,6 +76,7 @@ class Parts:
         kernel, why = choose_kernel(
             config.attention, model.layers, dtype, config.device, deterministic=config.deterministic
         )
+        block_size = block_size_for(kernel, config)
         state_kernels, of_states = choose_states(model.states, dtype, config.device)
         num_slots = limits.max_num_seqs + 1
         check_states(state_bytes(model.states, num_slots), limits.max_num_seqs, free_bytes(config.device))
@@ -90,11 +92,11 @@ class Parts:
             states,
             dtype=dtype,
             device=config.device,
-            block_size=options.block_size,
+            block_size=block_size,
         )
         has_mrope = model.position_rows > 1
         buffers = BatchBuffers(
-            batch_limits(loaded, config, limits, len(model.reaches), has_mrope=has_mrope), config.device
+            batch_limits(loaded, block_size, limits, len(model.reaches), has_mrope=has_mrope), config.device
         )
         safe = {kind: _capture_safe(kind, kernel, states, loaded.experts, dtype) for kind in KINDS}
         modes = {kind: _mode(kind, config, safe[kind]) for kind in KINDS}
@@ -103,14 +105,25 @@ class Parts:
         progress, make_ledger = Progress(options.progress), ledgers(options.provenance)
 
         def make_library(step: ModelStep) -> TapeLibrary[StepKey]:
-            return TapeLibrary(step, device, events, make_ledger=make_ledger, progress=progress)
+            watch = step.decoder.watch
+            return TapeLibrary(step, device, events, make_ledger=make_ledger, progress=progress, watch=watch)
 
         step = ModelStep(model, memory, buffers, modes, events)
         if config.deterministic:
             step.head = model.head.fixed(limits.max_num_seqs)
-        forward = Forward(model, step, buffers, device, sizes, EmbedsModel(trace_embeds), events, make_library)
-        kernels = (Decision("attention", kernel.name, why), *of_states)
-        return Parts(config, model, limits, memory, states, buffers, device, forward, events, kernels)
+        forward = Forward(
+            model,
+            step,
+            buffers,
+            device,
+            sizes,
+            EmbedsModel(trace_embeds),
+            events,
+            make_library,
+            records_at_need=options.provenance,  # who looks at kernels wants to see those of graphs
+        )
+        attention = (Decision("attention", kernel.name, why),) if model.layers else ()
+        return Parts(config, model, limits, memory, states, buffers, device, forward, events, (*attention, *of_states))
 
     def give_memory(self) -> tuple[CacheGroup, ...]:
         """Size the cache by what is left once the largest steps are recorded, and allocate it."""
@@ -118,7 +131,7 @@ class Parts:
         needs = CacheNeeds(
             reaches=self.model.reaches,
             bytes_per_block=tuple(self.memory.bytes_per_block(group) for group in range(len(self.model.reaches))),
-            block_size=options.block_size,
+            block_size=self.buffers.limits.block_size,
             max_num_seqs=self.limits.max_num_seqs,
             max_model_len=self.limits.max_model_len,
             max_batch_tokens=self.limits.max_batch_tokens,
@@ -136,6 +149,7 @@ class Parts:
         scheduler = Scheduler(
             self.limits,
             cache,
+            sizes=self.forward.sizes.tokens if self.config.options.full_steps else (),
             eos_token_ids=eos_token_ids,
             needs_state=self.states is not None,
             release_state=self.states.release if self.states is not None else None,
@@ -176,8 +190,10 @@ class Parts:
 
 
 def _largest_steps(buckets: Sequence[Bucket]) -> list[StepKey]:
-    """The steps that need most memory. Sorting a vocabulary for each sequence takes several times its logits."""
-    return [StepKey(bucket, "truncated" if bucket is buckets[0] else "greedy") for bucket in buckets]
+    """The steps that need most memory. Sorting a vocabulary for each sequence takes several times its logits, and one
+    more copy of them if they are adjusted.
+    """
+    return [StepKey(bucket, "truncated", num_adjusted=SHORTEST) for bucket in buckets]
 
 
 def step_sizes(config: LLMConfig, limits: SchedulerLimits, *, has_graphs: bool) -> StepSizes:
@@ -191,15 +207,21 @@ def step_sizes(config: LLMConfig, limits: SchedulerLimits, *, has_graphs: bool) 
     )
 
 
+def block_size_for(kernel: AttentionKernel, config: LLMConfig) -> int:
+    """Tokens in a block of the cache."""
+    wish = config.options.block_size
+    return kernel.block_size if wish == "auto" else wish
+
+
 def batch_limits(
-    loaded: LoadedModel, config: LLMConfig, limits: SchedulerLimits, num_groups: int, *, has_mrope: bool
+    loaded: LoadedModel, block_size: int, limits: SchedulerLimits, num_groups: int, *, has_mrope: bool
 ) -> BatchLimits:
     """How large the buffers of steps are."""
     return BatchLimits(
         max_tokens=limits.max_batch_tokens,
         max_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
-        block_size=config.options.block_size,
+        block_size=block_size,
         num_groups=num_groups,
         vocab_size=limits.vocab_size,
         has_mrope=has_mrope,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Cut, Piece
 from piecegraph.base.text import count_of
+from piecegraph.llm.run.step import StepCounts
 from piecegraph.llm.startup import Started
 
 
@@ -26,6 +28,7 @@ def explain_llm(started: Started, events: EventLog) -> str:
     lines += ["", "decisions", *(f"  {decision}" for decision in decisions)]
     lines += ["", "recorded", *(f"  {line}" for line in _recorded_lines(started))]
     lines += ["", f"steps  {stats['num_steps']}, replayed {stats['num_replays']} ({stats['coverage']:.0%})"]
+    lines += [f"  {line}" for line in _step_lines(started.engine.counts)]
     losses = [f"  {count} x {text}" for text, count in _losses(events)]
     lines += ["fallbacks", *(losses or ["  none"])]
     return "\n".join(lines)
@@ -34,6 +37,7 @@ def explain_llm(started: Started, events: EventLog) -> str:
 def stats_of_llm(started: Started, events: EventLog) -> dict[str, Any]:
     """The same as numbers."""
     model, engine = started.loaded.model, started.engine
+    counts, forward = engine.counts, engine.forward
     return {
         "model": type(model).__name__,
         "device": str(model.device),
@@ -43,9 +47,13 @@ def stats_of_llm(started: Started, events: EventLog) -> dict[str, Any]:
         "num_compiles": started.model.num_compiles,
         "cache_bytes": started.cache_bytes,
         "state_bytes": started.state_bytes,
-        "num_steps": engine.num_steps,
-        "num_replays": engine.num_replays,
-        "coverage": engine.num_replays / engine.num_steps if engine.num_steps else 0.0,
+        "num_steps": counts.num_steps,
+        "num_replays": counts.num_replays,
+        "coverage": counts.num_replays / counts.num_steps if counts.num_steps else 0.0,
+        "steps": {kind: dataclasses.asdict(of_kind) for kind, of_kind in counts.kinds.items()},
+        "num_recorded": len(forward.library.recorded),
+        "num_recorded_idle": forward.num_recorded_idle,
+        "num_missing": len(forward.missing),
         "fallbacks": dict(_losses(events)),
     }
 
@@ -84,6 +92,19 @@ def _recorded_lines(started: Started) -> list[str]:
             seconds, mib = sum(e.seconds for e in mine), sum(e.num_bytes for e in mine) / 2**20
             shown = ", ".join(map(str, sizes[:4])) + (f", ... {sizes[-1]}" if len(sizes) > 4 else "")
             lines.append(f"{kind}: {len(mine)} sizes ({shown}) in {seconds:.2f} s, {mib:.0f} MiB")
+    forward = started.engine.forward
+    num_idle, num_missing = forward.num_recorded_idle, len(forward.missing)
+    lines.append(f"{len(recorded) - num_idle} at the start, {num_idle} while idle, {num_missing} not yet")
+    return lines
+
+
+def _step_lines(counts: StepCounts) -> list[str]:
+    lines = []
+    for kind, of_kind in counts.kinds.items():
+        if of_kind.num_steps:
+            padding = of_kind.num_padding / (of_kind.num_tokens + of_kind.num_padding)
+            line = f"{kind}: {of_kind.num_steps}, {of_kind.num_larger} in a larger size than the best"
+            lines.append(f"{line}, {of_kind.num_steps - of_kind.num_replays} without graphs, {padding:.0%} padding")
     return lines
 
 

@@ -24,6 +24,9 @@ StepKind = Literal["decode", "mixed"]
 class Accepted:
     """It can."""
 
+    note: str = ""
+    """What is worth knowing of how."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
@@ -83,6 +86,18 @@ class LatentLayer:
     scale: float
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """Sequences of a batch one behind the other, as :class:`AttentionBatch` describes them."""
+
+    starts: torch.Tensor
+    """int32 [sequences + 1]."""
+    lens: torch.Tensor
+    """int32 [sequences]."""
+    table: torch.Tensor
+    """int32 [sequences, max_blocks]."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBatch:
     """Where the tokens of a batch belong, for one group of layers.
@@ -103,8 +118,17 @@ class AttentionBatch:
     max_query_len: int
     """1: every real sequence has exactly one query (a decode batch, num_tokens == num_seqs)."""
     max_seq_len: int
+    prompts: SequenceRows | None = None
+    """The sequences behind those that come first with one query each (row i is sequence i), of which there are as many
+    as its first entry of ``starts`` says; None in a bucket of few sequences, all of which are taken for prompts.
+    """
     host: Any = None
     """What the kernel's ``read_batch`` made of it, for this step; None if there is none."""
+
+    @property
+    def rows(self) -> SequenceRows:
+        """All its sequences."""
+        return SequenceRows(self.query_starts, self.seq_lens, self.block_table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

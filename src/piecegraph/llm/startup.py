@@ -18,6 +18,7 @@ from piecegraph.llm.cache.paged import CacheGroup, PagedCache
 from piecegraph.llm.cache.states import choose_states
 from piecegraph.llm.config import LLMConfig
 from piecegraph.llm.kernels.attention.registry import choose_kernel
+from piecegraph.llm.kernels.early_launch import early_launches, inductor_settings
 from piecegraph.llm.model import demo_model
 from piecegraph.llm.model.head import decoder_of
 from piecegraph.llm.model.loader import LoadedModel, load
@@ -25,17 +26,20 @@ from piecegraph.llm.model.refusals import refuse_attention, refuse_deterministic
 from piecegraph.llm.model.rotations import hold_rotations, short_length
 from piecegraph.llm.model.trace_cache import TraceCache, cache_for
 from piecegraph.llm.model.traced_model import TracedModel, TracedSites, trace_model
-from piecegraph.llm.parts import Parts, batch_limits, step_sizes
+from piecegraph.llm.parts import Parts, batch_limits, block_size_for, step_sizes
 from piecegraph.llm.run.early_kernels import EarlyKernels, linear_shapes
 from piecegraph.llm.run.engine import LLMEngine
-from piecegraph.llm.run.model_step import StepKey
 from piecegraph.llm.run.row_check import check_rows
 from piecegraph.llm.run.scheduler import SchedulerLimits
 from piecegraph.llm.run.self_check import self_check
 from piecegraph.llm.run.sizing import check_batch, free_bytes_twice
+from piecegraph.llm.run.step import StepCounts
 
 _DEFAULT_LEN = 32768
 """The longest sequence unless it is asked for: every sequence may need as many blocks."""
+
+_RECORD_SECONDS = 4.0
+"""On a GPU; about what a ladder of sizes takes for a model of 8 billion weights."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class _WrongPlanError(Exception):
 
 
 def _start(path: str, config: LLMConfig, events: EventLog) -> Started:
-    clock, progress, options = StageClock(), Progress(config.options.progress), config.options
+    clock, progress = StageClock(), Progress(config.options.progress)
     # A wrong name is told before anything is done.
     choose_kernel(config.attention, (), torch.float32, config.device, deterministic=config.deterministic)
     if path == demo_model.NAME:
@@ -80,7 +84,7 @@ def _start(path: str, config: LLMConfig, events: EventLog) -> Started:
         bar.advance(path)
     limits, length = _limits(loaded, config)
     # How many groups of layers there are is not known yet; one at least, and most models have no more.
-    check_batch(batch_limits(loaded, config, limits, 1, has_mrope=False), free_bytes_twice(config.device))
+    check_batch(batch_limits(loaded, 16, limits, 1, has_mrope=False), free_bytes_twice(config.device))
     rotations = hold_rotations(loaded.model, limits.max_model_len)
     clock.lap("load")
     model, cache, early = _trace_and_compile(loaded, config, limits, clock, events)
@@ -92,19 +96,18 @@ def _start(path: str, config: LLMConfig, events: EventLog) -> Started:
             threads = _threads(parts)
         clock.lap("measure")
         if parts.device is not None:
-            at_start = [StepKey(bucket, "greedy") for bucket in parts.forward.sizes.at_start()]
-            parts.forward.library.record(at_start, tidies=False)
+            parts.forward.record_at_start(_record_seconds(config))
         clock.lap("record")
     prefix_cache, look_ahead = _prefix_cache(config, model), _look_ahead(config)
     engine = parts.make_engine(
         path,
-        PagedCache(groups, block_size=options.block_size, prefix_cache=prefix_cache.choice == "on"),
+        PagedCache(groups, block_size=parts.buffers.limits.block_size, prefix_cache=prefix_cache.choice == "on"),
         eos_token_ids=_eos_token_ids(loaded),
         looks_ahead=look_ahead.choice == "on",
     )
     decisions = [*loaded.decisions, *rotations, *model.decisions, rows, length]
-    decisions += [*parts.kernels, *early, *threads, prefix_cache, look_ahead]
-    decisions += _checks(loaded, model, engine, config, progress)
+    decisions += [*parts.kernels, *early_launches(config.device), *early, *threads, prefix_cache, look_ahead]
+    decisions += _checks(loaded, model, parts, engine, progress)
     clock.lap("check")
     model.pipeline.keep(model.traced)
     clock.lap("compile")
@@ -122,20 +125,20 @@ def _start(path: str, config: LLMConfig, events: EventLog) -> Started:
 
 
 def _checks(
-    loaded: LoadedModel, model: TracedModel, engine: LLMEngine, config: LLMConfig, progress: Progress
+    loaded: LoadedModel, model: TracedModel, parts: Parts, engine: LLMEngine, progress: Progress
 ) -> list[Decision]:
     """A model must answer as transformers does; what was loaded from the cache, too, or it is made anew."""
     decisions = []
-    if config.options.self_check:
-        try:
-            with progress.bar("self check", 1), _uncounted(engine), model.pipeline.compiling():
-                decisions.append(self_check(loaded.model, engine))
-        except ModelError as error:
-            if model.pipeline.refuse_kept(error.why):
-                raise _WrongPlanError from error
-            raise
-    if config.deterministic:
-        with _uncounted(engine):
+    with _uncounted(engine), parts.forward.recording_at_need(), model.pipeline.compiling():
+        if parts.config.options.self_check:
+            try:
+                with progress.bar("self check", 1):
+                    decisions.append(self_check(loaded.model, engine))
+            except ModelError as error:
+                if model.pipeline.refuse_kept(error.why):
+                    raise _WrongPlanError from error
+                raise
+        if parts.config.deterministic:
             decisions.append(check_rows(engine))
     return decisions
 
@@ -159,10 +162,12 @@ def _trace_and_compile(
             refuse_attention(loaded.model)
         core_options = Options(
             fuse_linears=options.fuse_linears,
-            inductor=options.inductor,
+            inductor={**inductor_settings(config.device), **options.inductor},
             provenance=options.provenance,
             progress=options.progress,
             cache=options.cache,
+            dump=options.dump,
+            dump_inputs=options.dump_inputs,
         )
         model = trace_model(
             loaded.model,
@@ -190,13 +195,14 @@ def _start_early(
         return []
     dtype = loaded.model.dtype
     sizes = step_sizes(config, limits, has_graphs=config.cudagraph_mode != "none")
+    kernel, _ = choose_kernel(config.attention, sites.layers, dtype, config.device, deterministic=config.deterministic)
     early = EarlyKernels(
-        choose_kernel(config.attention, sites.layers, dtype, config.device, deterministic=config.deterministic)[0],
+        kernel,
         sites.layers,
         (sites.states, choose_states(sites.states, dtype, config.device)[0]),
         () if config.deterministic else linear_shapes(sites.graph),
         buckets=dict.fromkeys((*sizes.largest(limits), *sizes.at_start())),
-        limits=batch_limits(loaded, config, limits, len(sites.reaches), has_mrope=False),
+        limits=batch_limits(loaded, block_size_for(kernel, config), limits, len(sites.reaches), has_mrope=False),
         dtype=dtype,
         device=config.device,
     )
@@ -239,8 +245,14 @@ def _embeds_tracer(
     loaded: LoadedModel, model: TracedModel, cache: TraceCache, config: LLMConfig, events: EventLog
 ) -> Callable[[], TracedModel]:
     """What makes the model whose decoder takes embeddings. Its weights stay where they are, not joined again."""
-    own = config.options
-    options = Options(inductor=own.inductor, progress=own.progress, cache=own.cache)
+    given = config.options
+    options = Options(
+        inductor={**inductor_settings(config.device), **given.inductor},
+        progress=given.progress,
+        cache=given.cache,
+        dump=given.dump,
+        dump_inputs=given.dump_inputs,
+    )
 
     def trace_embeds() -> TracedModel:
         refuse_embeddings(loaded.model)
@@ -286,20 +298,28 @@ def _look_ahead(config: LLMConfig) -> Decision:
     if wish != "auto":
         return Decision("look ahead", "on" if wish else "off", "asked for")
     if config.device.type == "cuda":
-        return Decision("look ahead", "on", "the device need not wait for the host between two steps of decoding")
+        return Decision("look ahead", "on", "the device need not wait for the host between two steps")
     return Decision("look ahead", "off", "the host computes, too")
+
+
+def _record_seconds(config: LLMConfig) -> float:
+    """How long sizes are recorded for that not every request needs."""
+    wish = config.options.record_seconds
+    if wish != "auto":
+        return wish
+    # With provenance steps wait until they are recorded anyway.
+    return _RECORD_SECONDS if config.device.type == "cuda" and not config.options.provenance else 0.0
 
 
 @contextlib.contextmanager
 def _uncounted(engine: LLMEngine) -> Iterator[None]:
     """Steps that are nobody's are neither told nor counted."""
-    events, counts = engine.events, (engine.num_steps, engine.num_replays)
-    engine.events = EventLog("ignore")
+    events, counts = engine.events, engine.counts
+    engine.events, engine.counts = EventLog("ignore"), StepCounts()
     try:
         yield
     finally:
-        engine.events = events
-        engine.num_steps, engine.num_replays = counts
+        engine.events, engine.counts = events, counts
 
 
 def _eos_token_ids(loaded: LoadedModel) -> set[int]:

@@ -99,6 +99,9 @@ class Body(Protocol):
     def learn(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
         """Called before a new size is served, with a call of that size."""
 
+    def check_writes(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
+        """Called before a size is first run. Raises if it writes to memory that others did not write to."""
+
     def reads_data(self, sizes: Sizes) -> bool:
         """Whether what runs at a size that was learned depends on data, which Python reads. See Note [Paths]."""
 
@@ -152,6 +155,9 @@ class TracedBody:
 
     def learn(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
         """Everything is in the graph already."""
+
+    def check_writes(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
+        """One graph serves every size."""
 
     def reads_data(self, sizes: Sizes) -> bool:
         return False

@@ -77,7 +77,9 @@ class SizedCalls:
         self.buffers.fill(key.values, source)
 
     def run(self, key: SizeKey) -> Sequence[Any]:
-        return self.body.run(self.buffers.views(key.values), key.values)
+        views = self.buffers.views(key.values)
+        self.body.check_writes(views, key.values)
+        return self.body.run(views, key.values)
 
     def direct(self, key: SizeKey, source: Call) -> Callable[[], Sequence[Any]]:
         views = self.buffers.views(key.values)

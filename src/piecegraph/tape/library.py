@@ -16,7 +16,7 @@ import torch
 
 from piecegraph.base import torch_compat
 from piecegraph.base.events import Event, EventLog
-from piecegraph.base.progress import Progress
+from piecegraph.base.progress import Bar, Progress
 from piecegraph.errors import KernelError, PiecegraphError, located
 from piecegraph.graph import interception
 from piecegraph.tape.buffers import preserved
@@ -78,6 +78,16 @@ class Recordable(Protocol[_AnyKey]):
         """Why the data of the last run of a key cannot be used again, and what to do; empty if it can."""
 
 
+class TapeWatch(Protocol):
+    """Is told what is recorded."""
+
+    def recorded(self, library: TapeLibrary[Any]) -> None:
+        """Some more is recorded, or was dropped."""
+
+    def failed(self, error: Exception) -> None:
+        """Recording failed, and the error is about to be raised."""
+
+
 @dataclass(frozen=True, slots=True)
 class Recorded(Generic[Key]):
     """What recording a key cost."""
@@ -99,6 +109,7 @@ class TapeLibrary(Generic[Key]):
         make_ledger: writes down who puts what into the graphs, if that is asked for.
         progress: shows how far it is.
         check_always: check addresses at every replay, and not only at the first.
+        watch: is told what is recorded.
     """
 
     def __init__(
@@ -110,6 +121,7 @@ class TapeLibrary(Generic[Key]):
         make_ledger: MakeLedger,
         progress: Progress,
         check_always: bool = False,
+        watch: TapeWatch | None = None,
     ) -> None:
         self._recordable = recordable
         self._device = device
@@ -117,7 +129,9 @@ class TapeLibrary(Generic[Key]):
         self._make_ledger = make_ledger
         self._progress = progress
         self._check_always = check_always
-        self._uncapturable: dict[int, str] = {}
+        self._watch = watch
+        self.uncapturable: dict[int, str] = {}
+        """Pieces that run between graphs because they cannot be in one, by number, and why."""
         self.tapes: dict[Key, Tape | DirectTape] = {}
         self.dropped: dict[Key, str] = {}
         """What ran out of memory, or could not be run or captured, and why: not tried again with the like data."""
@@ -125,7 +139,15 @@ class TapeLibrary(Generic[Key]):
         self.tune_seconds = 0.0
         """What the very first run took: kernels are tuned and loaded then."""
 
-    def record(self, keys: Iterable[Key], source: Any = None, *, tidies: bool = True, is_quiet: bool = False) -> None:
+    def record(
+        self,
+        keys: Iterable[Key],
+        source: Any = None,
+        *,
+        tidies: bool = True,
+        is_quiet: bool = False,
+        goes_on: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Record keys, largest first, so that smaller ones reuse the memory of larger ones.
 
         Args:
@@ -133,18 +155,29 @@ class TapeLibrary(Generic[Key]):
             source: what the data is made from that the recorded runs work on.
             tidies: see :meth:`GraphDevice.session`.
             is_quiet: show no progress.
+            goes_on: asked before each key whether there is time for it.
         """
         progress = Progress(False) if is_quiet else self._progress
         ordered = sorted(keys, key=self._recordable.volume, reverse=True)
-        with self.session(tidies=tidies), progress.bar("record", len(ordered)) as bar:
-            if ordered and not self.tune_seconds and not self._tune(ordered[0], source):
-                self._drop(ordered.pop(0))
-            for key in ordered:
-                self._record_or_drop(key, source)
-                free = self._device.free_bytes() if self._device is not None else None
-                bar.advance(
-                    self._recordable.title(key) + (f", {free / 2**30:.1f} GiB free" if free is not None else "")
-                )
+        try:
+            with self.session(tidies=tidies), progress.bar("record", len(ordered)) as bar:
+                self._record(ordered, source, bar, goes_on)
+        except Exception as error:
+            if self._watch is not None:
+                self._watch.failed(error)
+            raise
+        if self._watch is not None:
+            self._watch.recorded(self)
+
+    def _record(self, ordered: list[Key], source: Any, bar: Bar, goes_on: Callable[[], bool]) -> None:
+        if ordered and not self.tune_seconds and not self._tune(ordered[0], source):
+            self._drop(ordered.pop(0))
+        for key in ordered:
+            if not goes_on():
+                break
+            self._record_or_drop(key, source)
+            free = self._device.free_bytes() if self._device is not None else None
+            bar.advance(self._recordable.title(key) + (f", {free / 2**30:.1f} GiB free" if free is not None else ""))
 
     def forget(self) -> None:
         """Drop every tape: memory that they read has moved."""
@@ -191,6 +224,23 @@ class TapeLibrary(Generic[Key]):
         with torch_compat.without_trace(recordable.devices), recordable.current(key):
             with preserved(recordable.written(key)):
                 yield Rerun(replay, compute, device.seconds_of)
+
+    def can_capture(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """Whether a function that runs can be captured, too. The graph is thrown away."""
+        device = self._device
+        assert device is not None, "there is nothing that captures"
+        with self.session():
+            function(*args)  # makes workspaces for it, on the capture stream
+            try:
+                device.begin(keep_nodes=False)
+                device.call(function, args, {})
+                device.end()
+            except RuntimeError:
+                device.abandon()
+                return False
+            finally:
+                device.end_size()
+        return True
 
     def _tune(self, key: Key, source: Any) -> bool:
         """Run once at the largest size, so that recording it does not count what happens only once. Whether it can."""
@@ -268,7 +318,7 @@ class TapeLibrary(Generic[Key]):
 
     def _try_way(self, device: GraphDevice, key: Key, number: int, way: Way, source: Any) -> Tape | None:
         recordable, phase = self._recordable, str(key)
-        recorder = Recorder(device, self._events, self._uncapturable, phase=phase, ledger=self._make_ledger(device))
+        recorder = Recorder(device, self._events, self.uncapturable, phase=phase, ledger=self._make_ledger(device))
         try:
             with preserved(recordable.written(key)):
                 recordable.fill_example(key, source)

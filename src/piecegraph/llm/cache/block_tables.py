@@ -44,21 +44,23 @@ class BlockTables:
         self._num_returned = [[0] * num_groups for _ in range(max_seqs)]
         self._num_rows = 0
         self._changed: list[tuple[int, int]] = []
-        """(first, end) of each changed range of the flat mirror; no two overlap."""
+        """(first, end) of each changed range of the flat mirror. Some overlap if a batch was written and not sent; that
+        does no harm, as what is sent is what the mirror holds then.
+        """
 
     def place_all(self, rows: Sequence[SequenceBlocks | None]) -> None:
         """Let the first rows show these, and the others nothing."""
+        shown, versions = self._rows, self._versions
         for row, blocks in enumerate(rows):
-            self.place(row, blocks)
+            if blocks is None or blocks is not shown[row] or blocks.version != versions[row]:
+                self._place(row, blocks)
         for row in range(len(rows), self._num_rows):
-            self.place(row, None)
+            self._place(row, None)
         self._num_rows = len(rows)
 
-    def place(self, row: int, blocks: SequenceBlocks | None) -> None:
+    def _place(self, row: int, blocks: SequenceBlocks | None) -> None:
         """Let a row show a sequence's blocks, or nothing."""
         is_same = blocks is self._rows[row]
-        if is_same and (blocks is None or blocks.version == self._versions[row]):
-            return
         old_length, new_length = self._lengths[row], 0
         for g in range(len(self.mirror)):
             table = blocks.tables[g] if blocks is not None else []

@@ -116,6 +116,12 @@ class PagedCache:
             for group, pool in zip(self.groups, self.pools, strict=True)
         )
 
+    @property
+    def usage(self) -> float:
+        """The share of the blocks that sequences hold, in the fullest pool."""
+        # Block 0 belongs to no sequence.
+        return max((1 - pool.num_free / max(pool.num_blocks - 1, 1) for pool in self.pools), default=0.0)
+
     def num_releases(self) -> int:
         """Changes whenever a block became free."""
         return sum(pool.num_releases for pool in self.pools)

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from piecegraph.base import torch_compat
+from piecegraph.dumps.repro import register_plain_form
+from piecegraph.llm.kernels.early_launch import early_constants
 from piecegraph.llm.ops import LIBRARY
 
 _MOST_ROWS = 32
@@ -127,6 +129,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ou
         x.stride(0),
         out.stride(0),
         M=rows,
+        **early_constants(x.device),
         **_constants(weight, bias, tile),
     )
 
@@ -163,6 +166,7 @@ def _constants(weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile) -> d
 
 
 def _define(name: str, function: Callable[..., torch.Tensor]) -> None:
+    register_plain_form(f"piecegraph::{name}", "torch.nn.functional.linear")
     LIBRARY.define(f"{name}(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(

@@ -23,6 +23,7 @@ from piecegraph.graph.sources import FromCall, Weight
 from piecegraph.graph.split import Segment
 from piecegraph.graph.tracer import Traced
 from piecegraph.tape.body import TracedBody
+from piecegraph.tape.library import TapeWatch
 from piecegraph.tape.tape import WatchedWeight
 
 
@@ -37,6 +38,8 @@ class Decoder:
     """Of each value that the body gives, which dimension is that of the tokens; None if it has none."""
     why_whole: str = ""
     """Why there is no tail."""
+    watch: TapeWatch | None = None
+    """Is told what is recorded of it."""
 
     def run(
         self, inputs: Sequence[torch.Tensor], num_tokens: int, run_step: RunStep = run_plainly
@@ -65,7 +68,9 @@ class Decoder:
         return self.body.violated((num_tokens,))
 
 
-def make_decoder(traced: Traced, segments: Sequence[Segment], program: Program) -> Decoder:
+def make_decoder(
+    traced: Traced, segments: Sequence[Segment], program: Program, watch: TapeWatch | None = None
+) -> Decoder:
     """Take the last piece apart from the others, if it can be run on some rows."""
 
     def body_of(part: Program) -> TracedBody:
@@ -74,7 +79,8 @@ def make_decoder(traced: Traced, segments: Sequence[Segment], program: Program) 
     segment = segments[-1]
     is_behind_cut = len(segments) > 1 and segment.verdict is None
     if not is_behind_cut or not set(traced.output_nodes) <= set(segment.outputs):
-        return Decoder(body_of(program), why_whole="the hidden states do not come out of a piece behind a cut")
+        why = "the hidden states do not come out of a piece behind a cut"
+        return Decoder(body_of(program), why_whole=why, watch=watch)
     tokens = torch_compat.size_expr(torch_compat.meta_value(_first_input(traced)).shape[0])
     passed = {
         slot.index: node
@@ -83,9 +89,9 @@ def make_decoder(traced: Traced, segments: Sequence[Segment], program: Program) 
     }
     if not all(_has_rows_of(tokens, node) for node in (*passed.values(), *segment.outputs)):
         why = "not all that goes into it, or comes out, is one row behind the other for each token"
-        return Decoder(body_of(program), why_whole=why)
+        return Decoder(body_of(program), why_whole=why, watch=watch)
     body, tail = _part(program, list(passed))
-    return Decoder(body_of(body), body_of(tail), tuple(map(_dim_of_tokens, passed.values())))
+    return Decoder(body_of(body), body_of(tail), tuple(map(_dim_of_tokens, passed.values())), watch=watch)
 
 
 def _part(program: Program, slots: Sequence[int]) -> tuple[Program, Program]:

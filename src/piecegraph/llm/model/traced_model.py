@@ -86,7 +86,7 @@ class TracedModel:
     def intercepted(self, interceptions: Sequence[Interception]) -> Decoder:
         """The decoder, cut at intercepted ops as well; pieces that are the same are not compiled again."""
         lowered = self.pipeline.cut(self.traced, interceptions)
-        return make_decoder(self.traced, lowered.segments, lowered.program)
+        return make_decoder(self.traced, lowered.segments, lowered.program, lowered.dump)
 
 
 def trace_model(
@@ -118,12 +118,12 @@ def trace_model(
         clock: times its stages.
     """
     pipeline = Pipeline(
+        type(model).__name__,
         backend,
         linear_passes(model.device, deterministic=deterministic),
         CutRules("auto"),
         options,
         events,
-        name=type(model).__name__,
         factors=cache.factors,
         clock=clock or StageClock(),
     )
@@ -138,7 +138,7 @@ def trace_model(
     return TracedModel(
         traced,
         pipeline,
-        make_decoder(traced, lowered.segments, lowered.program),
+        make_decoder(traced, lowered.segments, lowered.program, lowered.dump),
         Head(model),
         layers,
         states,

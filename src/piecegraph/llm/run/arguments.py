@@ -24,12 +24,23 @@ class SamplingArguments(TypedDict, total=False):
 
     max_new_tokens: int | Sequence[int]
     max_tokens: int | Sequence[int]
+    n: int
     temperature: float | Sequence[float]
     top_p: float | Sequence[float]
     top_k: int | Sequence[int]
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    bad_words: Sequence[str | Sequence[int]] | None
     seed: int | Sequence[int | None] | None
     stop: str | Iterable[str] | None
+    stop_token_ids: Sequence[int] | None
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
     ignore_eos: bool
+    min_tokens: int
     logprobs: int | None
     prompt_logprobs: int | None
     return_hidden_states: bool
@@ -39,8 +50,20 @@ SAMPLING_NAMES = frozenset(SamplingArguments.__annotations__)
 
 _ONE_FOR_EACH = ("max_new_tokens", "max_tokens", "temperature", "top_p", "top_k", "seed")
 
-_OTHER_NAMES = {"do_sample": "temperature", "stop_strings": "stop"}
+_OTHER_NAMES = {
+    "bad_words_ids": "bad_words",
+    "do_sample": "temperature",
+    "eos_token_id": "stop_token_ids",
+    "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n",
+    "sequence_bias": "logit_bias",
+    "stop_strings": "stop",
+}
 """What transformers calls ours, where it is not alike."""
+
+_REFUSED = {"best_of": "answers would be generated to be thrown away", "num_beams": "there is no beam search"}
+_REFUSED |= {"use_beam_search": _REFUSED["num_beams"], "length_penalty": _REFUSED["num_beams"]}
+"""What others know and we do not have, with the reason."""
 
 
 def sampling_rows(num_prompts: int, params: Any, given: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -56,6 +79,8 @@ def sampling_rows(num_prompts: int, params: Any, given: Mapping[str, Any]) -> li
     if params is not None:
         return _rows_of_params(num_prompts, params, given)
     unknown = sorted(set(given) - SAMPLING_NAMES)
+    if unknown and unknown[0] in _REFUSED:
+        raise ConfigError("PG101", f"{unknown[0]} is not supported", why=_REFUSED[unknown[0]], hint="ask for n answers")
     if unknown:
         raise unknown_argument(unknown[0], SAMPLING_NAMES, _OTHER_NAMES)
     lists = {name: found for name in _ONE_FOR_EACH if (found := as_list(given.get(name))) is not None}

@@ -19,11 +19,15 @@ from numpy.typing import NDArray
 from piecegraph.llm.cache.block_tables import BlockTables
 from piecegraph.llm.cache.paged import SequenceBlocks
 from piecegraph.llm.kernels.race import random_keys
+from piecegraph.llm.run.adjustments import EntryBuffers
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.sampling import HOTTEST, SamplingMode, mode_of
-from piecegraph.llm.run.step import Bucket, StepPlan, Work
-from piecegraph.llm.specs import AttentionBatch, Span, StateBatch
+from piecegraph.llm.run.step import MAX_PROMPTS, Bucket, StepPlan, Work
+from piecegraph.llm.specs import AttentionBatch, SequenceRows, Span, StateBatch
 
+_OF_PROMPTS = ("prompt_starts", "prompt_lens", "prompt_rows")
+_MODES: tuple[SamplingMode, ...] = ("greedy", "plain", "truncated")
+"""Each does what those before it do."""
 _ALIGNMENT = 128
 """Bytes: kernels load wide from addresses that are aligned."""
 
@@ -52,7 +56,7 @@ class BatchLimits:
     @property
     def num_bytes(self) -> int:
         """What the buffers take on the device. The host mirrors most of it."""
-        tables = self.num_groups * self.max_seqs * self.max_blocks * torch.int32.itemsize
+        tables = self.num_groups * (self.max_seqs + MAX_PROMPTS) * self.max_blocks * torch.int32.itemsize
         embeds = self.max_tokens * self.embed_width * self.embed_dtype.itemsize
         return sum(field.num_bytes for field in _fields(self)) + tables + embeds
 
@@ -87,6 +91,8 @@ class BatchViews:
     """float32 [S]."""
     top_k: torch.Tensor
     """int64 [S]."""
+    min_p: torch.Tensor
+    """float32 [S]."""
     random_keys: torch.Tensor
     """int64 [S]."""
 
@@ -96,7 +102,7 @@ class _Field:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    per: Literal["token", "seq"]
+    per: Literal["token", "seq", "step"]
     pad: float
     is_interleaved: bool = False
     """The rows of a token lie together: a view of some tokens then has the same strides in every bucket, which the
@@ -127,12 +133,16 @@ class BatchBuffers:
     has_embeds         False              nothing is read from ``input_embeds``, which is not padded
     slots              0                  block 0 belongs to no sequence and is never read
     query_starts       real tokens        a padded sequence has no queries
+    prompt_starts      real tokens        the same; as those of sequences, for the prompts of a large mixed step
+    prompt_lens        0
+    prompt_rows        0
     seq_lens           0                  and no keys
     block table        0                  rows of sequences that left are cleared, and so are blocks given back
     state_slots        0                  slot 0 belongs to no sequence
     logit_rows         0                  a valid row; what is chosen from it is ignored
     temperature        0                  greedy: nothing is drawn
     top_k, top_p       0, 1               off
+    min_p              0                  off
     random_keys        0                  not used
     =================  =================  ====================================================================
 
@@ -146,8 +156,16 @@ class BatchBuffers:
         self.device = torch.device(device)
         self.sampling_mode: SamplingMode = "greedy"
         """What the sequences of the last step need (Note [Sampling modes])."""
+        self.num_adjusted = 0
+        """The length of the buffer with what they add to their logits (Note [Adjusted logits]); 0 for none."""
+        self.entries = EntryBuffers(self.device)
+        self._has_adjustments = False
         self.has_embeds = False
         """Whether tokens of the last step have embeddings of their own."""
+        self._num_sampled = 0
+        """How many tokens of the last step only the device knows."""
+        self._is_sampled_in_order = False
+        """Whether these are all, in the order of the step before."""
         self._has_own_inputs = False
         """Whether a request of the last step brought embeddings or positions, if only for other tokens of it."""
         self._fields = _fields(limits)
@@ -158,18 +176,23 @@ class BatchBuffers:
         self._host = {name: view.numpy() for name, view in _carve(self._staging, self._fields).items()}
         self._tensors = _carve(self._buffer, self._fields)
         self.tables = BlockTables(limits.num_groups, limits.max_seqs, max(1, limits.max_blocks), self.device)
+        shape = (limits.num_groups, MAX_PROMPTS, max(1, limits.max_blocks))
+        self._prompt_tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
         width = limits.embed_width
         self._embeds = (
             torch.zeros((limits.max_tokens, width), dtype=limits.embed_dtype, device=self.device) if width else None
         )
         self._seeds = np.zeros(limits.max_seqs, np.uint64)
         self._mrope_deltas = np.zeros(limits.max_seqs, np.int64)
+        self._own_inputs = np.zeros(limits.max_seqs, np.bool_)
+        self._adjusts = np.zeros(limits.max_seqs, np.bool_)
+        self._modes = np.zeros(limits.max_seqs, np.int8)
+        """Of each row: which of ``_MODES`` it needs."""
         self._count = np.arange(max(limits.max_tokens, limits.max_seqs) + 1)
         self.works: tuple[Work, ...] = ()
         """Of the last step."""
         # A sequence is known by its blocks: a new object for every admission.
         self._rows: list[SequenceBlocks | None] = []
-        self._versions: list[int] = []
         self._views: dict[Bucket, BatchViews] = {}
         self._sent = torch.cuda.Event() if is_cuda else None
 
@@ -187,9 +210,11 @@ class BatchBuffers:
         cut = {
             field.name: tensors[field.name][..., : num_tokens if field.per == "token" else num_seqs]
             for field in self._fields
+            if field.per != "step"
         }
         query_starts, slots = tensors["query_starts"][: num_seqs + 1], cut.pop("slots")
         del cut["query_starts"]
+        starts, lens, _ = (tensors[name] for name in _OF_PROMPTS)
         attention = tuple(
             AttentionBatch(
                 query_starts=query_starts,
@@ -199,6 +224,7 @@ class BatchBuffers:
                 block_size=limits.block_size,
                 max_query_len=1 if bucket.kind == "decode" else min(num_tokens, limits.max_model_len),
                 max_seq_len=limits.max_model_len,
+                prompts=SequenceRows(starts, lens, self._prompt_tables[g]) if bucket.separates_prompts else None,
             )
             for g in range(limits.num_groups)
         )
@@ -233,29 +259,64 @@ class BatchBuffers:
         Args:
             plan: the step.
             bucket: the size it runs at.
-            sampled: for a decode step: its tokens, which only the device knows yet.
+            sampled: what the step before chose, if the plan goes on from that (:attr:`StepPlan.sources`).
+        """
+        self.write(plan)
+        self.send(plan, bucket, num_adjusted=self.num_adjusted, sampled=sampled)
+
+    def write(self, plan: StepPlan) -> None:
+        """Write a step on the host. From then on ``sampling_mode``, ``has_embeds`` and ``num_adjusted`` are its own, by
+        which the size it runs at may be chosen; :meth:`send` comes next.
+        """
+        if self._sent is not None:
+            self._sent.synchronize()  # the copy of the last step reads the memory that is written now
+        num_seqs = plan.num_seqs
+        self.works = plan.works
+        self._place(plan.works)
+        rows, starts = self._write_sequences(plan)
+        self._write_tokens(plan, rows, starts)
+        if self.sampling_mode != "greedy":
+            host = self._host
+            host["random_keys"][:num_seqs] = random_keys(self._seeds[:num_seqs], host["seq_lens"][:num_seqs])
+        self.num_adjusted = self.entries.collect(plan.works if self._has_adjustments else ())
+
+    def send(self, plan: StepPlan, bucket: Bucket, *, num_adjusted: int, sampled: torch.Tensor | None = None) -> None:
+        """Pad what was written to a size, and send it.
+
+        Args:
+            plan: what was written.
+            bucket: the size.
+            num_adjusted: the length of the buffer that the step reads adjustments from; 0 for none.
+            sampled: what the step before chose, if it is not committed yet.
         """
         num_tokens, num_seqs = plan.num_tokens, plan.num_seqs
         assert num_tokens <= bucket.num_tokens <= self.limits.max_tokens, (num_tokens, bucket)
         assert num_seqs <= bucket.num_seqs <= self.limits.max_seqs, (num_seqs, bucket)
         assert plan.kind == "decode" or bucket.kind == "mixed", bucket
-        if self._sent is not None:
-            self._sent.synchronize()  # the copy of the last step reads the memory that is written now
-        self.works = plan.works
-        self._place(plan.works)
-        rows, starts = self._write_sequences(plan)
-        self._write_tokens(plan, rows, starts, is_sampled=sampled is not None)
-        if self.sampling_mode != "greedy":
-            host = self._host
-            host["random_keys"][:num_seqs] = random_keys(self._seeds[:num_seqs], host["seq_lens"][:num_seqs])
         self._pad(num_tokens, num_seqs, bucket)
+        if bucket.separates_prompts:
+            self._write_prompts(plan)
         self._buffer.copy_(self._staging, non_blocking=True)
         if sampled is not None:
-            # Where the logits were not numbers the token is negative: the step is for nothing, but must not fail.
-            torch.clamp(sampled[:num_tokens], min=0, out=self._tensors["input_ids"][:num_tokens])
+            self._take_sampled(sampled)
+        self.entries.send(num_adjusted)
         self.tables.send()
+        if bucket.separates_prompts:
+            torch.index_select(self.tables.device, 1, self._tensors["prompt_rows"], out=self._prompt_tables)
         if self._sent is not None:
             self._sent.record()
+
+    def _take_sampled(self, sampled: torch.Tensor) -> None:
+        """Tokens that only the device knows go where they are computed.
+
+        Where the logits were not numbers the token is negative: the step is for nothing, but must not fail.
+        """
+        ids, count = self._tensors["input_ids"], self._num_sampled
+        if self._is_sampled_in_order:
+            torch.clamp(sampled[:count], min=0, out=ids[:count])
+        elif count:
+            chosen = sampled.index_select(0, self._tensors["sampled_rows"][:count]).clamp_(min=0)
+            ids.index_copy_(0, self._tensors["sampled_places"][:count], chosen)
 
     def fill_dummy(self, bucket: Bucket, *, context: int = 0, num_blocks: int = 1) -> None:
         """Fill a bucket with sequences that read and write block 0, for warm-up, capture and timing.
@@ -271,6 +332,8 @@ class BatchBuffers:
         limits = self.limits
         context = min(max(context, 1 if bucket.kind == "decode" else 0), limits.max_model_len - 1)
         num_seqs = min(bucket.num_seqs, bucket.num_tokens)
+        if bucket.separates_prompts:
+            num_seqs = min(num_seqs, MAX_PROMPTS)
         share, rest = divmod(bucket.num_tokens, num_seqs)
         works = []
         for i in range(num_seqs):
@@ -286,33 +349,33 @@ class BatchBuffers:
     def _place(self, works: Sequence[Work]) -> None:
         """Bring the block tables up to date, and what a sequence keeps from step to step."""
         rows = [work.request.blocks for work in works]
-        versions = [blocks.version if blocks is not None else 0 for blocks in rows]
-        if rows == self._rows:
-            for row, (old, new) in enumerate(zip(self._versions, versions, strict=True)):
-                if old != new:
-                    self.tables.place(row, rows[row])
-        else:
-            self.tables.place_all(rows)
-            self._write_requests([work.request for work in works])
+        if rows != self._rows:
+            num_before = len(self._rows)
+            changed = [row for row, (new, old) in enumerate(zip(rows, self._rows, strict=False)) if new is not old]
+            self._write_requests([*changed, *range(num_before, len(rows))], works)
             self._rows = rows
-        self._versions = versions
+        self.tables.place_all(rows)
 
-    def _write_requests(self, requests: Sequence[Request]) -> None:
+    def _write_requests(self, rows: Sequence[int], works: Sequence[Work]) -> None:
         """What changes only when other sequences run, or the same in other rows."""
-        host, num_seqs = self._host, len(requests)
-        all_params = [request.params for request in requests]
-        host["temperature"][:num_seqs] = [min(params.temperature, HOTTEST) for params in all_params]
-        host["top_p"][:num_seqs] = [params.top_p for params in all_params]
-        host["top_k"][:num_seqs] = [min(params.top_k, 1 << 31) for params in all_params]
-        host["state_slots"][:num_seqs] = [request.state_slot for request in requests]
-        host["random_keys"][:num_seqs] = 0
-        self._seeds[:num_seqs] = [request.seed for request in requests]
-        self._mrope_deltas[:num_seqs] = [request.mrope_delta for request in requests]
-        self._has_own_inputs = any(
-            request.input_embeds is not None or request.mrope_positions is not None for request in requests
-        )
-        modes = {mode_of(params) for params in all_params}
-        self.sampling_mode = "truncated" if "truncated" in modes else "plain" if "plain" in modes else "greedy"
+        host, num_seqs = self._host, len(works)
+        for row in rows:
+            request = works[row].request
+            params = request.params
+            host["temperature"][row] = min(params.temperature, HOTTEST)
+            host["top_p"][row] = params.top_p
+            host["min_p"][row] = params.min_p
+            host["top_k"][row] = min(params.top_k, 1 << 31)
+            host["state_slots"][row] = request.state_slot
+            host["random_keys"][row] = 0
+            self._seeds[row] = request.seed
+            self._mrope_deltas[row] = request.mrope_delta
+            self._own_inputs[row] = request.input_embeds is not None or request.mrope_positions is not None
+            self._adjusts[row] = request.adjustments is not None
+            self._modes[row] = _MODES.index(mode_of(params))
+        self._has_own_inputs = bool(self._own_inputs[:num_seqs].any())
+        self._has_adjustments = bool(self._adjusts[:num_seqs].any())
+        self.sampling_mode = _MODES[self._modes[:num_seqs].max()]
 
     def _write_sequences(self, plan: StepPlan) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
         """The fields of each sequence; returns the sequence of each token, and the first position of each sequence."""
@@ -333,22 +396,25 @@ class BatchBuffers:
             host["logit_rows"][:num_seqs] = query_starts[1 : num_seqs + 1] - 1
         return rows, starts
 
-    def _write_tokens(
-        self, plan: StepPlan, rows: NDArray[np.integer], starts: NDArray[np.integer], *, is_sampled: bool
-    ) -> None:
+    def _write_prompts(self, plan: StepPlan) -> None:
+        """The sequences behind those that come first with one token each."""
+        host, num_decodes, num_seqs = self._host, plan.num_decodes, plan.num_seqs
+        starts, lens, rows = (host[name] for name in _OF_PROMPTS)
+        num_prompts = num_seqs - num_decodes
+        starts[:num_prompts] = host["query_starts"][num_decodes:num_seqs]
+        starts[num_prompts:] = plan.num_tokens
+        lens[:num_prompts], lens[num_prompts:] = host["seq_lens"][num_decodes:num_seqs], 0
+        rows[:num_prompts], rows[num_prompts:] = self._count[num_decodes:num_seqs], 0
+
+    def _write_tokens(self, plan: StepPlan, rows: NDArray[np.integer], starts: NDArray[np.integer]) -> None:
         """The fields of each token."""
         host, num_tokens, size = self._host, plan.num_tokens, self.limits.block_size
         positions = host["positions"][:num_tokens]
         if plan.kind == "decode":
             positions[:] = starts
-            if not is_sampled:
-                host["input_ids"][:num_tokens] = [work.request.tokens[work.start] for work in plan.works]
         else:
             np.add(self._count[:num_tokens], (starts - host["query_starts"][: plan.num_seqs])[rows], out=positions)
-            ids, first = host["input_ids"], 0
-            for request, start, length, _ in plan.works:
-                ids[first : first + length] = request.tokens[start : start + length]
-                first += length
+        self._write_ids(plan)
         indices, offsets = np.divmod(positions, size)
         slots = host["slots"]
         for g in range(self.limits.num_groups):
@@ -359,6 +425,30 @@ class BatchBuffers:
         self.has_embeds = False
         if self._has_own_inputs:
             self._write_own_inputs(plan.works)
+
+    def _write_ids(self, plan: StepPlan) -> None:
+        """The ids of tokens that are known, and where the others come from and go to."""
+        host, works = self._host, plan.works
+        query_starts, known = host["query_starts"], works
+        self._is_sampled_in_order = isinstance(plan.sources, range)
+        if self._is_sampled_in_order:
+            self._num_sampled = plan.num_tokens
+            return
+        places = query_starts[: plan.num_seqs].tolist()
+        if plan.sources is not None:
+            sources = np.array(plan.sources)
+            pending = np.flatnonzero(sources >= 0)
+            self._num_sampled = count = len(pending)
+            host["sampled_rows"][:count] = sources[pending]
+            host["sampled_places"][:count] = query_starts[pending]
+            rows = np.flatnonzero(sources < 0).tolist()
+            known, places = tuple([works[row] for row in rows]), [places[row] for row in rows]
+        if plan.kind == "decode":
+            host["input_ids"][places] = [work.request.tokens[work.start] for work in known]
+            return
+        ids = host["input_ids"]
+        for first, (request, start, length, _) in zip(places, known, strict=True):
+            ids[first : first + length] = request.tokens[start : start + length]
 
     def _write_own_inputs(self, works: Sequence[Work]) -> None:
         """Positions in three dimensions and embeddings, where a request brings its own for its prompt."""
@@ -377,8 +467,9 @@ class BatchBuffers:
             first += length
 
     def _pad(self, num_tokens: int, num_seqs: int, bucket: Bucket) -> None:
+        ends = {"token": (num_tokens, bucket.num_tokens), "seq": (num_seqs, bucket.num_seqs), "step": (0, 0)}
         for field in self._fields:
-            real, end = (num_tokens, bucket.num_tokens) if field.per == "token" else (num_seqs, bucket.num_seqs)
+            real, end = ends[field.per]
             if real < end:
                 self._host[field.name][..., real:end] = field.pad
         self._host["query_starts"][num_seqs : bucket.num_seqs + 1] = num_tokens
@@ -393,12 +484,19 @@ def _fields(limits: BatchLimits) -> tuple[_Field, ...]:
         _Field("temperature", torch.float32, (seqs,), "seq", 0),
         _Field("top_p", torch.float32, (seqs,), "seq", 1),
         _Field("top_k", torch.int64, (seqs,), "seq", 0),
+        _Field("min_p", torch.float32, (seqs,), "seq", 0),
         _Field("random_keys", torch.int64, (seqs,), "seq", 0),
+        # Of tokens that the step before chose: where they are among its rows, and where they go.
+        _Field("sampled_rows", torch.int64, (seqs,), "step", 0),
+        _Field("sampled_places", torch.int64, (seqs,), "step", 0),
         _Field("input_ids", torch.int64, (tokens,), "token", 0),
         _Field("positions", torch.int64, (tokens,), "token", 0),
         _Field("slots", torch.int64, (limits.num_groups, tokens), "token", 0),
         # One entry more than sequences; its padding is written apart.
         _Field("query_starts", torch.int32, (seqs + 1,), "seq", 0),
+        _Field("prompt_starts", torch.int32, (MAX_PROMPTS + 1,), "step", 0),
+        _Field("prompt_lens", torch.int32, (MAX_PROMPTS,), "step", 0),
+        _Field("prompt_rows", torch.int64, (MAX_PROMPTS,), "step", 0),
     ]
     if limits.has_mrope:
         fields.append(_Field("mrope_positions", torch.int64, (3, tokens), "token", 0, is_interleaved=True))

@@ -3,8 +3,8 @@
 Note [Looking ahead]
 ~~~~~~~~~~~~~~~~~~~~
 While the device runs a step, the host would wait for its tokens, and then the device for the host. So where the next
-step can be known without them (:meth:`Scheduler.schedule_ahead`), it is launched first, and takes its tokens from where
-the device left them. Results are valid until the next step is launched, so a request that wants logits or hidden states
+step can be known without them (:meth:`Scheduler.schedule_ahead`), it is launched first, and takes them from where the
+device left them. Results are valid until the next step is launched, so a request that wants logits or hidden states
 keeps its steps from being followed like that.
 
 Note [A step that fails]
@@ -47,7 +47,7 @@ from piecegraph.llm.run.model_step import StepKey
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.results import StepResult
 from piecegraph.llm.run.scheduler import Scheduler
-from piecegraph.llm.run.step import StepPlan
+from piecegraph.llm.run.step import MAX_PROMPTS, StepCounts, StepPlan
 from piecegraph.llm.run.stop import IncrementalText
 from piecegraph.tape.library import TapeLibrary
 
@@ -124,8 +124,7 @@ class LLMEngine:
         self.scheduler = scheduler
         self.events = events
         self.has_mrope = buffers.limits.has_mrope
-        self.num_steps = 0
-        self.num_replays = 0
+        self.counts = StepCounts()
         self._forwards: Variants[Forward] = Variants(forward.num_places, forward.intercepted)
         self._embed_width = buffers.limits.embed_width
         self._looks_ahead = looks_ahead
@@ -134,8 +133,14 @@ class LLMEngine:
         self._generations: dict[str, Generation] = {}
         self._num_detailed = 0
         """Generations that want more than their tokens."""
+        self._num_watched = 0
+        """Generations whose text must be known at every step."""
+        self._num_following = 0
+        """Generations whose logits are adjusted by the tokens before: see Note [Adjusted logits]."""
         self._owner: weakref.ref[PagedCache] | None = scheduler.cache.reference
         """Whose blocks the memory holds: see Note [One cache, several schedulers]."""
+        self.failed: list[Generation] = []
+        """Whose tokens the last step that failed computed. They start over, unless somebody ends them."""
         self._is_stepping = False
         self._left_to_abort: deque[Generation] = deque()
         self._ids = itertools.count()
@@ -165,7 +170,7 @@ class LLMEngine:
 
     # -- requests
 
-    def add(
+    def prepare(
         self,
         tokens: Sequence[int],
         params: SamplingParams,
@@ -175,9 +180,10 @@ class LLMEngine:
         mrope_positions: NDArray[np.integer] | None = None,
         decode: Callable[[list[int]], str] | None = None,
         on_new: Callable[[Generation, str, list[int]], None] | None = None,
+        is_streamed: bool = True,
         arrival_time: float | None = None,
     ) -> Generation:
-        """Queue a prompt. Raises a RequestError if it can never be served.
+        """A request that is not queued yet. Any thread may make one, also while a step is running.
 
         Args:
             tokens: the prompt.
@@ -187,6 +193,7 @@ class LLMEngine:
             mrope_positions: see :class:`~piecegraph.llm.run.request.Request`.
             decode: the text of tokens; without it there are only tokens.
             on_new: called with new text and tokens while they are generated, and at the end.
+            is_streamed: False to have it called at the end alone.
             arrival_time: see :class:`~piecegraph.llm.run.request.Request`.
         """
         request = Request(
@@ -198,12 +205,28 @@ class LLMEngine:
             arrival_time=arrival_time,
         )
         text = text_behind(request, decode) if decode is not None else None
-        generation = Generation(request, prompt, text, on_new)
+        return Generation(request, prompt, text, on_new, is_streamed=is_streamed)
+
+    def enqueue(self, generation: Generation) -> None:
+        """Queue a request. Raises a RequestError if it can never be served."""
         self._hand_over(self.scheduler.cache.reference)
-        self.scheduler.add(request)
-        self._generations[request.id] = generation
+        self.scheduler.add(generation.request)
+        self._generations[generation.request.id] = generation
         self._num_detailed += generation.wants_details
+        self._num_watched += generation.is_watched
+        self._num_following += generation.request.params.adjusts_by_tokens
+
+    def add(self, tokens: Sequence[int], params: SamplingParams, *, seed: int, **arguments: Any) -> Generation:
+        """Queue a prompt: :meth:`prepare` and :meth:`enqueue` in one."""
+        generation = self.prepare(tokens, params, seed=seed, **arguments)
+        self.enqueue(generation)
         return generation
+
+    def fail(self, generation: Generation, error: RequestError) -> None:
+        """End a request with an error, between two steps."""
+        if not generation.is_done:
+            self.scheduler.finish(generation.request, "error", error)
+            self._emit_new(generation)
 
     def abort(self, generation: Generation) -> None:
         """End a request now and free what it holds."""
@@ -238,32 +261,29 @@ class LLMEngine:
             ahead = self._launch_ahead(current)
             tokens = current.read_tokens()
             self._collect_details(current, tokens)
-            self.scheduler.commit(current.plan, tokens)
-            self._emit_tokens(current)
+            self._emit_tokens(current, self.scheduler.commit(current.plan, tokens))
             self._ahead = ahead
             return True
 
-    def _launch(self, plan: StepPlan, sampled: torch.Tensor | None = None, *, every_row: bool = False) -> _Launched:
+    def _launch(
+        self, plan: StepPlan, sampled: torch.Tensor | None = None, *, every_row: bool = False, waits: bool = False
+    ) -> _Launched:
         """Fill the batch and run it. The device may still be at it afterwards."""
         forward = self._forwards.current()
-        key = forward.fill(plan, sampled=sampled, every_row=every_row or self._needs_every_row(plan))
+        every_row = every_row or self._needs_every_row(plan)
+        key, wanted = forward.fill(plan, sampled=sampled, every_row=every_row, waits=waits)
         is_replayed = key in forward.library.tapes
         if not is_replayed and (loss := forward.why_not_recorded(key)) is not None:
             self.events.emit(loss)
         result = forward.run_step(key)
-        self.num_steps += 1
-        self.num_replays += is_replayed
+        num_rows = key.bucket.num_tokens
+        self.counts.add(plan.kind, plan.num_tokens, num_rows, is_replayed=is_replayed, is_larger=key != wanted)
         return _Launched(plan, key, result, is_replayed, *self._sampled.send(result.tokens, plan.num_seqs))
 
     def _launch_ahead(self, current: _Launched) -> _Launched | None:
         """Launch the step behind one that is running, if it can be known: see Note [Looking ahead]."""
-        if not self._looks_ahead or self._num_detailed:
+        if not self._looks_ahead or self._num_detailed or self._num_following:
             return None
-        # The same requests run in the same rows, so they sample in the same mode.
-        forward = self._forwards.current()
-        key = StepKey(forward.sizes.decode_bucket(current.plan.num_seqs), current.key.sampling)
-        if forward.must_record(key):
-            return None  # not while another step is running
         plan = self.scheduler.schedule_ahead(current.plan)
         return self._launch(plan, current.tokens) if plan is not None else None
 
@@ -281,7 +301,7 @@ class LLMEngine:
             yield
         except BaseException:
             self._ahead = None
-            self.scheduler.start_over()
+            self.failed = [self._generations[request.id] for request in self.scheduler.start_over()]
             for generation in [each for each in self._generations.values() if each.is_done]:
                 self._emit_new(generation)
             raise
@@ -289,30 +309,60 @@ class LLMEngine:
             self._is_stepping = False
             self.abort_left()
 
+    # -- between requests
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of ours is running or waiting."""
+        return not self.scheduler.num_unfinished
+
+    @unintercepted
+    def record_idle(self, key: StepKey) -> float:
+        """Record something while no step is running; the seconds it took. Results of steps are no longer valid."""
+        self._ahead = None  # it can only be nobody's
+        return self.forward.record_idle(key)
+
     # -- what a step gives its requests
 
-    def _emit_tokens(self, launched: _Launched) -> None:
+    def _emit_tokens(self, launched: _Launched, finished: Sequence[Request]) -> None:
+        """Tell those who want to know: most want to know the end alone."""
+        if launched.is_replayed and not self._num_watched:
+            for request in finished:
+                self._emit_new(self._generations[request.id])
+            return
         for work in launched.plan.works:
             request = work.request
             generation = self._generations.get(request.id)
             if generation is None:
                 continue  # ended while the step ran
-            generation.num_steps += 1
-            generation.num_replays += launched.is_replayed
+            generation.num_graphless += not launched.is_replayed
             if request.finish_reason is not None or (work.samples and generation.is_watched):
                 self._emit_new(generation)
 
     def _emit_new(self, generation: Generation) -> None:
         request = generation.request
-        new = generation.new_text() if generation.is_watched else ""
+        new = self._new_text(generation) if generation.is_watched or generation.on_new is not None else ""
         if generation.text is not None and generation.text.is_stopped:
             self.scheduler.finish(request, "stop")
+            request.stop_reason = generation.text.stopped_at
             request.finish_reason = "stop"  # also where the last token that was allowed completed the stop text
         if request.is_done:
             del self._generations[request.id]
             self._num_detailed -= generation.wants_details
-        if generation.on_new is not None:
+            self._num_watched -= generation.is_watched
+            self._num_following -= request.params.adjusts_by_tokens
+        if generation.on_new is not None and (generation.is_streamed or request.is_done):
             generation.on_new(generation, new, generation.new_tokens())
+
+    def _new_text(self, generation: Generation) -> str:
+        """New text; a tokenizer that makes none ends its request, and no other."""
+        try:
+            return generation.new_text()
+        except RequestError as error:
+            request, generation.text = generation.request, None
+            self.scheduler.finish(request, "error", error)
+            request.finish_reason, request.error = "error", error  # also where it had just ended otherwise
+            return ""
 
     def _collect_details(self, launched: _Launched, tokens: Sequence[int]) -> None:
         """Log-probabilities and hidden states, where they were asked for. Before the tokens are committed."""
@@ -350,7 +400,8 @@ class LLMEngine:
             assert work.request.blocks is not None
             self._hand_over(work.request.blocks.cache)
         self._ahead = None
-        tokens, logits, hidden = self._launch(plan, every_row=every_row).result
+        # Whoever runs a model step by step sees no more than one of them wait.
+        tokens, logits, hidden = self._launch(plan, every_row=every_row, waits=True).result
         num_rows = plan.num_tokens if every_row else plan.num_seqs
         return StepResult(tokens[: plan.num_seqs], logits[: plan.num_seqs], hidden[:num_rows])
 
@@ -394,6 +445,9 @@ class LLMEngine:
             size = f"{count_of(plan.num_tokens, 'token')} of {count_of(plan.num_seqs, 'sequence')}"
             why = f"it has {size}, the model was loaded for "
             why += f"max_batch_tokens={limits.max_batch_tokens} and max_num_seqs={limits.max_num_seqs}"
+        elif plan.num_seqs > MAX_PROMPTS and (num_prompts := plan.num_seqs - plan.num_decodes) > MAX_PROMPTS:
+            why = f"behind those that come first with one token each it has {num_prompts} sequences, "
+            why += f"and at most {MAX_PROMPTS} may be there"
         else:
             why = next(filter(None, (self._why_unfit(work.request) for work in plan.works)), "")
         if why:

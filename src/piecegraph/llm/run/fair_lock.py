@@ -43,6 +43,11 @@ class FairLock:
         """Written by the owner alone, so that a thread reads reliably whether it is its own."""
         self._depth = 0
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a thread waits in line."""
+        return len(self._line) > 0
+
     def __enter__(self) -> None:
         self._wait(lambda: False)
 

@@ -1,9 +1,12 @@
-"""Runs steps: writes them to the buffers, has them recorded, replays their tapes."""
+"""Runs steps: writes them to the buffers, chooses and replays their tapes, and has what is missing recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Literal
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -16,6 +19,7 @@ from piecegraph.errors import ModelError
 from piecegraph.graph.interception import Interception
 from piecegraph.llm.model.traced_model import TracedModel
 from piecegraph.llm.run.batch import BatchBuffers
+from piecegraph.llm.run.coverage import best_cover, first_keys, later_keys
 from piecegraph.llm.run.model_step import ModelStep, StepKey
 from piecegraph.llm.run.results import StepResult
 from piecegraph.llm.run.sizing import StepSizes
@@ -35,6 +39,15 @@ _MAX_INTERCEPTED = 64
 """Sizes of steps that are recorded while ops are intercepted: every step has its own then."""
 
 
+class FilledStep(NamedTuple):
+    """A step that is written to the buffers."""
+
+    key: StepKey
+    """What it runs as."""
+    wanted: StepKey
+    """What it would run as if everything was recorded."""
+
+
 class Forward:
     """Runs steps.
 
@@ -47,6 +60,8 @@ class Forward:
         embeds: the model whose decoder takes embeddings.
         events: where losses are told.
         make_library: makes a library of tapes for steps.
+        interceptions: what runs callbacks around ops.
+        records_at_need: whether steps wait until they are recorded; see Note [No request waits for a recording].
     """
 
     def __init__(
@@ -60,6 +75,8 @@ class Forward:
         events: EventLog,
         make_library: MakeLibrary,
         interceptions: tuple[Interception, ...] = (),
+        *,
+        records_at_need: bool = False,
     ) -> None:
         self.step = step
         self.sizes = sizes
@@ -76,6 +93,12 @@ class Forward:
         self._make_library = make_library
         self._interceptions = interceptions
         self._recordable = frozenset(sizes.all())
+        self._records_at_need = records_at_need
+        self._serving: dict[StepKey, StepKey] = {}
+        """What serves steps that are not recorded, since something was last recorded."""
+        self._missed: Counter[StepKey] = Counter()
+        """How many steps wanted what is not recorded."""
+        self.num_recorded_idle = 0
 
     @property
     def modes(self) -> Mapping[StepKind, Decision]:
@@ -84,22 +107,48 @@ class Forward:
 
     # -- a step
 
-    def fill(self, plan: StepPlan, *, sampled: torch.Tensor | None = None, every_row: bool = False) -> StepKey:
-        """Write a step to the buffers; it is recorded first if it is one of those that are when they are first used.
+    def fill(
+        self, plan: StepPlan, *, sampled: torch.Tensor | None = None, every_row: bool = False, waits: bool = False
+    ) -> FilledStep:
+        """Write a step to the buffers.
 
         Args:
             plan: the step.
-            sampled: its tokens, if only the device knows them yet.
+            sampled: what the step before chose, if it is not committed yet.
             every_row: whether hidden states of all tokens are wanted.
+            waits: record it first if nothing that is recorded covers it.
         """
-        buffers, bucket = self._buffers, self.sizes.bucket_for(plan)
-        buffers.fill(plan, bucket, sampled=sampled)
-        key = StepKey(bucket, buffers.sampling_mode, buffers.has_embeds, every_row and bucket.kind == "mixed")
-        if sampled is None and self.must_record(key):
-            self.library.record([key], tidies=False, is_quiet=True)
-            buffers.fill(plan, bucket)  # recording wrote a batch of its own
+        buffers = self._buffers
+        wanted = self._write(plan, every_row)
+        if self._is_recordable(wanted) and (self._records_at_need or (waits and self._cover(wanted) == wanted)):
+            self._record(wanted)
+            self._write(plan, every_row)  # recording wrote a batch of its own
+        key = wanted
+        if wanted not in self.library.tapes:
+            key = self._cover(wanted)
+            if self._is_recordable(wanted):
+                self._missed[wanted] += 1
+        buffers.send(plan, key.bucket, num_adjusted=key.num_adjusted, sampled=sampled)
         self.step.last = key
-        return key
+        return FilledStep(key, wanted)
+
+    def _write(self, plan: StepPlan, every_row: bool) -> StepKey:
+        """Write a step on the host; what it would best run as."""
+        buffers, bucket = self._buffers, self.sizes.bucket_for(plan)
+        buffers.write(plan)
+        is_whole = every_row and bucket.kind == "mixed"
+        return StepKey(bucket, buffers.sampling_mode, buffers.has_embeds, is_whole, buffers.num_adjusted)
+
+    def _cover(self, wanted: StepKey) -> StepKey:
+        """What runs a step that is not recorded: see Note [No request waits for a recording]."""
+        if wanted.bucket not in self._recordable:
+            return wanted  # larger than all that is
+        found = self._serving.get(wanted)
+        if found is None:
+            # What callbacks do to padded rows is nobody's wish.
+            recorded = () if self._interceptions else self.library.tapes
+            found = self._serving[wanted] = best_cover(wanted, recorded) or wanted
+        return found
 
     def run_step(self, key: StepKey) -> StepResult:
         """Run the step that was written to the buffers.
@@ -117,19 +166,73 @@ class Forward:
         with self.step.current(key):
             return StepResult(*tape.run())
 
-    def must_record(self, key: StepKey) -> bool:
-        """Whether a step has been left to be recorded at its first use."""
-        library = self.library
-        if self._device is None or key in library.tapes or key in library.dropped:
-            return False
-        return len(library.tapes) < _MAX_INTERCEPTED if self._interceptions else key.bucket in self._recordable
-
     def why_not_recorded(self, key: StepKey) -> Event | None:
         """What is lost by a step that is not replayed, where others are."""
         if self._device is None or key in self.library.tapes:
             return None
+        subject = f"a {key.bucket.kind} step"
+        if self._is_recordable(key):
+            reason = f"{key} is not recorded yet, and nothing that is recorded covers it"
+            return Event("PG513", subject, reason, "call record_missing() while nothing is running")
         reason = f"{key} runs the compiled pieces without graphs"
-        return Event("PG503", f"a {key.bucket.kind} step", reason, "add a larger capture size")
+        return Event("PG503", subject, reason, "add a larger capture size")
+
+    # -- recording
+
+    @contextlib.contextmanager
+    def recording_at_need(self) -> Iterator[None]:
+        """Inside, steps wait until they are recorded: they are nobody's, and are to go through tapes."""
+        before, self._records_at_need = self._records_at_need, True
+        try:
+            yield
+        finally:
+            self._records_at_need = before
+
+    def record_at_start(self, seconds: float) -> None:
+        """Record what leaves no step of ordinary requests without cover, and more of it if there is time.
+
+        Args:
+            seconds: behind which nothing more is begun.
+        """
+        self.library.record(first_keys(self.sizes), tidies=False)
+        end = time.perf_counter() + seconds
+        for keys in later_keys(self.sizes) if seconds > 0 else ():
+            self.library.record(keys, tidies=False, goes_on=lambda: time.perf_counter() < end)
+        self._serving.clear()
+
+    @property
+    def missed(self) -> list[StepKey]:
+        """What steps wanted and is not recorded, most wanted first."""
+        return [key for key, _ in self._missed.most_common() if self._is_recordable(key)]
+
+    @property
+    def missing(self) -> list[StepKey]:
+        """The same, and what was left out at the start: larger ones first, which are padded most."""
+        if self._device is None or self._interceptions:
+            return []
+        left = [
+            key for group in later_keys(self.sizes)[:2] for key in sorted(group, key=self.step.volume, reverse=True)
+        ]
+        return [*self.missed, *(key for key in left if self._is_recordable(key) and key not in self._missed)]
+
+    def record_idle(self, key: StepKey) -> float:
+        """Record what is missing while nothing runs; the seconds it took."""
+        start = time.perf_counter()
+        self._record(key)
+        self.num_recorded_idle += key in self.library.tapes
+        return time.perf_counter() - start
+
+    def _record(self, key: StepKey) -> None:
+        self.library.record([key], tidies=False, is_quiet=True)
+        self._serving.clear()
+        self._missed.pop(key, None)
+
+    def _is_recordable(self, key: StepKey) -> bool:
+        """Whether a step is not recorded, but can be."""
+        library = self.library
+        if self._device is None or key in library.tapes or key in library.dropped:
+            return False
+        return len(library.tapes) < _MAX_INTERCEPTED if self._interceptions else key.bucket in self._recordable
 
     def warm_up(self, keys: Iterable[StepKey]) -> None:
         """Run steps without recording them: what they need is allocated then, and kernels are tuned."""
@@ -163,6 +266,7 @@ class Forward:
             self._events,
             self._make_library,
             interceptions,
+            records_at_need=True,
         )
 
     # -- what is tried before it is relied on

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from piecegraph.llm.run.request import Request
@@ -28,11 +29,15 @@ class Generation:
     text: IncrementalText | None
     on_new: Callable[[Generation, str, list[int]], None] | None = None
     """Called with every new token, and at the end."""
+    is_streamed: bool = True
+    """Whether ``on_new`` is called while tokens come, or at the end alone."""
+    prompt_index: int | None = None
+    """Which of several prompts it answers; None for the only one."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     hidden_states: list[torch.Tensor] = field(default_factory=list)
-    num_steps: int = 0
-    num_replays: int = 0
+    num_graphless: int = 0
+    """Steps that were not replayed from a tape."""
     num_read: int = 0
     """Tokens of the request that ``text`` has, or that are not part of it."""
     num_streamed: int = 0
@@ -46,7 +51,7 @@ class Generation:
     def __post_init__(self) -> None:
         params = self.request.params
         self.num_read = self.num_streamed = self.request.num_prompt
-        self.is_watched = self.on_new is not None or bool(params.stop)
+        self.is_watched = (self.on_new is not None and self.is_streamed) or bool(params.stop)
         self.wants_details = params.logprobs is not None or params.wants_every_row
 
     @property
@@ -60,6 +65,7 @@ class Generation:
             return ""
         # A token that ends the text is not part of it; a stop text is found in it, and cut off there.
         is_ended_by_token = request.finish_reason == "stop" and not text.is_stopped
+        is_ended_by_token &= not request.params.include_stop_str_in_output
         end = len(request.tokens) - is_ended_by_token
         new = text.add(request.tokens[self.num_read : end])
         self.num_read = end
@@ -81,6 +87,7 @@ class Generation:
             text=self.text.text if self.text is not None else None,
             token_ids=request.generated,
             finish_reason=request.finish_reason or "error",
+            stop_reason=request.stop_reason,
             error=request.error,
             logprobs=self.logprobs if params.logprobs is not None else None,
             prompt_logprobs=self.prompt_logprobs if params.prompt_logprobs is not None else None,
@@ -91,16 +98,18 @@ class Generation:
     def _metrics(self) -> RequestMetrics:
         request = self.request
         end = request.finish_time if request.finish_time is not None else time.perf_counter()
-        first, num_new = request.first_token_time, len(request.tokens) - request.num_prompt
+        num_new, begun = len(request.tokens) - request.num_prompt, request.arrival_time
+        times = tuple((np.array(request.token_times) - begun).tolist())
         return RequestMetrics(
             num_prompt_tokens=request.num_prompt,
             num_new_tokens=num_new,
             num_cached_tokens=request.num_cached,
             num_preemptions=request.num_preemptions,
-            time_to_first_token_s=None if first is None else first - request.arrival_time,
-            seconds_per_token=(end - first) / (num_new - 1) if first is not None and num_new > 1 else None,
-            total_s=end - request.arrival_time,
-            graph_coverage=self.num_replays / self.num_steps if self.num_steps else 0.0,
+            time_to_first_token_s=times[0] if times else None,
+            seconds_per_token=(end - begun - times[0]) / (num_new - 1) if num_new > 1 else None,
+            total_s=end - begun,
+            token_times_s=times,
+            graph_coverage=1 - self.num_graphless / request.num_steps if request.num_steps else 0.0,
         )
 
     def add_rows(self, work: Work, hidden: torch.Tensor, head: MakeLogits, vocab_size: int) -> None:
@@ -131,7 +140,14 @@ class Generation:
 
 def text_behind(request: Request, decode: Callable[[list[int]], str]) -> IncrementalText:
     """The text of what a request generates, up to its stop texts."""
-    return IncrementalText(decode, request.params.stop, request.tokens[-8:])
+    params = request.params
+    return IncrementalText(
+        decode,
+        params.stop,
+        request.tokens[-8:],
+        min_tokens=params.min_tokens,
+        includes_stop=params.include_stop_str_in_output,
+    )
 
 
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:

@@ -28,6 +28,7 @@ from piecegraph.llm import ops
 from piecegraph.llm.cache.memory import Memory
 from piecegraph.llm.model.decoder import Decoder
 from piecegraph.llm.model.traced_model import TracedModel
+from piecegraph.llm.run.adjustments import adjust
 from piecegraph.llm.run.batch import BatchBuffers
 from piecegraph.llm.run.sampling import SamplingMode, sample
 from piecegraph.llm.run.step import Bucket
@@ -47,6 +48,8 @@ class StepKey:
     """Whether some of its tokens have embeddings of their own."""
     every_row: bool = False
     """Whether hidden states of all tokens are wanted. A step of decoding has no others than those it needs."""
+    num_adjusted: int = 0
+    """How many logits may be adjusted before tokens are chosen; 0 for none. See Note [Adjusted logits]."""
 
     def __str__(self) -> str:
         size = size_of(self.bucket.num_tokens, "token")
@@ -54,6 +57,7 @@ class StepKey:
             size += f" of {size_of(self.bucket.num_seqs, 'sequence')}"
         size += ", embeddings" if self.takes_embeds else ""
         size += ", every row" if self.every_row else ""
+        size += f", {size_of(self.num_adjusted, 'adjusted logit')}" if self.num_adjusted else ""
         return f"{self.bucket.kind} {size}" + (f", {self.sampling}" if self.sampling != "greedy" else "")
 
 
@@ -230,7 +234,15 @@ class ModelStep:
         self, key: StepKey, logits: torch.Tensor, hidden: torch.Tensor, rows: torch.Tensor
     ) -> Sequence[torch.Tensor]:
         views = self._buffers.views(key.bucket)
-        tokens = sample(logits, views.temperature, views.top_k, views.top_p, views.random_keys, mode=key.sampling)
+        tokens = sample(
+            adjust(logits, self._buffers.entries.views(key.num_adjusted)) if key.num_adjusted else logits,
+            views.temperature,
+            views.top_k,
+            views.top_p,
+            views.random_keys,
+            min_p=views.min_p,
+            mode=key.sampling,
+        )
         return tokens, logits, hidden if key.every_row else rows
 
     def _rows_with_logits(self, key: StepKey, hidden: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -27,7 +27,8 @@ def one_for_each(prompts: Any) -> list[Any]:
     if given is None:
         why = "it must be a text, a list of token ids, or a list of these"
         raise ConfigError("PG101", f"prompts is {prompts!r}", why=why)
-    if any(_is_message(item) or (isinstance(item, list) and any(map(_is_message, item))) for item in given):
+    # Of a list the first is enough: a prompt has thousands of tokens, and what else is wrong with it is told later.
+    if any(_is_message(item) or (isinstance(item, list) and item and _is_message(item[0])) for item in given):
         why = "messages with a role and a content are a conversation, not a prompt"
         raise ConfigError("PG101", "prompts holds messages", why=why, hint="llm.chat answers conversations")
     found = [item.tolist() if hasattr(item, "tolist") else item for item in given]
@@ -59,10 +60,10 @@ def check_lengths(lists: Mapping[str, list[Any]], num_prompts: int) -> None:
             raise ConfigError("PG108", f"{name} has {len(values)} values", why=f"there are {num_prompts} prompts")
 
 
-def tokens_of(text: str, tokenizer: Any) -> Sequence[int]:
+def tokens_of(text: str, tokenizer: Any, *, add_special_tokens: bool = True) -> Sequence[int]:
     """The tokens of a prompt, or an error of this prompt alone."""
     try:
-        found: Sequence[int] = tokenizer(text)["input_ids"]
+        found: Sequence[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
     except Exception as error:  # tokenizers raise plain Exceptions, too
         raise RequestError(
             "PG653",
@@ -73,17 +74,44 @@ def tokens_of(text: str, tokenizer: Any) -> Sequence[int]:
     return found
 
 
-def name_prompt(error: PiecegraphError, index: int) -> PiecegraphError:
-    """The same error, of a prompt and not of a request."""
+def decoder_of(tokenizer: Any, *, skip_special_tokens: bool = True) -> Callable[[list[int]], str]:
+    """What makes text of tokens. What it raises is an error of their request alone."""
+    of_tokens = _backend_of(tokenizer).decode
+
+    def decode(ids: list[int]) -> str:
+        try:
+            return str(of_tokens(ids, skip_special_tokens=skip_special_tokens))
+        except Exception as error:
+            what, why = "the tokenizer makes no text of the answer", f"{type(error).__name__}: {error}"
+            raise RequestError("PG650", what, why=why) from error
+
+    return decode
+
+
+def _backend_of(tokenizer: Any) -> Any:
+    """What transformers has tokens decoded by, if it does nothing else to the text: in a third of the time, which
+    counts for every token of a stream.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    is_plain = getattr(tokenizer, "clean_up_tokenization_spaces", True) is False
+    known = getattr(PreTrainedTokenizerFast, "_decode", None)
+    is_known = known is not None and getattr(type(tokenizer), "_decode", None) is known
+    return tokenizer.backend_tokenizer if is_plain and is_known else tokenizer
+
+
+def name_prompt(error: PiecegraphError, index: int | None) -> PiecegraphError:
+    """The same error, of a prompt and not of a request; of one of several, if it has an index."""
     if not isinstance(error, RequestError) and error.code != "PG108":
         return error  # no prompt's: the model has no tokenizer, or was closed
     what = _REQUEST_ID.sub(lambda found: "the request" if found.start() == 0 else "", error.what)
-    worded = type(error)(error.code, what, where=f"prompts[{index}]", why=error.why, hint=error.hint)
+    where = error.where if index is None else f"prompts[{index}]"
+    worded = type(error)(error.code, what, where=where, why=error.why, hint=error.hint)
     worded.__cause__ = error.__cause__
     return worded
 
 
-def refused(text: str | None, prompt: Any, error: PiecegraphError) -> Completion:
+def refused(prompt: Any, error: PiecegraphError) -> Completion:
     """The answer to a prompt that cannot be served."""
     given = prompt if isinstance(prompt, (list, tuple)) else ()
     tokens = [token for token in given if isinstance(token, int)]
@@ -95,14 +123,16 @@ def refused(text: str | None, prompt: Any, error: PiecegraphError) -> Completion
         time_to_first_token_s=None,
         seconds_per_token=None,
         total_s=0.0,
+        token_times_s=(),
         graph_coverage=0.0,
     )
     return Completion(
-        prompt=text,
+        prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=tokens,
         text=None,
         token_ids=[],
         finish_reason="error",
+        stop_reason=None,
         error=error,
         logprobs=None,
         prompt_logprobs=None,

@@ -10,19 +10,20 @@ import math
 import time
 import warnings
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from piecegraph.base.coerce import as_integer, as_real
+from piecegraph.base.coerce import as_integer, as_list, as_real
 from piecegraph.base.user_code import user_stack_level
 from piecegraph.errors import ConfigError, PiecegraphWarning, RequestError, describe
 from piecegraph.llm.cache.blocks import Digest
 from piecegraph.llm.cache.paged import SequenceBlocks
+from piecegraph.llm.run.adjustments import Adjustments
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 RequestState = Literal["waiting", "running", "finished", "failed"]
@@ -45,17 +46,39 @@ class SamplingParams:
     """
 
     max_new_tokens: int = _NEW_TOKENS
+    n: int = 1
+    """How many answers there are to a prompt. With a seed, each but the first has the next one."""
     temperature: float = 0.0
     """0: always the most likely token."""
     top_p: float = 1.0
     """Only the most likely tokens that together reach this probability. 1: all."""
     top_k: int = 0
     """Only so many of the most likely tokens. 0, or -1: all."""
+    min_p: float = 0.0
+    """Only tokens at least this likely, relative to the most likely one. 0: all."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens of prompt and answer are divided by it where they are positive, and multiplied elsewhere."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens of the answer."""
+    frequency_penalty: float = 0.0
+    """The same, as many times as the answer has the token."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of tokens, from -100 to 100. Given as a dictionary."""
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    """Texts, or lists of tokens, that the answer may not hold, also where one begins in the prompt."""
     seed: int | None = None
     """Fixes the random numbers that tokens are drawn by. None: the engine chooses one."""
     stop: tuple[str, ...] = ()
     """Texts at which the answer ends; they are not part of it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens at which it ends, besides those of the model."""
+    include_stop_str_in_output: bool = False
+    """Whether what ended the answer is part of its text."""
+    skip_special_tokens: bool = True
+    """Whether the text is without the tokens that mark its parts."""
     ignore_eos: bool = False
+    min_tokens: int = 0
+    """So many tokens nothing ends the answer: tokens that would are not chosen, and texts not looked for."""
     logprobs: int | None = None
     """For each new token: its log-probability, and those of so many most likely tokens."""
     prompt_logprobs: int | None = None
@@ -67,25 +90,73 @@ class SamplingParams:
     def __post_init__(self, max_tokens: int | None) -> None:
         plain: dict[str, Any] = {
             "max_new_tokens": _num_new(self.max_new_tokens, max_tokens),
+            "n": _integer("n", self.n, 1),
             "top_k": max(_integer("top_k", self.top_k, -1), 0),
             "temperature": _temperature(self.temperature),
             "top_p": _top_p(self.top_p),
+            "min_p": _between("min_p", self.min_p, 0, 1),
+            "repetition_penalty": _positive("repetition_penalty", self.repetition_penalty),
+            "presence_penalty": _between("presence_penalty", self.presence_penalty, -2, 2),
+            "frequency_penalty": _between("frequency_penalty", self.frequency_penalty, -2, 2),
+            "logit_bias": _biases(self.logit_bias),
+            "bad_words": _bad_words(self.bad_words),
             "stop": _stop_texts(self.stop),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
         }
+        plain["min_tokens"] = _integer("min_tokens", self.min_tokens, 0, plain["max_new_tokens"])
         for name, largest in (("logprobs", None), ("prompt_logprobs", None), ("seed", _LARGEST_SEED)):
             if getattr(self, name) is not None:
                 plain[name] = _integer(name, getattr(self, name), 0, largest)
-        for name in ("ignore_eos", "return_hidden_states"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "return_hidden_states"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "True or False")
         for name, value in plain.items():
             object.__setattr__(self, name, value)
 
+    def of_answer(self, number: int) -> SamplingParams:
+        """The same for one of the ``n`` answers."""
+        return self if not number or self.seed is None else replace(self, seed=(self.seed + number) % 2**64)
+
     @property
     def without_effect(self) -> tuple[str, ...]:
         """What was asked for and changes nothing: without a temperature there is nothing to choose from."""
-        asked = {"top_p": self.top_p < 1, "top_k": self.top_k > 0}
+        asked = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
         return tuple(name for name, is_asked in asked.items() if is_asked and self.temperature == 0)
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before a token is chosen. See Note [Adjusted logits]."""
+        return self.has_penalties or bool(self.logit_bias or self.bad_words or self.min_tokens)
+
+    @property
+    def adjusts_by_tokens(self) -> bool:
+        """Whether that depends on which tokens came before, and not only on how many."""
+        return self.has_penalties or any(len(word) > 1 for word in self.bad_words)
+
+    def with_words(self, tokens_of: Callable[[str], Sequence[int]]) -> SamplingParams:
+        """The same with ``bad_words`` as tokens: of the word as it is, and behind a space."""
+        if not any(isinstance(word, str) for word in self.bad_words):
+            return self
+        listed = [
+            tuple(ids)
+            for word in self.bad_words
+            for ids in ((tokens_of(word), tokens_of(f" {word.lstrip()}")) if isinstance(word, str) else (word,))
+        ]
+        return replace(self, bad_words=tuple(dict.fromkeys(ids for ids in listed if ids)))
+
+    @property
+    def named_tokens(self) -> dict[str, int]:
+        """The largest token of each setting that names some."""
+        named = {
+            "logit_bias": [token for token, _ in self.logit_bias],
+            "bad_words": [token for word in self.bad_words for token in word if isinstance(token, int)],
+            "stop_token_ids": self.stop_token_ids,
+        }
+        return {name: max(tokens) for name, tokens in named.items() if tokens}
 
     @property
     def wants_every_row(self) -> bool:
@@ -114,6 +185,7 @@ class Request:
     """
 
     __slots__ = (
+        "adjustments",
         "arrival_time",
         "blocks",
         "cache_key",
@@ -121,7 +193,6 @@ class Request:
         "error",
         "finish_reason",
         "finish_time",
-        "first_token_time",
         "id",
         "input_embeds",
         "max_len",
@@ -132,10 +203,14 @@ class Request:
         "num_delivered",
         "num_preemptions",
         "num_prompt",
+        "num_steps",
         "params",
         "seed",
         "state",
         "state_slot",
+        "stop_ids",
+        "stop_reason",
+        "token_times",
         "tokens",
     )
 
@@ -167,22 +242,31 @@ class Request:
         self.max_len = self.num_prompt + params.max_new_tokens
         """Tokens in all at which the request ends; the scheduler lowers it to the model's limit."""
 
+        self.adjustments = Adjustments(params, self.tokens) if params.adjusts else None
+        self.stop_ids = frozenset(params.stop_token_ids)
+        """Tokens that end it; the scheduler adds those of the model."""
+        self.stop_reason: str | int | None = None
+        """The stop text or token that ended it; None if it was the model's own token, or none."""
+
         self.state: RequestState = "waiting"
         self.finish_reason: FinishReason | None = None
         self.error: RequestError | None = None
         self.num_computed = 0
         """Tokens whose keys and values are in the cache."""
         self.num_delivered = 0
-        """The highest ``num_computed`` so far: rows below it are not told about again after a preemption."""
+        """``num_computed`` at the last preemption, or before it: rows below it are not told about again."""
         self.num_cached = 0
         """Tokens found in the prefix cache when the request first ran."""
         self.num_preemptions = 0
+        self.num_steps = 0
+        """Steps that were committed for it."""
         self.blocks: SequenceBlocks | None = None
         self.digests: list[Digest] = []
         self.state_slot = 0
         """Where layers with a state keep the request's; 0 while it does not run."""
         self.arrival_time = time.perf_counter() if arrival_time is None else arrival_time
-        self.first_token_time: float | None = None
+        self.token_times: list[float] = []
+        """When each new token was known, by ``time.perf_counter()``."""
         self.finish_time: float | None = None
 
     @property
@@ -193,6 +277,12 @@ class Request:
     @property
     def is_done(self) -> bool:
         return self.finish_reason is not None
+
+    def end(self, reason: FinishReason, error: RequestError | None = None) -> None:
+        """Write down why it has ended, and when."""
+        self.state = "failed" if reason == "error" else "finished"
+        self.finish_reason, self.error = reason, error
+        self.finish_time = time.perf_counter()
 
     def __repr__(self) -> str:
         num_new = len(self.tokens) - self.num_prompt
@@ -270,6 +360,50 @@ def _top_p(given: Any) -> float:
     found = as_real(given)
     if found is None or not 0 < found <= 1:
         raise _bad("top_p", given, "a number above 0 and at most 1")
+    return found
+
+
+def _between(name: str, given: Any, smallest: float, largest: float) -> float:
+    found = as_real(given)
+    if found is None or not smallest <= found <= largest:
+        raise _bad(name, given, f"a number from {smallest} to {largest}")
+    return found
+
+
+def _positive(name: str, given: Any) -> float:
+    found = as_real(given)
+    if found is None or not 0 < found < math.inf:
+        raise _bad(name, given, "a finite number above 0")
+    return found
+
+
+def _biases(given: Any) -> tuple[tuple[int, float], ...]:
+    must_be = "a dictionary from token ids to numbers from -100 to 100"
+    try:
+        pairs = [(as_integer(token), as_real(bias)) for token, bias in dict(given or ()).items()]
+    except (TypeError, ValueError) as error:
+        raise _bad("logit_bias", given, must_be) from error
+    found = [(token, bias) for token, bias in pairs if token is not None and bias is not None]
+    if len(found) < len(pairs) or not all(token >= 0 and -100 <= bias <= 100 for token, bias in found):
+        raise _bad("logit_bias", given, must_be)
+    return tuple(found)
+
+
+def _token_ids(name: str, given: Any) -> tuple[int, ...]:
+    listed = as_list(given if given is not None else ())
+    found = [token for each in listed or () if (token := as_integer(each)) is not None and token >= 0]
+    if listed is None or len(found) < len(listed):
+        raise _bad(name, given, "a list of token ids")
+    return tuple(found)
+
+
+def _bad_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
+    words = [given] if isinstance(given, str) else as_list(given if given is not None else ())
+    if words is None or not all(isinstance(word, str) or as_list(word) is not None for word in words):
+        raise _bad("bad_words", given, "a list of texts, or of lists of token ids")
+    found = tuple(word if isinstance(word, str) else _token_ids("bad_words", word) for word in words)
+    if not all(found):
+        raise _bad("bad_words", given, "a list of texts, or of lists of token ids, none of them empty")
     return found
 
 

@@ -34,6 +34,8 @@ class RequestMetrics:
     seconds_per_token: float | None
     """After the first."""
     total_s: float
+    token_times_s: tuple[float, ...]
+    """When each new token was known, counted from the call on as ``time_to_first_token_s``, which is the first."""
     graph_coverage: float
     """The share of the request's steps that were replayed from a tape."""
 
@@ -48,6 +50,8 @@ class Completion:
     """None without a tokenizer."""
     token_ids: list[int]
     finish_reason: FinishReason
+    stop_reason: str | int | None
+    """The stop text or token that ended it; None if it was the model's own token, or none."""
     error: PiecegraphError | None
     """Why the request could not be served, or not to its end."""
     logprobs: list[TokenLogprob] | None
@@ -74,8 +78,16 @@ class Chunk:
     """New text of one prompt, while it is being generated."""
 
     index: int
-    """Which of the prompts."""
+    """Which of the answers: of the prompts, if each has one."""
     text: str
     token_ids: list[int]
     finished: Completion | None
     """The whole answer, with the last chunk."""
+    logprobs: list[TokenLogprob] | None = None
+    """Of the new tokens, if they were asked for."""
+
+
+def joined(first: Chunk, then: Chunk) -> Chunk:
+    """Two chunks of one answer as one."""
+    logprobs = None if then.logprobs is None else [*(first.logprobs or ()), *then.logprobs]
+    return Chunk(first.index, first.text + then.text, first.token_ids + then.token_ids, then.finished, logprobs)

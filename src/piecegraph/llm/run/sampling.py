@@ -6,9 +6,9 @@ random numbers are made from that: see Note [A race of tokens] in ``kernels/race
 
 Note [Sampling modes]
 ~~~~~~~~~~~~~~~~~~~~~
-Sorting a vocabulary is dear and only ``top_k`` and ``top_p`` need it. A batch runs in the cheapest mode that serves all
-its rows, but a row's token must not depend on that choice: sorting says which weights are kept, and the race is run in
-the order of the vocabulary in every mode.
+Sorting a vocabulary is dear and only ``top_k`` and ``top_p`` need it; ``min_p``, which does not, comes with them. A
+batch runs in the cheapest mode that serves all its rows, but a row's token must not depend on that choice: sorting says
+which weights are kept, and the race is run in the order of the vocabulary in every mode.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def mode_of(params: SamplingParams) -> SamplingMode:
     """What one request needs."""
     if params.temperature == 0:
         return "greedy"
-    return "truncated" if params.top_k or params.top_p < 1 else "plain"
+    return "truncated" if params.top_k or params.top_p < 1 or params.min_p else "plain"
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -57,12 +57,13 @@ def sample(
     top_p: torch.Tensor,
     random_keys: torch.Tensor,
     *,
+    min_p: torch.Tensor | None = None,
     mode: SamplingMode = "truncated",
 ) -> torch.Tensor:
     """One token for each row, int64.
 
     The order is that of transformers: temperature, then ``top_k`` (tokens as likely as the k-th stay), then ``top_p``
-    (the token that reaches it stays).
+    (the token that reaches it stays), then ``min_p``.
 
     Args:
         logits: [rows, vocabulary].
@@ -70,6 +71,7 @@ def sample(
         top_k: [rows]; 0 is off.
         top_p: [rows]; 1 is off.
         random_keys: int64 [rows], see :func:`~piecegraph.llm.kernels.race.random_keys`.
+        min_p: [rows]; 0 is off, and so is None.
         mode: see Note [Sampling modes]; it must be enough for every row.
     """
     best = greedy(logits)
@@ -81,12 +83,15 @@ def sample(
     scaled = (logits.float() - largest) / torch.where(is_greedy, 1.0, temperature).unsqueeze(-1)
     weights = scaled.exp()
     if mode == "truncated":
-        is_truncated = (top_k > 0) | (top_p < 1)
-        weights = torch.where(is_truncated.unsqueeze(-1), _truncated_weights(scaled, top_k, top_p), weights)
+        smallest = torch.zeros_like(top_p) if min_p is None else min_p
+        is_truncated = ((top_k > 0) | (top_p < 1) | (smallest > 0)).unsqueeze(-1)
+        weights = torch.where(is_truncated, _truncated_weights(scaled, top_k, top_p, smallest), weights)
     return torch.where(is_greedy | (best < 0), best, draw(weights, random_keys))
 
 
-def _truncated_weights(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+def _truncated_weights(
+    scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
     """The weights of tokens that are kept, and zeros, in the order of the vocabulary."""
     # Stable, so that equally likely tokens come in the order of the vocabulary on every device.
     ordered, tokens = scaled.sort(dim=-1, descending=True, stable=True)
@@ -96,6 +101,7 @@ def _truncated_weights(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.T
     sums = weights.cumsum(dim=-1)
     before = (sums - weights) / sums[:, -1:]
     is_kept = (before < top_p.unsqueeze(-1)) | (top_p >= 1).unsqueeze(-1)
+    is_kept &= weights >= min_p.unsqueeze(-1)  # the largest weight is 1
     is_kept[:, 0] = True  # a top_p above 0 may be 0 in float32
     return torch.zeros_like(weights).scatter_(-1, tokens, weights.masked_fill_(~is_kept, 0.0))
 

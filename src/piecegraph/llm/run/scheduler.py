@@ -15,6 +15,21 @@ Note [Progress]
 Every step moves on. The first running request is never preempted for another, and alone it always fits, because a
 request that would not fit alone is refused when it arrives. The tokens of a step are at least as many as the sequences
 that may run, so a prompt gets at least one token of every step, however many others decode.
+
+Note [Full steps]
+~~~~~~~~~~~~~~~~~
+A step is padded to the next of the sizes that are recorded, and padding takes as long as tokens do. While requests are
+waiting for a place, the last prompt of a step is cut so that nothing is padded, and goes on in the next step. Nobody is
+served later for that but the request itself, by a step. Where nobody waits, a request has its first token soonest if
+its prompt is not cut.
+
+Note [Scheduling ahead]
+~~~~~~~~~~~~~~~~~~~~~~~
+The step behind one that has not been committed is known but for its tokens: which requests reach their length is known,
+too, and who takes their places. A request that ends otherwise, at a token nobody could foresee, is computed once too
+often, and ``commit`` ignores it. Until the step before is committed, those that end with it are still in the running
+list and hold their blocks; their places are given away already. Nobody is preempted ahead: without blocks there is no
+such step. Whatever is freed in between may be given to a later step at once, as the device runs one after the other.
 """
 
 from __future__ import annotations
@@ -27,7 +42,7 @@ from dataclasses import dataclass
 from piecegraph.errors import ConfigError, RequestError
 from piecegraph.llm.cache.paged import PagedCache
 from piecegraph.llm.run.request import FinishReason, Request
-from piecegraph.llm.run.step import StepPlan, Work
+from piecegraph.llm.run.step import MAX_PROMPTS, StepPlan, Work
 from piecegraph.llm.run.stop import IncrementalText
 
 
@@ -60,6 +75,7 @@ class Scheduler:
     Args:
         limits: see there.
         cache: the blocks of all groups; empty for a model without attention.
+        sizes: tokens that steps are padded to; see Note [Full steps].
         eos_token_ids: tokens that end a request.
         needs_state: give each running sequence a state slot from 1 to ``max_num_seqs`` (0 belongs to the padding).
         release_state: told of every slot that is free again.
@@ -72,6 +88,7 @@ class Scheduler:
         limits: SchedulerLimits,
         cache: PagedCache,
         *,
+        sizes: Sequence[int] = (),
         eos_token_ids: Collection[int] = (),
         needs_state: bool = False,
         release_state: Callable[[int], None] | None = None,
@@ -86,6 +103,7 @@ class Scheduler:
             )
         self.limits = limits
         self.cache = cache
+        self.sizes = tuple(sizes)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
@@ -107,6 +125,11 @@ class Scheduler:
     def num_unfinished(self) -> int:
         return len(self._requests)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no place yet, or have lost it."""
+        return len(self._requests) - len(self.running)
+
     # ------------------------------------------------------------------ requests come and go
 
     def add(self, request: Request) -> None:
@@ -120,15 +143,20 @@ class Scheduler:
             raise RequestError("PG656", f"a request {request.id!r} is already there", hint="choose another id")
         if request.is_done:
             raise RequestError("PG656", f"request {request.id!r} has ended", hint="make a new one")
-        self._check(request)
+        self.check_fits(request)
         if request.params.stop and self._text_of is not None:
             self._texts[request.id] = self._text_of(request)
         request.max_len = min(request.max_len, self.limits.max_model_len)
+        if not request.params.ignore_eos:
+            request.stop_ids |= self.eos_token_ids
+        if request.adjustments is not None:
+            request.adjustments.hold_back(request.stop_ids)
         self._requests[request.id] = request
         self.waiting.append(request)
         self._is_steady = False
 
-    def _check(self, request: Request) -> None:
+    def check_fits(self, request: Request) -> None:
+        """Raise a RequestError if a request can never be served. Any thread may ask."""
         limits, length = self.limits, request.num_prompt
         if length >= limits.max_model_len:
             raise RequestError(
@@ -145,6 +173,10 @@ class Scheduler:
                     why=f"the vocabulary has tokens 0 to {limits.vocab_size - 1}",
                     hint="use the tokenizer of this model",
                 )
+        for name, token in request.params.named_tokens.items():
+            if token >= limits.vocab_size:
+                why = f"the vocabulary has tokens 0 to {limits.vocab_size - 1}"
+                raise RequestError("PG653", f"{name} of request {request.id!r} names token {token}", why=why)
         # The last token is never computed: nothing follows it.
         longest = min(request.max_len, limits.max_model_len) - 1
         if not self.cache.can_hold(longest):
@@ -168,9 +200,7 @@ class Scheduler:
         if request.is_done:
             return
         was_running = request.state == "running"
-        request.state = "failed" if reason == "error" else "finished"
-        request.finish_reason, request.error = reason, error
-        request.finish_time = time.perf_counter()
+        request.end(reason, error)
         self._texts.pop(request.id, None)
         del self._requests[request.id]
         if was_running:
@@ -180,16 +210,19 @@ class Scheduler:
         # One that waits stays in the queue until it comes to the front: removing it there would take a search.
         self._is_steady = False
 
-    def start_over(self) -> None:
-        """Compute anew whatever runs: a step has failed, and what it left in caches and states is not known.
+    def start_over(self) -> list[Request]:
+        """Compute anew whatever runs, and return it: a step has failed, and what it left in caches and states is not
+        known.
 
         It may have failed anywhere, also between two lines of this class (Ctrl-C). So nothing is read here but the
         requests themselves, which lie in order of arrival. Their tokens are kept, as in every preemption.
         """
         self._requests = {request.id: request for request in self._requests.values() if not request.is_done}
+        ran = [request for request in self._requests.values() if request.state == "running"]
+        for request in ran:
+            request.num_preemptions += 1
         for request in self._requests.values():
-            if request.state == "running":
-                request.num_preemptions += 1
+            request.num_delivered = max(request.num_delivered, request.num_computed)
             request.state, request.blocks, request.num_computed, request.state_slot = "waiting", None, 0, 0
         self.waiting = deque(self._requests.values())
         self.running = []
@@ -200,6 +233,7 @@ class Scheduler:
         if self.release_state is not None:
             for slot in self._free_slots or ():
                 self.release_state(slot)
+        return ran
 
     # ------------------------------------------------------------------ one step
 
@@ -211,65 +245,143 @@ class Scheduler:
         return self._schedule_anew()
 
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """The step behind one that has not been committed yet, if it can be known: the same sequences go on decoding.
-
-        Nobody may be about to be admitted or to reach its length, and there must be blocks. A request that ends with
-        ``plan`` all the same, at a token nobody could foresee, is then computed once too often; ``commit`` ignores it.
-        """
-        works = plan.works
-        if self._may_admit() or len(works) != len(self.running) or not self.cache.has_free(len(works)):
+        """The step behind one that has not been committed yet, if it can be known: see Note [Scheduling ahead]."""
+        works: list[Work] = []
+        without_room: list[Work] = []
+        in_prompt: Work | None = None
+        num_ending = 0
+        for work in plan.works:
+            request, start, num_tokens, samples = work
+            blocks = request.blocks
+            if blocks is None:
+                continue  # it has ended
+            if not samples:
+                in_prompt = work
+            elif len(request.tokens) + 1 >= request.max_len:
+                num_ending += 1
+            else:
+                following = Work(request, start + num_tokens, 1, True)
+                works.append(following)
+                if following.start >= blocks.capacity:
+                    without_room.append(following)
+        if len(works) + num_ending + (in_prompt is not None) < len(self.running):
+            return None  # somebody waits for a block in the middle of a prompt
+        num_decodes, budget = len(works), self.limits.max_batch_tokens - len(works)
+        if not self.cache.has_free(len(without_room) + self._blocks_for(in_prompt, budget)):
             return None
-        for request, _, _, samples in works:
-            if not samples or request.blocks is None or len(request.tokens) + 1 >= request.max_len:
-                return None
-        return StepPlan(
-            tuple(self._next_decode(request, start + num_tokens) for request, start, num_tokens, _ in works),
-            len(works),
-            "decode",
-        )
+        for request, start, _, _ in without_room:
+            self._make_room(request, start)
+        if in_prompt is not None:
+            start = in_prompt.start + in_prompt.num_tokens
+            budget -= self._prefill(in_prompt.request, start, budget, works)
+        self._admit_waiting(budget, works, num_decodes, num_ending)
+        if not works:
+            return None
+        if num_decodes == len(works) == len(plan.works):  # as they were
+            return StepPlan(tuple(works), num_decodes, "decode", range(num_decodes))
+        return self._make_plan(works, num_decodes, len(self.running) - num_ending, behind=plan)
 
-    def _may_admit(self) -> bool:
-        """Whether it is worth trying to admit the front of the queue."""
+    def _blocks_for(self, in_prompt: Work | None, budget: int) -> int:
+        """How many blocks the next part of a prompt takes of each group."""
+        if in_prompt is None:
+            return 0
+        request, start, num_tokens, _ = in_prompt
+        assert request.blocks is not None
+        end = min(len(request.tokens), start + num_tokens + budget)
+        return -(-max(0, end - request.blocks.capacity) // self.cache.block_size)
+
+    def _may_admit(self, num_ending: int = 0) -> bool:
+        """Whether it is worth trying to admit the front of the queue, in the place of those that are about to end."""
         return (
             len(self.waiting) > 0
-            and len(self.running) < self.limits.max_num_seqs
+            and len(self.running) - num_ending < self.limits.max_num_seqs
             and (not self.running or self._blocked_at != self.cache.num_releases())
         )
 
     def _steady_decode(self) -> tuple[Work, ...]:
         """The same sequences as before, one token each, in the same order."""
-        return tuple(self._next_decode(request, request.num_computed) for request in self._rows)
+        works = []
+        for request in self._rows:
+            start, blocks = request.num_computed, request.blocks
+            assert blocks is not None
+            if start >= blocks.capacity:
+                self._make_room(request, start)
+            works.append(Work(request, start, 1, True))
+        return tuple(works)
 
-    def _next_decode(self, request: Request, start: int) -> Work:
+    def _make_room(self, request: Request, position: int) -> None:
+        """For the next token of a request that decodes."""
         blocks = request.blocks
         assert blocks is not None
-        if start >= blocks.capacity:
-            self.cache.give_back(blocks, start)
-            self.cache.extend(blocks, start + 1)
-        return Work(request, start, 1, True)
+        self.cache.give_back(blocks, position)
+        self.cache.extend(blocks, position + 1)
 
     def _schedule_anew(self) -> StepPlan | None:
         works, preempted = self._decodes()
         num_decodes = len(works)
         budget = self.limits.max_batch_tokens - num_decodes
         if num_decodes < len(self.running):
-            budget -= self._prefill(self.running[-1], budget, works)
-        # If a prompt stopped short for want of a block, or somebody was preempted for one, there is none for the next
-        # request either: admission asks for more than that.
-        while budget > 0:
-            if (request := self._next_waiting()) is None or not self._may_admit() or not self._admit(request):
-                break
-            budget -= self._prefill(request, budget, works)
+            request = self.running[-1]
+            budget -= self._prefill(request, request.num_computed, budget, works)
+        self._admit_waiting(budget, works, num_decodes)
         if not works:
             assert not self._requests, "requests are left, but none can run"
             self._rows = []
             return None
-        rows = _keep_rows(self._rows, works)
+        return self._make_plan(works, num_decodes, len(self.running), preempted=preempted)
+
+    def _admit_waiting(self, budget: int, works: list[Work], num_decodes: int, num_ending: int = 0) -> None:
+        """Let waiting requests fill the rest of a step.
+
+        If a prompt stopped short for want of a block, or somebody was preempted for one, there is none for the next
+        request either: admission asks for more than that.
+        """
+        while budget > 0 and len(works) - num_decodes < MAX_PROMPTS:
+            if (request := self._next_waiting()) is None or not self._may_admit(num_ending) or not self._admit(request):
+                break
+            budget -= self._prefill(request, request.num_computed, budget, works)
+        if self.waiting and works:
+            self._cut_to_size(works, self.limits.max_batch_tokens - budget)
+
+    def _cut_to_size(self, works: list[Work], total: int) -> None:
+        """Leave the rest of the last prompt to the next step, if this one, of so many tokens in all, is then of a size
+        without padding: see Note [Full steps].
+        """
+        excess = total - max((size for size in self.sizes if size <= total), default=total)
+        request, start, num_tokens, _ = works[-1]
+        if 0 < excess < num_tokens:
+            works[-1] = Work(request, start, num_tokens - excess, False)
+
+    def _make_plan(
+        self,
+        works: list[Work],
+        num_decodes: int,
+        num_running: int,
+        *,
+        behind: StepPlan | None = None,
+        preempted: Sequence[Request] = (),
+    ) -> StepPlan:
+        """Give works their rows.
+
+        Args:
+            works: those that decode first.
+            num_decodes: how many do.
+            num_running: how many requests run in this step or will run in the next.
+            behind: what is not committed yet.
+            preempted: for whom there are no blocks.
+        """
+        # Those with one token come first: attention has a kernel for each kind.
+        prompts = works[num_decodes:]
+        rows = [*_keep_rows(self._rows, works[:num_decodes]), *prompts]
         self._rows = [work.request for work in rows]
-        self._is_steady = num_decodes == len(rows) == len(self.running)
-        is_decode = all(work.num_tokens == 1 and work.start for work in rows)
-        num_tokens = sum(work.num_tokens for work in rows)
-        return StepPlan(tuple(rows), num_tokens, "decode" if is_decode else "mixed", tuple(preempted))
+        self._is_steady = num_decodes == len(rows) == num_running
+        is_decode = all(work.num_tokens == 1 and work.start for work in prompts)
+        num_tokens = num_decodes + sum(work.num_tokens for work in prompts)
+        sources = None
+        if behind is not None:
+            row_of = {work.request: row for row, work in enumerate(behind.works) if work.samples}
+            sources = tuple([row_of.get(request, -1) for request in self._rows])
+        return StepPlan(tuple(rows), num_tokens, "decode" if is_decode else "mixed", sources, tuple(preempted))
 
     def _decodes(self) -> tuple[list[Work], list[Request]]:
         """One token for each request whose prompt is done, oldest first; the newest give way if blocks run out."""
@@ -293,11 +405,11 @@ class Scheduler:
             position += 1
         return works, preempted
 
-    def _prefill(self, request: Request, budget: int, works: list[Work]) -> int:
+    def _prefill(self, request: Request, start: int, budget: int, works: list[Work]) -> int:
         """Plan as much of a prompt as budget and blocks allow; how many tokens that is."""
         blocks = request.blocks
         assert blocks is not None
-        start, length = request.num_computed, len(request.tokens)
+        length = len(request.tokens)
         end = min(length, start + budget, self.cache.room(blocks))
         if end <= start:
             return 0
@@ -318,6 +430,8 @@ class Scheduler:
         Room for all, although only a part is computed at once: a request that is let in and thrown out again has
         computed for nothing.
         """
+        if self._free_slots is not None and not self._free_slots:
+            return False  # all are held, some by requests that are about to end
         blocks = self.cache.begin(self._reusable_digests(request))
         missing = self.cache.num_missing(blocks, len(request.tokens))
         # Alone it fits, in small steps if need be.
@@ -350,6 +464,7 @@ class Scheduler:
         request = self.running.pop()
         self._let_go(request)
         request.state = "waiting"
+        request.num_delivered = max(request.num_delivered, request.num_computed)
         request.num_computed = 0
         request.num_preemptions += 1
         self.waiting.appendleft(request)
@@ -386,15 +501,14 @@ class Scheduler:
             raise RequestError("PG657", "the step cannot be committed", why=why, hint="give one token for each work")
         finished: list[Request] = []
         block_size, prefix_cache = self.cache.block_size, self.cache.prefix_cache
-        vocab_size, texts = self.limits.vocab_size, self._texts
+        vocab_size, texts, now = self.limits.vocab_size, self._texts, time.perf_counter()
         for work, token in zip(plan.works, tokens, strict=True):
             request, start, num_tokens, samples = work
             blocks = request.blocks
             if blocks is None:
                 continue  # aborted while the step ran
             computed = request.num_computed = start + num_tokens
-            if computed > request.num_delivered:
-                request.num_delivered = computed
+            request.num_steps += 1
             if prefix_cache and computed // block_size > blocks.num_registered:
                 self._register(request)
             if num_tokens > 1 or not samples:  # one that decodes gives back when it needs its next block
@@ -405,11 +519,10 @@ class Scheduler:
                     finished.append(request)
                     continue
                 request.tokens.append(token)
-                if request.first_token_time is None:
-                    request.first_token_time = time.perf_counter()
-                is_end = token in self.eos_token_ids and not request.params.ignore_eos
-                if is_end or (request.id in texts and self._is_stopped(request)):
+                request.token_times.append(now)
+                if token in request.stop_ids or (texts and request.id in texts and self._is_stopped(request)):
                     self.finish(request, "stop")
+                    request.stop_reason = request.stop_reason or self._stop_token(request, token)
                     finished.append(request)
                 elif len(request.tokens) >= request.max_len:
                     self.finish(request, "length")
@@ -422,7 +535,12 @@ class Scheduler:
         text.add(request.tokens[-1:])
         if len(request.tokens) >= request.max_len:
             text.finish()
+        request.stop_reason = text.stopped_at
         return text.is_stopped
+
+    def _stop_token(self, request: Request, token: int) -> int | None:
+        """The token that ended a request, if it was asked for and is none of the model's own."""
+        return None if token in self.eos_token_ids and not request.params.ignore_eos else token
 
     def _register(self, request: Request) -> None:
         if request.cache_key is not None and request.blocks is not None:

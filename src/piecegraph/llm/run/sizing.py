@@ -131,18 +131,14 @@ class StepSizes:
         return Bucket(size, size, "decode")
 
     def at_start(self) -> list[Bucket]:
-        """What is recorded when the model is loaded; the rest when it is first used.
+        """What is recorded whenever a model is loaded, so that every step finds a size that is not much too large.
 
-        Mixed steps of many sequences are rare. Of a ladder that nobody asked for, the powers of two and the last rung
-        come first: they are two fifths of it. Who cannot wait for the others while serving lists the sizes.
+        Of a ladder that nobody asked for, that is the powers of two and the last rung: two fifths of it.
         """
-        if self.only is not None:
-            return [self.only]
-        few = [bucket for bucket in self.all() if bucket.kind == "decode" or bucket.num_seqs <= self.seqs[0]]
-        if self.is_listed:
-            return few
+        if self.only is not None or self.is_listed:
+            return self.all()
         last = {*self.decode[-1:], *self.tokens[-1:]}
-        return [bucket for bucket in few if bucket.num_tokens in last or bucket.num_tokens.bit_count() == 1]
+        return [bucket for bucket in self.all() if bucket.num_tokens in last or bucket.num_tokens.bit_count() == 1]
 
     def all(self) -> list[Bucket]:
         """Everything that may be recorded."""
@@ -153,9 +149,8 @@ class StepSizes:
 
     def largest(self, limits: SchedulerLimits) -> list[Bucket]:
         """The largest steps there are."""
-        seqs = min(_FEW_SEQS, limits.max_num_seqs)
         decode = Bucket(limits.max_num_seqs, limits.max_num_seqs, "decode")
-        return [decode, _mixed(limits.max_batch_tokens, seqs)] if self.only is None else [self.only]
+        return [decode, _mixed(limits.max_batch_tokens, limits.max_num_seqs)] if self.only is None else [self.only]
 
 
 _FEW_SEQS = 8

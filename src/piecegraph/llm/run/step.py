@@ -1,12 +1,17 @@
-"""The nouns of one step: which tokens of which requests are computed together."""
+"""The nouns of one step: which tokens of which requests are computed together; and how many steps there were."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from piecegraph.llm.run.request import Request
 from piecegraph.llm.specs import StepKind
+
+MAX_PROMPTS = 32
+"""Sequences of a step with more than one token, where there are many sequences. Kernels for prompts have work to do for
+each that there could be.
+"""
 
 
 class Work(NamedTuple):
@@ -38,12 +43,21 @@ class StepPlan:
     num_tokens: int
     kind: StepKind
     """``"decode"``: one token for each sequence, none of them a sequence's first."""
+    sources: range | tuple[int, ...] | None = None
+    """Behind a step that is not committed yet: for each work, which work of that step chooses the token it computes; -1
+    if its tokens are known. A range: the works of that step, in their order.
+    """
     preempted: tuple[Request, ...] = ()
     """Requests that had to give up their blocks for this step, and will compute their tokens again."""
 
     @property
     def num_seqs(self) -> int:
         return len(self.works)
+
+    @property
+    def num_decodes(self) -> int:
+        """How many sequences come first with one token each."""
+        return next((i for i, work in enumerate(self.works) if work.num_tokens != 1), len(self.works))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +69,49 @@ class Bucket:
     kind: StepKind = "mixed"
     """``"decode"``: ``num_tokens == num_seqs``, and serves decode steps alone."""
 
+    @property
+    def separates_prompts(self) -> bool:
+        """Whether there may be so many sequences that those with one token are told apart."""
+        return self.kind == "mixed" and self.num_seqs > MAX_PROMPTS
+
     def __post_init__(self) -> None:
         assert min(self.num_seqs, self.num_tokens) > 0, self
         assert self.kind == "mixed" or self.num_tokens == self.num_seqs, self
+
+
+@dataclass(slots=True)
+class KindCounts:
+    """Of one kind of steps."""
+
+    num_steps: int = 0
+    num_replays: int = 0
+    """Steps that were replayed from a tape."""
+    num_larger: int = 0
+    """Of these, such as ran in a larger size, or with a dearer sampler, than the one that was not recorded yet."""
+    num_tokens: int = 0
+    num_padding: int = 0
+    """Rows that belong to no token."""
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """Of all steps."""
+
+    kinds: dict[StepKind, KindCounts] = field(default_factory=lambda: {"decode": KindCounts(), "mixed": KindCounts()})
+
+    @property
+    def num_steps(self) -> int:
+        return sum(kind.num_steps for kind in self.kinds.values())
+
+    @property
+    def num_replays(self) -> int:
+        return sum(kind.num_replays for kind in self.kinds.values())
+
+    def add(self, kind: StepKind, num_tokens: int, num_rows: int, *, is_replayed: bool, is_larger: bool) -> None:
+        """Count a step of so many tokens that ran in so many rows."""
+        counts = self.kinds[kind]
+        counts.num_steps += 1
+        counts.num_replays += is_replayed
+        counts.num_larger += is_larger
+        counts.num_tokens += num_tokens
+        counts.num_padding += num_rows - num_tokens

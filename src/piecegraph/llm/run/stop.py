@@ -23,6 +23,8 @@ class IncrementalText:
         decode: the text of a list of tokens, without the special ones.
         stop: texts at which the answer ends.
         prompt: the last tokens of the prompt, for tokenizers to which the first word of a text is special.
+        min_tokens: a stop text counts only if it is completed behind so many tokens.
+        includes_stop: whether the stop text is part of the answer.
 
     >>> words = ["one ", "two S", "TOP three"]
     >>> text = IncrementalText(lambda tokens: "".join(words[token] for token in tokens), stop=["STOP"])
@@ -31,11 +33,19 @@ class IncrementalText:
     """
 
     def __init__(
-        self, decode: Callable[[list[int]], str], stop: Sequence[str] = (), prompt: Sequence[int] = ()
+        self,
+        decode: Callable[[list[int]], str],
+        stop: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+        *,
+        min_tokens: int = 0,
+        includes_stop: bool = False,
     ) -> None:
         self._decode = decode
         self._stop = tuple(stop)
         self._tokens = list(prompt)
+        self._searched_from = len(self._tokens) + min_tokens
+        self._includes_stop = includes_stop
         self._first = 0
         """Decoding begins here: some tokens before the new ones, because a token's text depends on its neighbours."""
         self._read = len(self._tokens)
@@ -46,8 +56,12 @@ class IncrementalText:
         """Text that may be the beginning of a stop text."""
         self.text = ""
         """All that was safe so far."""
-        self.is_stopped = False
-        """Whether a stop text was found; what follows it is dropped."""
+        self.stopped_at: str | None = None
+        """The stop text that was found; what follows it is dropped."""
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.stopped_at is not None
 
     def add(self, tokens: Sequence[int]) -> str:
         """Take new tokens; returns the text that became safe."""
@@ -69,7 +83,9 @@ class IncrementalText:
         text = self._decode(self._tokens[self._first :])
         num_unfinished = min(len(text) - len(text.rstrip(_UNFINISHED)), _MOST_UNFINISHED)
         if num_unfinished == 0 or is_last:
-            self._first, self._read, self._num_taken = self._read, len(self._tokens), 0
+            if len(text) > start:  # a special token has no text, and what follows must not lose its neighbour
+                self._first = self._read
+            self._read, self._num_taken = len(self._tokens), 0
             return text[start:]
         end = max(start, len(text) - num_unfinished)
         self._num_taken += end - start
@@ -77,14 +93,20 @@ class IncrementalText:
 
     def _release(self, new: str, *, is_last: bool) -> str:
         text = self._held + new
-        found = [position for stop in self._stop if (position := text.find(stop)) >= 0]
-        if found:
-            safe, self._held, self.is_stopped = text[: min(found)], "", True
+        found = self._first_stop(text) if len(self._tokens) > self._searched_from else None
+        if found is not None:
+            end, self.stopped_at = found
+            safe, self._held = text[: end + len(self.stopped_at) * self._includes_stop], ""
         else:
             num_held = 0 if is_last else _longest_beginning(text, self._stop)
             safe, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
         self.text += safe
         return safe
+
+    def _first_stop(self, text: str) -> tuple[int, str] | None:
+        """Where the first stop text begins, and which it is."""
+        found = [(position, stop) for stop in self._stop if (position := text.find(stop)) >= 0]
+        return min(found, key=lambda each: each[0], default=None)
 
 
 def _longest_beginning(text: str, stop: Sequence[str]) -> int:

@@ -75,6 +75,12 @@ class Supports(Protocol):
     def __call__(self, layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support: ...
 
 
+class UseFor(Protocol):
+    """Whether a kernel that can serve all layers of a model is of use for it, and which layers it serves how."""
+
+    def __call__(self, layers: Sequence[AttentionLayer | LatentLayer]) -> Support: ...
+
+
 class CaptureSafe(Protocol):
     """Whether a kernel may be captured into a CUDA graph: all it reads of a batch, it reads on the device."""
 
@@ -113,6 +119,10 @@ class AttentionKernel:
     """None if it keeps nothing between calls."""
     read_batch: ReadBatch | None = None
     """None if it reads a batch on the device, or in every layer anew."""
+    use_for: UseFor | None = None
+    """None if it serves all layers in the same way."""
+    block_size: int = 16
+    """Tokens in a block of the cache that suit it best."""
 
     def verdict(self, layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support:
         """As ``supports``, and says no to a latent layer if there is no function for it."""

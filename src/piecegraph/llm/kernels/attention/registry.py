@@ -6,12 +6,12 @@ that supports every layer; the reason it gives names every kernel before it and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from piecegraph.errors import ConfigError
-from piecegraph.llm.kernels.attention import cpu, fixed, reference, triton_paged, varlen
+from piecegraph.llm.kernels.attention import cpu, fixed, flash, reference, triton_paged, varlen
 from piecegraph.llm.kernels.attention.kernel import (
     Attend,
     AttendLatent,
@@ -24,7 +24,7 @@ from piecegraph.llm.kernels.attention.kernel import (
 from piecegraph.llm.specs import Accepted, AttentionLayer, LatentLayer, Rejected, Support
 
 _kernels: dict[str, AttentionKernel] = {
-    kernel.name: kernel for kernel in (triton_paged.KERNEL, varlen.KERNEL, cpu.KERNEL, reference.KERNEL)
+    kernel.name: kernel for kernel in (flash.KERNEL, triton_paged.KERNEL, varlen.KERNEL, cpu.KERNEL, reference.KERNEL)
 }
 _by_name_only: set[str] = set()
 _fixed = {kernel.name: kernel for kernel in (triton_paged.FIXED_KERNEL, fixed.KERNEL)}
@@ -35,7 +35,7 @@ def attention_kernels() -> tuple[AttentionKernel, ...]:
     """All kernels, in the order in which ``auto`` tries them.
 
     >>> [kernel.name for kernel in attention_kernels()]
-    ['triton', 'varlen', 'cpu', 'reference']
+    ['flash', 'triton', 'varlen', 'cpu', 'reference']
     """
     return tuple(_kernels.values())
 
@@ -115,7 +115,8 @@ def choose_kernel(
         ConfigError: there is no kernel of that name, or it does not support a layer, or no kernel does.
     """
     if wish != "auto":
-        return _named(wish, layers, dtype, device, deterministic), "asked for by name"
+        kernel, note = _named(wish, layers, dtype, device, deterministic)
+        return kernel, _noted("asked for by name", note)
     passed_over: list[str] = []
     for kernel in attention_kernels():
         if kernel.name in _by_name_only:
@@ -123,7 +124,7 @@ def choose_kernel(
         kernel, verdict = _form_for_all(kernel, layers, dtype, device, deterministic)
         if isinstance(verdict, Accepted):
             rejections = f"; passed over: {'; '.join(passed_over)}" if passed_over else ""
-            return kernel, f"the first that supports every layer{rejections}"
+            return kernel, _noted(f"the first that supports every layer{rejections}", verdict.note)
         passed_over.append(f"{kernel.name} ({verdict.reason})")
     assert deterministic, "the reference kernel supports everything"
     raise ConfigError(
@@ -133,11 +134,12 @@ def choose_kernel(
 
 def _named(
     name: str,
-    layers: Iterable[AttentionLayer | LatentLayer],
+    layers: Sequence[AttentionLayer | LatentLayer],
     dtype: torch.dtype,
     device: torch.device,
     deterministic: bool,
-) -> AttentionKernel:
+) -> tuple[AttentionKernel, str]:
+    """The kernel, and how it serves the layers."""
     if name not in _kernels:
         known = ", ".join(["auto", *_kernels])
         raise ConfigError(
@@ -151,12 +153,16 @@ def _named(
             why=verdict.reason,
             hint='use attention="auto"',
         )
-    return kernel
+    return kernel, verdict.note
+
+
+def _noted(reason: str, note: str) -> str:
+    return f"{reason}; {note}" if note else reason
 
 
 def _form_for_all(
     kernel: AttentionKernel,
-    layers: Iterable[AttentionLayer | LatentLayer],
+    layers: Sequence[AttentionLayer | LatentLayer],
     dtype: torch.dtype,
     device: torch.device,
     deterministic: bool,
@@ -170,4 +176,4 @@ def _form_for_all(
         verdict = kernel.verdict(layer, dtype, device)
         if isinstance(verdict, Rejected):
             return kernel, Rejected(f"attention layer {layer.index}: {verdict.reason}")
-    return kernel, Accepted()
+    return kernel, Accepted() if kernel.use_for is None else kernel.use_for(layers)

@@ -101,6 +101,7 @@ def decode_kernel(
     key_cache,
     rest_cache,
     value_cache,
+    prompt_starts,
     seq_lens,
     block_table,
     slots,
@@ -108,6 +109,7 @@ def decode_kernel(
     partial_top,
     partial_total,
     arrived,
+    max_parts,
     inner_scale,
     outer_scale,
     q_token_stride,
@@ -144,6 +146,10 @@ def decode_kernel(
     CHUNK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    HEAD_TILES: tl.constexpr,
+    MIXED: tl.constexpr,
+    EARLY: tl.constexpr,
     COMBINE_COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -151,15 +157,29 @@ def decode_kernel(
 ):
     """One query in each sequence. Grid: (sequences, kv heads * tiles of a group, splits of the keys).
 
+    MIXED: only the sequences that come first have one query, and how many they are is read here. Grid: as many programs
+    as there could be sequences, or partial results (``max_parts``); the sequences share them.
+
     The new token is not read from the cache: split 0 adds it to its softmax, and the one of the group's first tile
     writes it to the cache. So one launch does all, and nothing is read that another program of it has written, but for
     the partial results: see Note [The last split combines] in ``triton_paged.py``.
     """
     TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
-    seq = tl.program_id(0)
-    tile = tl.program_id(1) % TILES
-    kv_head = (tl.program_id(1) // TILES).to(tl.int64)
-    split = tl.program_id(2)
+    if MIXED:
+        num_seqs = tl.load(prompt_starts)
+        num_splits = tl.maximum(tl.minimum(max_parts // tl.maximum(num_seqs * HEAD_TILES, 1), MAX_SPLITS), 1)
+        split = tl.program_id(0) % num_splits
+        place = tl.program_id(0) // num_splits
+        seq = place // HEAD_TILES
+        if seq >= num_seqs:
+            return
+    else:
+        num_splits = tl.num_programs(2)
+        split = tl.program_id(2)
+        seq = tl.program_id(0)
+        place = seq * HEAD_TILES + tl.program_id(1)
+    tile = place % HEAD_TILES % TILES
+    kv_head = (place % HEAD_TILES // TILES).to(tl.int64)
     length = tl.load(seq_lens + seq)
 
     rows = tl.arange(0, BLOCK_M)
@@ -167,6 +187,9 @@ def decode_kernel(
     used = (rows < TILE_HEADS) & (head_in_group < GROUP)
     head = kv_head * GROUP + head_in_group
     token = seq.to(tl.int64)
+    if EARLY:  # see Note [Early launches]
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     # Loaded before the length is looked at: one wait for both.
     q_tile = load_tile(q, token * q_token_stride + head * q_head_stride, used, KEY, KEY_PADDED, True)
     q_rest_tile = q_tile
@@ -188,7 +211,7 @@ def decode_kernel(
     first_block = low // BLOCK_N
     # Of keys before the new one; none, if that is all there is to see.
     num_blocks = tl.where(low < last, (last + BLOCK_N - 1) // BLOCK_N - first_block, 0)
-    per_split = tl.maximum((num_blocks + tl.num_programs(2) - 1) // tl.num_programs(2), 1)
+    per_split = tl.maximum((num_blocks + num_splits - 1) // num_splits, 1)
     num_active = tl.maximum((num_blocks + per_split - 1) // per_split, 1)
     if split >= num_active:
         return
@@ -247,8 +270,7 @@ def decode_kernel(
         tl.store(out_pointers, (acc / total[:, None]).to(out.dtype.element_ty), mask=out_mask)
     else:
         if SPLITS > 1:
-            place = seq * tl.num_programs(1) + tl.program_id(1)
-            part = place.to(tl.int64) * tl.num_programs(2)
+            part = place.to(tl.int64) * num_splits
             row_places = (part + split) * BLOCK_M + rows
             tl.store(partial_top + row_places, top, mask=used)
             tl.store(partial_total + row_places, total, mask=used)

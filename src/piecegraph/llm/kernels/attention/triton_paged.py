@@ -6,6 +6,14 @@ Grids and tiles follow from shapes and from the bounds in :class:`AttentionBatch
 program does what is found on the device, from ``query_starts`` and ``seq_lens``. A captured launch therefore serves
 every batch of its bucket. Programs for which a batch has no work end at once.
 
+Note [Two kinds of rows]
+~~~~~~~~~~~~~~~~~~~~~~~~
+Under load nearly every step has some prompts and many sequences with one token each, for which the kernel for prompts
+takes twice as long as the one for decoding. So both are launched, one beside the other: the first reads little, the
+second computes little. The sequences with one token come first; how many they are is read on the device. Either kernel
+writes rows of ``out`` that the other does not. Where there are few sequences, all of them are taken for prompts, so
+that a prompt alone pays for no other launch.
+
 Note [The last split combines]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The programs that share a sequence's keys leave partial results in a workspace and count themselves in; the last to
@@ -16,11 +24,12 @@ workspace is kept for good: captured graphs know its address.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +44,22 @@ from piecegraph.llm.kernels.attention.triton_tiles import (
     combine_shape,
     decode_tiles,
     key_parts,
+    mixed_decode_tiles,
     padded,
     power_of_two,
     prefill_tiles,
 )
-from piecegraph.llm.specs import Accepted, AttentionBatch, AttentionLayer, LatentLayer, Rejected, StepKind, Support
+from piecegraph.llm.kernels.early_launch import early_constants
+from piecegraph.llm.specs import (
+    Accepted,
+    AttentionBatch,
+    AttentionLayer,
+    LatentLayer,
+    Rejected,
+    SequenceRows,
+    StepKind,
+    Support,
+)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_WIDTH = 256
@@ -92,11 +112,40 @@ def attend(
 ) -> None:
     """See :class:`~piecegraph.llm.kernels.attention.kernel.Attend`."""
     operands = plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer)
+    if batch.max_query_len > 1:
+        write(k, v, key_cache, value_cache, batch)
+    launch(operands, batch)
+
+
+def launch(operands: Operands, batch: AttentionBatch) -> None:
+    """Each kind of rows by its kernel; where there are prompts, the new keys are in the cache."""
     if batch.max_query_len == 1:
         launch_decode(operands, batch)
+    elif batch.prompts is None:
+        launch_prefill(operands, batch, batch.rows)
+    else:
+        with beside_decode(operands, batch):
+            launch_prefill(operands, batch, batch.prompts)
+
+
+@contextlib.contextmanager
+def beside_decode(operands: Operands, batch: AttentionBatch) -> Iterator[None]:
+    """What is launched inside runs beside the rows of decoding. See Note [Two kinds of rows]."""
+    if operands.q.device.type != "cuda":
+        launch_decode(operands, batch)
+        yield
         return
-    write(k, v, key_cache, value_cache, batch)
-    launch_prefill(operands, batch)
+    here, beside = torch.cuda.current_stream(), _beside(operands.q.device)
+    beside.wait_stream(here)
+    with torch.cuda.stream(beside):
+        launch_decode(operands, batch)
+    yield
+    here.wait_stream(beside)
+
+
+@functools.cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def attend_fixed(
@@ -116,7 +165,8 @@ def attend_fixed(
     of their size: keys it does not see are added as zeros. All that is left is to have one loop for all of them.
     """
     write(k, v, key_cache, value_cache, batch)
-    launch_prefill(plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer), batch, is_fixed=True)
+    operands = plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer)
+    launch_prefill(operands, batch, batch.rows, is_fixed=True)
 
 
 def attend_latent(
@@ -147,11 +197,9 @@ def attend_latent(
         layer=shared_key_layer(layer),
         values_are_keys=True,
     )
-    if batch.max_query_len == 1:
-        launch_decode(operands, batch)
-    else:
+    if batch.max_query_len > 1:
         write(operands.k, operands.k_rest, latent_cache, rope_cache, batch)
-        launch_prefill(operands, batch)
+    launch(operands, batch)
     project_values(summed, up_projection, out, layer)
 
 
@@ -184,36 +232,59 @@ def plain_operands(
 
 
 def write(
-    k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, batch: AttentionBatch
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    clear: torch.Tensor | None = None,
 ) -> None:
-    """Put every token's key and value where it belongs, in one launch."""
+    """Put every token's key and value where it belongs, in one launch.
+
+    Args:
+        clear: the rows of results, if their padding is to become zeros, and with it the values behind each prompt.
+    """
+    rows = batch.prompts or batch.rows
     num_heads, key, value = k.shape[1], k.shape[2], v.shape[2]
     heads = min(power_of_two(num_heads), max(1, WRITTEN_AT_ONCE // padded(max(key, value))))
+    out = v if clear is None else clear
     _prefill().write_kernel[(k.shape[0], -(-num_heads // heads))](
         k,
         v,
         key_cache,
         value_cache,
         batch.slots,
+        out,
+        rows.starts,
+        rows.lens.shape[0],
         *_row_strides(k, v),
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
+        *_row_strides(out),
         NUM_HEADS=num_heads,
+        GROUP=out.shape[1] // num_heads,
         HEADS=heads,
         KEY=key,
         KEY_PADDED=padded(key),
         VALUE=value,
         VALUE_PADDED=padded(value),
         BLOCK_SIZE=batch.block_size,
+        CLEARS=clear is not None,
         num_warps=4,
     )
 
 
 def launch_prefill(
-    operands: Operands, batch: AttentionBatch, tiles: Tiles | None = None, *, is_fixed: bool = False
+    operands: Operands,
+    batch: AttentionBatch,
+    rows: SequenceRows,
+    tiles: Tiles | None = None,
+    *,
+    is_fixed: bool = False,
 ) -> None:
     """Attend with any number of queries in each sequence, new keys being in the cache."""
-    num_tokens, num_seqs = operands.q.shape[0], batch.seq_lens.shape[0]
+    num_tokens, num_seqs = operands.q.shape[0], rows.lens.shape[0]
     shape = operands.shape
     tiles = tiles or prefill_tiles(shape, num_tokens, batch.max_query_len, _num_processors(operands.q.device))
     blocks = -(-num_tokens // (tiles.block_m // tiles.tile_heads)) + num_seqs
@@ -226,30 +297,33 @@ def launch_prefill(
         operands.key_cache,
         operands.rest_cache,
         operands.value_cache,
-        batch.query_starts,
-        batch.seq_lens,
-        batch.block_table,
+        rows.starts,
+        rows.lens,
+        rows.table,
         num_tokens,
         num_seqs,
         *_score_scales(operands.layer),
         *_row_strides(operands.q, operands.q_rest, operands.out),
         *operands.key_cache.stride()[:3],
         *operands.value_cache.stride()[:3],
-        batch.block_table.stride(0),
+        rows.table.stride(0),
         FIXED=is_fixed,
         **_constants(operands, batch, tiles),
     )
 
 
 def launch_decode(operands: Operands, batch: AttentionBatch, tiles: Tiles | None = None) -> None:
-    """Attend with one query in each sequence, and write the new keys and values to the cache."""
-    num_seqs, device = batch.seq_lens.shape[0], operands.q.device
+    """Attend with one query in each sequence before the prompts, and write the new keys and values to the cache."""
+    num_seqs, device, is_mixed = batch.seq_lens.shape[0], operands.q.device, batch.prompts is not None
     shape = operands.shape
+    if tiles is None and is_mixed:
+        tiles = mixed_decode_tiles(shape)
     tiles = tiles or decode_tiles(shape, num_seqs, batch.max_seq_len, _num_processors(device))
     workspace = _workspace(device, padded(shape.value_width))
     splits, columns = combine_shape(shape, tiles)
-    grid = (num_seqs, shape.num_kv_heads * -(-shape.group // tiles.tile_heads), tiles.num_splits)
-    assert tiles.num_splits == 1 or math.prod(grid) <= workspace.arrived.shape[0]
+    head_tiles, max_parts = shape.num_kv_heads * -(-shape.group // tiles.tile_heads), workspace.arrived.shape[0]
+    grid = (max(num_seqs * head_tiles, max_parts),) if is_mixed else (num_seqs, head_tiles, tiles.num_splits)
+    assert is_mixed or tiles.num_splits == 1 or math.prod(grid) <= max_parts
     _decode().decode_kernel[grid](
         operands.q,
         operands.q_rest,
@@ -261,6 +335,7 @@ def launch_decode(operands: Operands, batch: AttentionBatch, tiles: Tiles | None
         operands.key_cache,
         operands.rest_cache,
         operands.value_cache,
+        batch.prompts.starts if batch.prompts is not None else None,
         batch.seq_lens,
         batch.block_table,
         batch.slots,
@@ -268,6 +343,7 @@ def launch_decode(operands: Operands, batch: AttentionBatch, tiles: Tiles | None
         workspace.tops,
         workspace.totals,
         workspace.arrived,
+        max_parts,
         *_score_scales(operands.layer),
         *_row_strides(operands.q, operands.q_rest, operands.k, operands.k_rest, operands.v, operands.out),
         *operands.key_cache.stride()[:3],
@@ -275,6 +351,10 @@ def launch_decode(operands: Operands, batch: AttentionBatch, tiles: Tiles | None
         batch.block_table.stride(0),
         HEADS=power_of_two(tiles.tile_heads),
         SPLITS=splits,
+        MAX_SPLITS=tiles.num_splits if is_mixed else 1,
+        HEAD_TILES=head_tiles,
+        MIXED=is_mixed,
+        **early_constants(device, is_wanted=not is_mixed),
         COMBINE_COLUMNS=columns,
         **_constants(operands, batch, tiles),
     )

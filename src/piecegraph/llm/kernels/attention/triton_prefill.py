@@ -97,7 +97,7 @@ def prefill_kernel(
     query_start = tl.load(query_starts + seq)
     num_queries = tl.load(query_starts + seq + 1) - query_start
     first_query = (block - (query_start // BLOCK_Q + seq)) * BLOCK_Q
-    if first_query >= num_queries:
+    if (first_query < 0) | (first_query >= num_queries):  # before the first sequence, or behind this one
         return
 
     query = first_query + rows // TILE_HEADS
@@ -160,6 +160,9 @@ def write_kernel(
     key_cache,
     value_cache,
     slots,
+    out,
+    prompt_starts,
+    num_seqs,
     k_token_stride,
     k_head_stride,
     v_token_stride,
@@ -170,15 +173,23 @@ def write_kernel(
     value_block_stride,
     value_token_stride,
     value_head_stride,
+    out_token_stride,
+    out_head_stride,
     NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     KEY: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     VALUE: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    CLEARS: tl.constexpr,
 ):
-    """Write keys and values to their places in the cache. Grid: (tokens, tiles of heads)."""
+    """Write keys and values to their places in the cache. Grid: (tokens, tiles of heads).
+
+    CLEARS: for a kernel that does neither, write zeros to the rows of ``out`` that are padding, and to the values
+    behind each prompt in its last block.
+    """
     token = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
     used = heads < NUM_HEADS
@@ -195,3 +206,16 @@ def write_kernel(
     rows = block * value_block_stride + offset * value_token_stride + heads * value_head_stride
     mask = columns_inside(columns, VALUE, VALUE_PADDED, used)
     tl.store(value_cache + rows[:, None] + columns[None, :], value_tile, mask=mask)
+
+    if CLEARS:
+        zeros = tl.zeros([HEADS, VALUE_PADDED], dtype=out.dtype.element_ty)
+        if token >= tl.load(prompt_starts + num_seqs):
+            for i in range(GROUP):
+                rows = token * out_token_stride + (heads * GROUP + i) * out_head_stride
+                tl.store(out + rows[:, None] + columns[None, :], zeros, mask=mask)
+        elif token >= tl.load(prompt_starts):
+            following = tl.load(slots + token + 1, mask=token + 1 < tl.num_programs(0), other=-1)
+            if following != slot + 1:  # the last of its sequence
+                for place in range(offset + 1, BLOCK_SIZE):
+                    rows = block * value_block_stride + place * value_token_stride + heads * value_head_stride
+                    tl.store(value_cache + rows[:, None] + columns[None, :], zeros, mask=mask)

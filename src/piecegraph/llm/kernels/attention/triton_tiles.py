@@ -114,6 +114,13 @@ def decode_tiles(shape: Shape, num_seqs: int, max_seq_len: int, num_processors: 
     return Tiles(MIN_TILE, block_n, tile_heads, 4, num_stages, num_splits)
 
 
+def mixed_decode_tiles(shape: Shape) -> Tiles:
+    """For a number of sequences that only the device knows: the splits are the most there may be."""
+    block_n, num_stages = _decode_limits(shape)
+    tile_heads = min(shape.group, MIN_TILE)
+    return Tiles(MIN_TILE, block_n, tile_heads, 4, num_stages, _max_splits(shape, tile_heads))
+
+
 def combine_shape(shape: Shape, tiles: Tiles) -> tuple[int, int]:
     """(splits, columns) of the tile in which the last split adds up the partial results, all heads of its tile at once.
 

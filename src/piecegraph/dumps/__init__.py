@@ -1,0 +1,1 @@
+"""What was traced, cut, compiled and recorded, left readable in a folder."""

@@ -1,0 +1,152 @@
+"""Prompts by FlashAttention 4, if it is installed (``flash-attn-4``); rows of decoding by our own kernel, which is the
+quicker one for them.
+
+It takes a batch as our kernels do: everything is read on the device, and the grid is fixed by the bucket. What it
+leaves to others is done when keys and values are written: padded rows become zeros, and so do the values behind the end
+of a prompt in its last block, which it multiplies by zero (Note [What may be NaN] in ``triton_steps.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from piecegraph.llm.kernels.attention import triton_paged
+from piecegraph.llm.kernels.attention.kernel import AttentionKernel
+from piecegraph.llm.specs import (
+    Accepted,
+    AttentionBatch,
+    AttentionLayer,
+    LatentLayer,
+    Rejected,
+    SequenceRows,
+    StepKind,
+    Support,
+)
+
+BLOCK_SIZE = 128
+"""As many keys as it takes at once: a block is then one copy. With 16 it took 1.09 to 1.12 times as long on an H200."""
+MIN_TOKENS = 384
+"""Of a step; below that our own kernel was as quick."""
+WIDTHS = (64, 96, 128)
+"""Of heads, for which it takes as many keys at once."""
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    layer: AttentionLayer,
+    batch: AttentionBatch,
+) -> None:
+    """See :class:`~piecegraph.llm.kernels.attention.kernel.Attend`."""
+    if min(q.shape[0], batch.max_query_len) < MIN_TOKENS or _why_not(layer):
+        triton_paged.attend(q, k, v, out, sinks, key_cache, value_cache, layer, batch)
+        return
+    triton_paged.write(k, v, key_cache, value_cache, batch, clear=out)
+    if batch.prompts is None:
+        _attend_prompts(q, out, key_cache, value_cache, layer, batch, batch.rows)
+        return
+    operands = triton_paged.plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer)
+    with triton_paged.beside_decode(operands, batch):
+        _attend_prompts(q, out, key_cache, value_cache, layer, batch, batch.prompts)
+
+
+def _attend_prompts(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    layer: AttentionLayer,
+    batch: AttentionBatch,
+    rows: SequenceRows,
+) -> None:
+    _flash_attention()(
+        q,
+        key_cache,
+        value_cache,
+        cu_seqlens_q=rows.starts,
+        seqused_k=rows.lens,
+        max_seqlen_q=batch.max_query_len,
+        max_seqlen_k=batch.max_seq_len,
+        page_table=rows.table,
+        softmax_scale=layer.scale,
+        causal=True,
+        out=out,
+    )
+
+
+@functools.cache
+def _flash_attention() -> Callable[..., Any]:
+    """Its import takes seconds. The function that takes ``out`` is not one of its public ones; the extra pins it."""
+    from flash_attn.cute import interface  # type: ignore[import-not-found, unused-ignore]
+
+    # Its compiler warns of arguments of its own at every variant.
+    warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
+    function: Callable[..., Any] = interface._flash_attn_fwd
+    return function
+
+
+@functools.cache
+def _is_installed() -> bool:
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ImportError:  # of the package around it
+        return False
+
+
+def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support:
+    if not _is_installed():
+        return Rejected("flash-attn-4 is not installed")
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return Rejected("it was measured on Hopper GPUs only")
+    if dtype not in (torch.float16, torch.bfloat16):
+        return Rejected(f"{dtype} is neither float16 nor bfloat16")
+    return triton_paged.KERNEL.supports(layer, dtype, device)
+
+
+def _why_not(layer: AttentionLayer | LatentLayer) -> str:
+    """Why the prompts of a layer are left to our own kernel; empty if they are not."""
+    if isinstance(layer, LatentLayer):
+        return "latent"
+    if layer.window or layer.chunk:
+        return "a limited reach"
+    if layer.softcap or layer.has_sinks:
+        return "a soft cap or sinks"
+    if layer.key_width != layer.value_width or layer.key_width not in WIDTHS:
+        return f"heads of {layer.key_width} and {layer.value_width}"
+    return ""
+
+
+def _use_for(layers: Sequence[AttentionLayer | LatentLayer]) -> Support:
+    reasons = [_why_not(layer) for layer in layers]
+    left = sorted({reason for reason in reasons if reason})
+    if layers and all(reasons):
+        return Rejected(f"prompts of no layer: {', '.join(left)}")
+    others = f"; in {sum(map(bool, reasons))} layers by triton ({', '.join(left)})" if left else ""
+    return Accepted(f"prompts by FlashAttention 4 in steps of {MIN_TOKENS} tokens or more{others}")
+
+
+def _capture_safe(kind: StepKind) -> Support:
+    return Accepted()
+
+
+KERNEL = AttentionKernel(
+    name="flash",
+    supports=_supports,
+    use_for=_use_for,
+    capture_safe=_capture_safe,
+    attend=attend,
+    attend_latent=triton_paged.attend_latent,
+    prepare=triton_paged.prepare,
+    block_size=BLOCK_SIZE,
+)

@@ -1,0 +1,89 @@
+"""Which steps are recorded when, and which recorded step serves one that is not.
+
+Note [No request waits for a recording]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+To record a step takes as long as dozens of steps, and whoever is generating would wait for it. So a step that is not
+recorded runs in the smallest recorded one that covers it: of more tokens, of more sequences, with a sampler that can do
+more, or with room for more adjusted logits. The tokens are the same (Note [Sampling modes], Note [Padding of a batch],
+Note [Adjusted logits]). Where the only ones that cover it are much too large, or there is none, it runs the compiled
+pieces without graphs, and that is told.
+
+What is recorded when a model is loaded leaves no step of ``generate`` without cover but those that give every row.
+What steps have missed is recorded when nothing is running: at the end of a call, behind its last token, or when it is
+asked for (:meth:`piecegraph.llm.LLM.record_missing`). Never by a thread of its own: it would meet what the user runs
+beside, whose random numbers and captures a recording disturbs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from piecegraph.llm.run.adjustments import SHORTEST
+from piecegraph.llm.run.model_step import StepKey
+from piecegraph.llm.run.sampling import SamplingMode
+from piecegraph.llm.run.sizing import StepSizes
+from piecegraph.llm.run.step import Bucket
+
+_POWER: dict[SamplingMode, int] = {"greedy": 0, "plain": 1, "truncated": 2}
+"""What a sampler can do; each does what those before it can, and takes longer for every sequence."""
+_MOST_TIMES = 4
+"""So many times the tokens of a step a recorded one may have: without graphs it would take less time than that."""
+_CHEAP_TOKENS = 256
+"""Up to here a step takes about the same time whatever its size."""
+
+
+def covers(recorded: StepKey, wanted: StepKey) -> bool:
+    """Whether a recorded step may run in the place of another."""
+    mine, theirs = recorded.bucket, wanted.bucket
+    return (
+        mine.kind == theirs.kind
+        and theirs.num_seqs <= mine.num_seqs
+        and theirs.num_tokens <= mine.num_tokens <= max(_CHEAP_TOKENS, _MOST_TIMES * theirs.num_tokens)
+        and _POWER[wanted.sampling] <= _POWER[recorded.sampling]
+        and wanted.num_adjusted <= recorded.num_adjusted
+        and (recorded.takes_embeds, recorded.every_row) == (wanted.takes_embeds, wanted.every_row)
+    )
+
+
+def best_cover(wanted: StepKey, recorded: Iterable[StepKey]) -> StepKey | None:
+    """The recorded step that serves another one soonest."""
+
+    def cost(key: StepKey) -> tuple[int, int]:
+        # To sort the vocabulary for a sequence takes about as long as two tokens of a small model.
+        return key.bucket.num_tokens + _POWER[key.sampling] * key.bucket.num_seqs, key.num_adjusted
+
+    return min((key for key in recorded if covers(key, wanted)), key=cost, default=None)
+
+
+def first_keys(sizes: StepSizes) -> list[StepKey]:
+    """What is recorded in any case: see Note [No request waits for a recording]."""
+    if sizes.only is not None:  # all steps are to be alike, also those that give every row
+        plain = StepKey(sizes.only, "truncated", num_adjusted=SHORTEST)
+        return [StepKey(sizes.only, "greedy"), plain, replace(plain, every_row=True)]
+    sampled: list[StepKey] = []
+    for bucket in sorted(sizes.all(), key=lambda bucket: (bucket.num_tokens, bucket.num_seqs), reverse=True):
+        key = StepKey(bucket, "truncated", num_adjusted=SHORTEST)
+        if best_cover(key, sampled) is None:
+            sampled.append(key)
+    return [*(StepKey(bucket, "greedy") for bucket in sizes.at_start()), *sampled]
+
+
+def later_keys(sizes: StepSizes) -> list[list[StepKey]]:
+    """What is recorded if there is time, in the order in which it is needed.
+
+    Under load mixed steps have many sequences, and a large step is padded by most tokens. Then come mixed steps of a
+    few sequences, and steps that draw tokens at random.
+    """
+    is_for_load = {bucket: bucket.kind == "decode" or not _is_for_few(bucket, sizes) for bucket in sizes.all()}
+    groups = (
+        [StepKey(bucket, "greedy") for bucket, is_it in is_for_load.items() if is_it],
+        [StepKey(bucket, "greedy") for bucket, is_it in is_for_load.items() if not is_it],
+        [StepKey(bucket, "truncated", num_adjusted=SHORTEST) for bucket in sizes.at_start()],
+    )
+    first = set(first_keys(sizes))
+    return [[key for key in group if key not in first] for group in groups]
+
+
+def _is_for_few(bucket: Bucket, sizes: StepSizes) -> bool:
+    return sizes.only is None and bucket.num_seqs < min(bucket.num_tokens, sizes.seqs[-1])

@@ -1,0 +1,210 @@
+"""The application: which path is answered by what, and how errors leave it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from piecegraph.base.version import VERSION
+from piecegraph.errors import PiecegraphError
+from piecegraph.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from piecegraph.serve.chat import ChatCall
+from piecegraph.serve.completions import CompletionCall
+from piecegraph.serve.embeddings import EmbeddingBody, EmbeddingCall
+from piecegraph.serve.failures import ApiError, of_piecegraph, of_validation
+from piecegraph.serve.guards import Guards
+from piecegraph.serve.messages import CountBody, MessagesBody, MessagesCall, read
+from piecegraph.serve.record import Record
+from piecegraph.serve.responses import ResponsesBody, ResponsesCall
+from piecegraph.serve.service import Service
+from piecegraph.serve.streams import EventStream, Json, while_connected
+
+router = APIRouter()
+
+
+def make_app(service: Service) -> ASGIApp:
+    """All endpoints of a service. Nothing is fetched by a page, so there is no page of FastAPI's."""
+    app = FastAPI(title="piecegraph", version=VERSION, docs_url=None, redoc_url=None, default_response_class=Json)
+    app.state.service = service
+    app.include_router(router)
+    for kind, tell in (
+        (ApiError, _tell),
+        (PiecegraphError, _tell_ours),
+        (RequestValidationError, _tell_invalid),
+        (HTTPException, _tell_http),
+        (Exception, _tell_unexpected),
+    ):
+        app.add_exception_handler(kind, tell)
+    return Guards(app, service.settings, service.metrics)
+
+
+def _service(request: Request) -> Service:
+    found: Service = request.app.state.service
+    return found
+
+
+def _parts(request: Request) -> tuple[Service, Record]:
+    return _service(request), request.scope["record"]
+
+
+# -- of OpenAI's API
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatBody, request: Request) -> Response:
+    """Answer a conversation."""
+    return await _answer(request, await ChatCall.ask(*_parts(request), body), body.stream)
+
+
+@router.post("/v1/completions")
+async def completions(body: CompletionBody, request: Request) -> Response:
+    """Go on from texts."""
+    return await _answer(request, CompletionCall(*_parts(request), body), body.stream)
+
+
+async def _answer(request: Request, call: Any, streams: bool | None) -> Response:
+    await _service(request).accepted(call.asked)
+    return EventStream(call.events()) if streams else Json(await while_connected(request, call.whole()))
+
+
+@router.post("/v1/responses")
+async def responses(body: ResponsesBody, request: Request) -> Response:
+    """Answer a conversation."""
+    return await _answer(request, await ResponsesCall.ask(*_parts(request), body), body.stream)
+
+
+@router.post("/v1/embeddings")
+async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+    """Vectors of texts."""
+    return await _answer(request, EmbeddingCall(*_parts(request), body), False)
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    """The one that is served."""
+    return {"object": "list", "data": [_model(_service(request))]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, request: Request) -> dict[str, Any]:
+    """The same by its name."""
+    _service(request).check_model(name)
+    return _model(_service(request))
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.settings.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "piecegraph",
+        "max_model_len": service.llm.llm.started.limits.max_model_len,
+    }
+
+
+# -- of Anthropic's
+
+
+@router.post("/v1/messages")
+async def messages(body: MessagesBody, request: Request) -> Response:
+    """Answer a conversation."""
+    return await _answer(request, await MessagesCall.ask(*_parts(request), body), body.stream)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountBody, request: Request) -> dict[str, int]:
+    """How long a conversation is."""
+    return {"input_tokens": len(await read(_service(request), body))}
+
+
+# -- of vLLM's
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
+    """The tokens of a text, or of a conversation."""
+    service = _service(request)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give a prompt or messages", code="invalid_value", param="prompt")
+    if body.messages is not None:
+        messages = [each.for_template() for each in body.messages]
+        tokens = await service.chat_prompt(messages, body.chat_template_kwargs or {})
+    else:
+        tokens = await service.llm.tokens_of(body.prompt or "", add_special_tokens=body.add_special_tokens)
+    length = service.llm.llm.started.limits.max_model_len
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": length}
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
+    """The text of tokens."""
+    service = _service(request)
+    service.check_model(body.model)
+    vocab_size = service.llm.llm.started.limits.vocab_size
+    if not all(0 <= token < vocab_size for token in body.tokens):
+        message = f"the vocabulary has tokens 0 to {vocab_size - 1}"
+        raise ApiError(400, message, code="invalid_value", param="tokens")
+    return {"prompt": service.llm.llm.tokenizer.decode(body.tokens)}
+
+
+# -- of whoever runs the server
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """Whether there is hope: a server that loads its model, or drains, is well."""
+    is_well, word = _service(request).health
+    return Json({"status": word}, 200 if is_well else 503)
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """Whether requests are answered now."""
+    is_well, word = _service(request).health
+    return Json({"status": word}, 200 if is_well and word == "ready" else 503)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Counters for Prometheus."""
+    return Response(_service(request).metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """Of piecegraph."""
+    return {"version": VERSION}
+
+
+# -- errors
+
+
+async def _tell(request: Request, error: Any) -> Response:
+    request.scope["record"].error = error.message
+    return Json(error.body(request.url.path), error.status, error.headers)
+
+
+async def _tell_ours(request: Request, error: Any) -> Response:
+    return await _tell(request, of_piecegraph(error))
+
+
+async def _tell_invalid(request: Request, error: Any) -> Response:
+    return await _tell(request, of_validation(error.errors()))
+
+
+async def _tell_http(request: Request, error: Any) -> Response:
+    codes = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+    messages = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not for this path"}
+    message = messages.get(error.status_code, str(error.detail))
+    return await _tell(request, ApiError(error.status_code, message, code=codes.get(error.status_code)))
+
+
+async def _tell_unexpected(request: Request, error: Any) -> Response:
+    """uvicorn logs it."""
+    return await _tell(request, ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error"))

@@ -1,0 +1,296 @@
+"""What the bodies of requests hold. A field that is not here is refused by name, never ignored.
+
+Fields that vLLM's server knows beside OpenAI's have the same names here.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from piecegraph.llm.run.request import SamplingParams
+from piecegraph.serve.failures import ApiError, unsupported
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "ignore_eos",
+    "min_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "bad_words",
+)
+"""Fields that :class:`SamplingParams` has by the same name."""
+
+
+_MOST_STOPS = 64
+"""Texts that are looked for at every token."""
+_MOST_TOKENS = 1024
+"""Tokens that a request names."""
+
+
+class Body(BaseModel):
+    """A body, or a part of one."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    """What else a stream tells."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SamplingBody(Body):
+    """How tokens are chosen, and when an answer ends: what the endpoints that generate have in common."""
+
+    model: str
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    stop: str | Annotated[list[str], Field(max_length=_MOST_STOPS)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=_MOST_TOKENS)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    user: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=_MOST_TOKENS)
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    bad_words: list[str] | None = Field(None, max_length=_MOST_STOPS)
+    priority: int = 0
+
+    def sampling(self, defaults: dict[str, Any], *, max_new_tokens: int, **others: Any) -> SamplingParams:
+        """The same for the engine.
+
+        Args:
+            defaults: of the model, for what is not given.
+            max_new_tokens: of an answer.
+            **others: further fields of :class:`SamplingParams`.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options is only for streams", code="invalid_value", param="stream_options")
+        given = {name: getattr(self, name) for name in _SAMPLING}
+        if self.seed is not None:
+            given["seed"] = self.seed % 2**64
+        if self.logit_bias is not None:
+            given["logit_bias"] = _biases(self.logit_bias)
+        return sampling_params(defaults, given, max_new_tokens=max_new_tokens, **others)
+
+
+def sampling_params(defaults: dict[str, Any], given: dict[str, Any], **others: Any) -> SamplingParams:
+    """How a request goes on from its prompt.
+
+    Args:
+        defaults: of the model, for what is not given.
+        given: what the body says; None where it says nothing.
+        **others: further fields of :class:`SamplingParams`.
+    """
+    said = {name: value for name, value in given.items() if value is not None}
+    row = defaults | said | others
+    if row["temperature"] == 0:  # always the most likely token: there is nothing to choose from
+        of_draws = ("top_p", "top_k", "min_p")
+        SamplingParams(temperature=1.0, **{name: said[name] for name in of_draws if name in said})  # but it is checked
+        row = {name: value for name, value in row.items() if name not in of_draws}
+    return SamplingParams(**row)
+
+
+def _biases(given: dict[str, float]) -> dict[int, float]:
+    if not all(token.isdecimal() for token in given):
+        raise ApiError(400, "logit_bias must be by token ids", code="invalid_value", param="logit_bias")
+    return {int(token): bias for token, bias in given.items()}
+
+
+Texts = str | list[str] | list[int] | list[list[int]]
+"""One or several, as texts or as tokens."""
+
+
+def prompts_of(given: Texts) -> list[str | list[int]]:
+    """One or several, in either form.
+
+    >>> prompts_of("a"), prompts_of([1, 2]), prompts_of(["a", "b"]), prompts_of([[1], [2]])
+    (['a'], [[1, 2]], ['a', 'b'], [[1], [2]])
+    """
+    if isinstance(given, str):
+        return [given]
+    tokens = [each for each in given if isinstance(each, int)]
+    return [tokens] if tokens else [each for each in given if not isinstance(each, int)]
+
+
+class CompletionBody(SamplingBody):
+    """Of ``/v1/completions``."""
+
+    prompt: Texts
+    max_tokens: int = Field(16, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+    best_of: int | None = None
+    suffix: str | None = None
+
+    def check(self) -> None:
+        """Raise what is known and not supported."""
+        if self.best_of not in (None, 1) or (self.best_of == 1 and (self.n or 1) > 1):
+            raise unsupported("best_of", "answers would be generated to be thrown away; ask for n answers")
+        if self.suffix is not None:
+            raise unsupported("suffix", "a decoder goes on from a text, and cannot fill one in")
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens is 0: only with echo", code="invalid_value", param="max_tokens")
+        if not self.prompt:
+            raise ApiError(400, "prompt is empty", code="invalid_value", param="prompt")
+
+
+class TextPart(Body):
+    """A part of what is said."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Body):
+    """What a model called, and with what."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call of an earlier answer."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+    index: int | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates have it: with arguments by name."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except ValueError as error:
+            message = f"the arguments of {self.id} are not JSON"
+            raise ApiError(400, message, code="invalid_value", param="messages") from error
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates have it: text is one text."""
+        content = self.content
+        text = "".join(part.text for part in content) if isinstance(content, list) else content
+        named = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
+        said = {"role": self.role, "content": text or "", **{name: value for name, value in named.items() if value}}
+        if self.tool_calls:
+            said["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return said
+
+
+class Function(Body):
+    """What a model may call. How its arguments are to look is told to the model, and not forced upon it."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Body):
+    """A function that a model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ResponseFormat(Body):
+    """Of the answer."""
+
+    type: Literal["text"]
+
+
+class ChatBody(SamplingBody):
+    """Of ``/v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    store: Literal[False] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def check(self) -> None:
+        """Raise what contradicts itself."""
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise ApiError(
+                400, "max_tokens and max_completion_tokens are one", code="invalid_value", param="max_tokens"
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs", code="invalid_value", param="top_logprobs")
+
+    def tool_values(self) -> list[dict[str, Any]]:
+        """As chat templates have them."""
+        wanted = self.tools if self.tools and self.tool_choice != "none" else []
+        return [tool.model_dump(exclude_none=True) for tool in wanted]
+
+    @property
+    def num_new(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def template_values(self) -> dict[str, Any]:
+        """What the chat template is given besides the messages."""
+        named = {name: getattr(self, name) for name in ("add_generation_prompt", "continue_final_message")}
+        return {
+            **(self.chat_template_kwargs or {}),
+            **{name: value for name, value in named.items() if value is not None},
+        }
+
+
+class TokenizeBody(Body):
+    """Of ``/tokenize``: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(Body):
+    """Of ``/detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]

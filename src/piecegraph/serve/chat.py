@@ -1,0 +1,135 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from piecegraph.llm.run.answers import Answers
+from piecegraph.llm.run.results import Chunk, Completion
+from piecegraph.serve.bodies import ChatBody
+from piecegraph.serve.failures import ApiError, unsupported
+from piecegraph.serve.logprobs import TokenTexts
+from piecegraph.serve.parsing import AnswerParser, ParsedAnswer
+from piecegraph.serve.record import Record
+from piecegraph.serve.service import Service
+from piecegraph.serve.streams import event
+from piecegraph.serve.usage import Usage
+
+
+class ChatCall:
+    """One call, once its conversation is asked for."""
+
+    def __init__(self, service: Service, record: Record, body: ChatBody, asked: Answers, prompt: list[int]) -> None:
+        self._service, self._body, self._record = service, body, record
+        self.asked = [asked]
+        self._each = body.n or 1
+        self._texts = TokenTexts(service.llm.llm.tokenizer)
+        self._parsers = [self._parser(prompt) for _ in range(self._each)]
+        self._head = {
+            "id": f"chatcmpl-{record.id}",
+            "created": int(time.time()),
+            "model": service.settings.model_name,
+        }
+
+    @staticmethod
+    async def ask(service: Service, record: Record, body: ChatBody) -> ChatCall:
+        """Read the conversation and ask for its answers."""
+        body.check()
+        service.check_model(body.model)
+        tools, template = body.tool_values(), service.response_template
+        if tools and template is None:
+            raise unsupported(
+                "tools", "how this model writes its calls is not known: its tokenizer has no response_template"
+            )
+        values = body.template_values() | ({"tools": tools} if tools else {})
+        prompt = await service.chat_prompt([each.for_template() for each in body.messages], values)
+        params = body.sampling(
+            service.defaults,
+            max_new_tokens=body.num_new or service.most_new(len(prompt)),
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            **{} if template is None else {"skip_special_tokens": False},  # they may be the marks
+        )
+        asked = service.ask(prompt, params, record, streams=body.stream, priority=body.priority)
+        return ChatCall(service, record, body, asked, prompt)
+
+    def _parser(self, prompt: list[int]) -> AnswerParser | None:
+        template = self._service.response_template
+        if template is None:
+            return None
+        text = self._service.llm.llm.tokenizer.decode(prompt)
+        return AnswerParser(template, text, self._body.tool_values())
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one."""
+        answers = await self._service.whole(self.asked, self._record, each=self._each)
+        usage = Usage.of(answers, self._each).for_openai()
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage}
+
+    def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
+        parsed = ParsedAnswer()
+        for delta in [*self._deltas(index, answer.text or ""), *self._last_deltas(index)]:
+            parsed.add(delta)
+        return {
+            "index": index,
+            "message": parsed.message(),
+            "logprobs": None if answer.logprobs is None else self._texts.for_chat(answer.logprobs),
+            "finish_reason": self._finish_reason(index, answer),
+            "stop_reason": answer.stop_reason,
+        }
+
+    def _deltas(self, index: int, text: str) -> list[dict[str, Any]]:
+        parser = self._parsers[index]
+        return parser.feed(text) if parser is not None else [{"content": text}] if text else []
+
+    def _last_deltas(self, index: int) -> list[dict[str, Any]]:
+        parser = self._parsers[index]
+        return [] if parser is None else parser.finish()
+
+    def _finish_reason(self, index: int, answer: Completion) -> str:
+        parser = self._parsers[index]
+        has_called = parser is not None and parser.num_calls > 0
+        return "tool_calls" if has_called and answer.finish_reason == "stop" else answer.finish_reason
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as it comes."""
+        head, options = {**self._head, "object": "chat.completion.chunk"}, self._body.stream_options
+        ended: list[Completion] = []
+        for index in range(self._each):
+            delta = {"role": "assistant", "content": "", "refusal": None}
+            yield event({**head, "choices": [_part(index, delta)]})
+        try:
+            async for index, chunk in self._service.stream(self.asked, self._record, each=self._each):
+                for part in self._parts(index, chunk):
+                    yield event({**head, "choices": [part]})
+                if chunk.finished is not None:
+                    ended.append(chunk.finished)
+        except ApiError as error:
+            self._record.cut(error.message)
+            yield event(error.body("/v1/chat/completions"))
+        else:
+            if options is not None and options.include_usage:
+                yield event({**head, "choices": [], "usage": Usage.of(ended, self._each).for_openai()})
+        yield b"data: [DONE]\n\n"
+
+    def _parts(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
+        """What a chunk tells of its answer."""
+        answer, deltas = chunk.finished, self._deltas(index, chunk.text)
+        if answer is not None:
+            deltas += self._last_deltas(index)
+        logprobs = None if chunk.logprobs is None else self._texts.for_chat(chunk.logprobs)
+        if logprobs is not None and not deltas:
+            deltas = [{"content": ""}]
+        parts = [_part(index, delta) for delta in deltas]
+        if logprobs is not None:
+            parts[0]["logprobs"] = logprobs
+        if answer is not None:
+            ending = {"finish_reason": self._finish_reason(index, answer), "stop_reason": answer.stop_reason}
+            parts.append(_part(index, {}) | ending)
+        return parts
+
+
+def _part(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None}

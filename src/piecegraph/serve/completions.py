@@ -1,0 +1,104 @@
+"""``/v1/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from piecegraph.llm.run.results import Chunk, Completion
+from piecegraph.serve.bodies import CompletionBody, prompts_of
+from piecegraph.serve.failures import ApiError, unsupported
+from piecegraph.serve.logprobs import TokenTexts
+from piecegraph.serve.record import Record
+from piecegraph.serve.service import Service
+from piecegraph.serve.streams import event
+from piecegraph.serve.usage import Usage
+
+
+class CompletionCall:
+    """One call; its prompts are asked for when it is made."""
+
+    def __init__(self, service: Service, record: Record, body: CompletionBody) -> None:
+        body.check()
+        service.check_model(body.model)
+        if body.echo and body.stream and body.logprobs is not None:
+            raise unsupported("echo", "log-probabilities of a prompt are told at the end, and not in a stream")
+        self._service, self._body, self._record = service, body, record
+        self._each = body.n or 1
+        params = body.sampling(
+            service.defaults,
+            max_new_tokens=max(body.max_tokens, 1),  # of a prompt alone, log-probabilities can be asked for
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
+        )
+        self._texts = TokenTexts(service.llm.llm.started.loaded.tokenizer)
+        self._prompts = prompts_of(body.prompt)
+        self.asked = [
+            service.ask(prompt, params, record, streams=body.stream, priority=body.priority) for prompt in self._prompts
+        ]
+        self._head = {
+            "id": f"cmpl-{record.id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.settings.model_name,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one."""
+        answers = await self._service.whole(self.asked, self._record, each=self._each)
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        return {**self._head, "choices": choices, "usage": self._usage(answers)}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as it comes."""
+        ended: list[Completion] = []
+        offsets: dict[int, int] = {}
+        try:
+            async for index, chunk in self._service.stream(self.asked, self._record, each=self._each):
+                yield event({**self._head, "choices": [self._part(index, chunk, offsets)]})
+                if chunk.finished is not None:
+                    ended.append(chunk.finished)
+        except ApiError as error:
+            self._record.cut(error.message)
+            yield event(error.body("/v1/completions"))
+        else:
+            if self._body.stream_options is not None and self._body.stream_options.include_usage:
+                yield event({**self._head, "choices": [], "usage": self._usage(ended)})
+        yield b"data: [DONE]\n\n"
+
+    def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
+        has_new = self._body.max_tokens > 0
+        tokens, entries = list[int](), list[Any]()
+        if self._body.echo:
+            tokens, entries = list(answer.prompt_token_ids), list(answer.prompt_logprobs or ())
+        if has_new:
+            tokens, entries = tokens + answer.token_ids, entries + list(answer.logprobs or ())
+        return {
+            "index": index,
+            "text": (self._echo(index) if self._body.echo else "") + ((answer.text or "") if has_new else ""),
+            "logprobs": None if answer.logprobs is None else self._texts.for_completions(tokens, entries, 0)[0],
+            "finish_reason": answer.finish_reason if has_new else "length",
+            "stop_reason": answer.stop_reason if has_new else None,
+        }
+
+    def _part(self, index: int, chunk: Chunk, offsets: dict[int, int]) -> dict[str, Any]:
+        before = self._echo(index) if self._body.echo and index not in offsets else ""
+        logprobs, offsets[index] = None, offsets.get(index, 0)
+        if chunk.logprobs is not None:
+            logprobs, offsets[index] = self._texts.for_completions(chunk.token_ids, chunk.logprobs, offsets[index])
+        return {
+            "index": index,
+            "text": before + (chunk.text if self._body.max_tokens else ""),
+            "logprobs": logprobs,
+            "finish_reason": None if chunk.finished is None else chunk.finished.finish_reason,
+            "stop_reason": None if chunk.finished is None else chunk.finished.stop_reason,
+        }
+
+    def _echo(self, index: int) -> str:
+        prompt = self._prompts[index // self._each]
+        return prompt if isinstance(prompt, str) else "".join(map(self._texts, prompt))
+
+    def _usage(self, answers: list[Completion]) -> dict[str, Any]:
+        found = Usage.of(answers, self._each)
+        return (found if self._body.max_tokens else Usage(found.num_prompt, found.num_cached, 0)).for_openai()

@@ -1,0 +1,111 @@
+"""What every request passes: its record, its key, the size of its body."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from piecegraph.serve.failures import ApiError
+from piecegraph.serve.metrics import Metrics
+from piecegraph.serve.record import Record
+from piecegraph.serve.settings import ServeSettings
+from piecegraph.serve.streams import Json
+
+_BODY_S = 30
+"""Seconds in which some more of a body must come."""
+
+_OPEN = ("/health", "/ready")
+"""What asks for no key: those who restart a server have none."""
+
+
+class Guards:
+    """Around the application.
+
+    Args:
+        app: what answers.
+        settings: limits and keys.
+        metrics: where answers are counted.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServeSettings, metrics: Metrics) -> None:
+        self._app = app
+        self._max_bytes = settings.max_body_bytes
+        self._metrics = metrics
+        self._digests = tuple(_digest(key) for key in settings.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        client = scope.get("client")
+        record = Record(scope["method"], scope["path"], client[0] if client else "")
+        scope["record"] = record
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", record.id.encode())]
+            await send(message)
+
+        try:
+            error = self._refusal(scope, Headers(scope=scope))
+            if error is None:
+                await self._app(scope, _counted(receive, self._max_bytes), send_noted)
+            else:
+                record.error = error.message
+                response = Json(error.body(scope["path"]), error.status, error.headers)
+                await response(scope, receive, send_noted)
+        finally:
+            self._metrics.count_response(record.status)
+            record.write()
+
+    def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+        if self._digests and scope["path"] not in _OPEN and not self._has_key(headers):
+            return ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._max_bytes:
+            return _too_large(self._max_bytes)
+        return None
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        return _is_one_of(_digest(given), self._digests)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _is_one_of(given: bytes, known: Sequence[bytes]) -> bool:
+    """Compared with all of them, and whole: how long it takes says nothing."""
+    return sum(hmac.compare_digest(given, each) for each in known) > 0
+
+
+def _counted(receive: Receive, max_bytes: int) -> Receive:
+    """The same, but no body is longer than it may be, whatever its header said, and none is waited for too long."""
+    num_bytes, is_whole = 0, False
+
+    async def receive_counted() -> Message:
+        nonlocal num_bytes, is_whole
+        try:
+            message = await asyncio.wait_for(receive(), None if is_whole else _BODY_S)
+        except TimeoutError as error:
+            raise HTTPException(408, f"nothing of the body has come for {_BODY_S} seconds") from error
+        is_whole = not message.get("more_body", False)
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > max_bytes:
+            raise HTTPException(413, _too_large(max_bytes).message)
+        return message
+
+    return receive_counted
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")

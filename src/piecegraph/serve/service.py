@@ -1,0 +1,196 @@
+"""A model on its way from being loaded to being drained, and what the endpoints ask it for."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Literal
+
+from piecegraph.errors import PiecegraphError
+from piecegraph.llm.async_llm import AsyncLLM
+from piecegraph.llm.run.answers import Answers
+from piecegraph.llm.run.request import SamplingParams
+from piecegraph.llm.run.results import Chunk, Completion
+from piecegraph.serve.failures import ApiError, of_piecegraph
+from piecegraph.serve.metrics import Metrics
+from piecegraph.serve.parsing import response_template_of
+from piecegraph.serve.record import Record
+from piecegraph.serve.settings import ServeSettings
+
+State = Literal["loading", "ready", "draining", "failed"]
+
+_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class Service:
+    """What answers requests, once it is there."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self.settings = settings
+        self.created = int(time.time())
+        self.state: State = "loading"
+        self.metrics = Metrics(settings.model_name)
+        self._llm: AsyncLLM | None = None
+        self.response_template: dict[str, Any] | None = None
+        """How the model marks tool calls and reasoning, if that is known."""
+        self.defaults: dict[str, Any] = {"temperature": 1.0}
+        """For what a request does not say: the API's, and those that come with the model."""
+
+    def begin(self, llm: AsyncLLM) -> None:
+        """The model is loaded."""
+        given = llm.llm.started.loaded.model.generation_config.to_diff_dict()
+        self.defaults |= {name: given[name] for name in _DEFAULTS if given.get(name) is not None}
+        loaded = llm.llm.started.loaded
+        if loaded.tokenizer is not None:
+            self.response_template = response_template_of(loaded.tokenizer, loaded.model)
+        self._llm = llm
+        self.metrics.watch(llm)
+        self.state = "ready"
+
+    def drain(self) -> None:
+        """No further requests are wanted; those that come all the same are answered as long as there is a model."""
+        if self.state == "ready":
+            self.state = "draining"
+
+    async def end(self, llm: AsyncLLM) -> None:
+        """No connection is left: let go of the model."""
+        self.drain()
+        await llm.close(timeout_s=self.settings.drain_s)
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """The model. Raises if it cannot answer now."""
+        if self._llm is None:
+            raise ApiError(503, f"the model is {self.state}", code=f"model_{self.state}")
+        return self._llm
+
+    @property
+    def health(self) -> tuple[bool, str]:
+        """Whether there is hope, and in a word."""
+        if self._llm is not None and not self._llm.load().is_healthy:
+            return False, "failing"
+        return self.state != "failed", self.state
+
+    def check_model(self, name: str | None) -> None:
+        """Raise if a request is for another model."""
+        if name not in (None, self.settings.model_name):
+            raise ApiError(404, f"the model {name!r} is not served here", code="model_not_found", param="model")
+
+    # -- prompts
+
+    async def chat_prompt(self, messages: Sequence[dict[str, Any]], values: dict[str, Any]) -> list[int]:
+        """The tokens of a conversation."""
+        if "chat_template" in values:
+            raise ApiError(400, "a request brings no template of its own", code="invalid_value", param="chat_template")
+        try:
+            return await self.llm.chat_prompt(messages, **values)
+        except PiecegraphError as error:
+            raise of_piecegraph(error) from error
+
+    def most_new(self, num_prompt: int) -> int:
+        """Tokens that can be generated behind a prompt, by the model's length and by its cache."""
+        scheduler = self.llm.llm.started.engine.scheduler
+        longest = scheduler.limits.max_model_len
+        # The last token is never computed.
+        held = bisect.bisect_left(range(longest), True, key=lambda length: not scheduler.cache.can_hold(length))
+        return max(1, min(longest, held) - num_prompt)
+
+    # -- answers
+
+    def ask(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        record: Record,
+        *,
+        streams: bool | None,
+        priority: int = 0,
+    ) -> Answers:
+        """Begin to answer a prompt. Raises what the client is told if that cannot be."""
+        llm, timeout_s = self.llm, self.settings.timeout_s
+        try:
+            answers = llm.generate(prompt, params, priority=priority, timeout_s=timeout_s, stream=bool(streams))
+        except PiecegraphError as error:
+            raise of_piecegraph(error) from error
+        record.num_answers += params.n
+        return answers
+
+    async def stream(
+        self, asked: Sequence[Answers], record: Record, *, each: int = 1
+    ) -> AsyncIterator[tuple[int, Chunk]]:
+        """What comes of all of them, as it comes, with the number of the answer among all.
+
+        Args:
+            asked: one for each prompt.
+            record: what is written down of the request.
+            each: answers to a prompt.
+        """
+        async with AsyncExitStack() as stack:
+            for answers in asked:
+                await stack.enter_async_context(answers)
+            try:
+                async for number, chunk in _merged(asked):
+                    if chunk.finished is not None:
+                        self._note(chunk.finished, record)
+                    yield number * each + chunk.index, chunk
+            except PiecegraphError as error:
+                raise of_piecegraph(error) from error
+
+    async def whole(self, asked: Sequence[Answers], record: Record, *, each: int = 1) -> list[Completion]:
+        """All answers, in order."""
+        found: dict[int, Completion] = {}
+        async for index, chunk in self.stream(asked, record, each=each):
+            if chunk.finished is not None:
+                found[index] = chunk.finished
+        return [found[index] for index in sorted(found)]
+
+    async def accepted(self, asked: Sequence[Answers]) -> None:
+        """Return once all are queued: what is refused must have its own status."""
+        try:
+            for answers in asked:
+                await answers.accepted()
+        except PiecegraphError as error:
+            raise of_piecegraph(error) from error
+
+    def _note(self, answer: Completion, record: Record) -> None:
+        self.metrics.observe(answer)
+        record.note(answer)
+        if answer.finish_reason == "abort":
+            raise ApiError(503, "the server was stopped before the answer was done", code="shutting_down")
+
+
+async def _merged(asked: Sequence[Answers]) -> AsyncIterator[tuple[int, Chunk]]:
+    """The chunks of several streams, each with the number of its own."""
+    if len(asked) == 1:
+        async for chunk in asked[0]:
+            yield 0, chunk
+        return
+    news: asyncio.Queue[tuple[int, Chunk | BaseException | None]] = asyncio.Queue(len(asked))
+
+    async def read(number: int) -> None:
+        try:
+            async for chunk in asked[number]:
+                await news.put((number, chunk))
+        except PiecegraphError as error:
+            await news.put((number, error))
+        else:
+            await news.put((number, None))
+
+    tasks = [asyncio.ensure_future(read(number)) for number in range(len(asked))]
+    try:
+        num_left = len(tasks)
+        while num_left:
+            number, new = await news.get()
+            if isinstance(new, BaseException):
+                raise new
+            if new is None:
+                num_left -= 1
+            else:
+                yield number, new
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

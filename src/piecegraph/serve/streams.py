@@ -1,0 +1,99 @@
+"""Answers that are sent while they are made, and clients that go away meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from piecegraph.serve.failures import ApiError
+
+Found = TypeVar("Found")
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+class Json(JSONResponse):
+    """An answer in one. A client may have sent half a character, and be told of it: it is escaped, as it came."""
+
+    def render(self, content: Any) -> bytes:
+        return _as_bytes(content)
+
+
+def _as_bytes(data: Any) -> bytes:
+    try:
+        return _encode(data).encode()
+    except UnicodeEncodeError:
+        return json.dumps(data).encode()
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """One event of a stream."""
+    text = b"data: " + _as_bytes(data) + b"\n\n"
+    return f"event: {name}\n".encode() + text if name else text
+
+
+class EventStream(Response):
+    """Server-sent events. When the client goes away, what makes them is closed.
+
+    A client that reads slowly is waited for, and nothing is made meanwhile.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            is_whole = await _unless_gone(receive, self._send_all(send))
+            if not is_whole:
+                scope["record"].is_cut = True
+        finally:
+            await self._events.aclose()
+
+    async def _send_all(self, send: Send) -> bool:
+        async for data in self._events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return True
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Found]) -> Found:
+    """Do something for a client, and stop if it goes away."""
+    found = await _unless_gone(request.receive, work)
+    if found is None:
+        request.scope["record"].is_cut = True
+        raise ApiError(499, "the client went away")
+    return found
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Found]) -> Found | None:
+    """What comes of it; None if the client went away first."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        await _stopped(task)
+        await _stopped(gone)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _stopped(task: Awaitable[Any]) -> None:
+    if isinstance(task, asyncio.Future) and not task.done():
+        task.cancel()
+        await asyncio.wait((task,))

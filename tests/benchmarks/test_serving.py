@@ -1,0 +1,48 @@
+"""Many requests at once: the workload, and what a run of it tells."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.workloads import WORKLOADS, Workload
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_workload_depends_on_its_seed_alone() -> None:
+    workload = Workload(400, (32, 1024))
+    requests = workload.make(1000)
+    assert requests == workload.make(1000) != workload.make(1000, seed=1)
+    lengths = sorted(len(request.prompt) for request in requests)
+    assert 32 <= lengths[0] < 40
+    assert 900 < lengths[-1] <= 1024
+    assert lengths[200] == pytest.approx((32 * 1024) ** 0.5, rel=0.25), "the middle of the logarithms"
+    assert {request.num_new for request in requests} <= set(range(32, 257))
+    assert {token for request in requests for token in request.prompt} == set(range(1000))
+    assert WORKLOADS["long"].max_model_len == 32768 + 256
+
+
+def test_both_passes_are_told() -> None:
+    command = [sys.executable, "benchmarks/serving.py", "--tiny", "--json"]
+    command += ["--arguments", '{"options": {"graph_device": "simulated"}}']
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    first, second = found["passes"]
+    assert (found["requests"], found["same_tokens"]) == (24, 1)
+    assert found["worst_gap_ratio"] == first["gap_worst_ms"] / second["gap_worst_ms"]
+    for each in (first, second):
+        assert each["new_tokens_s"] == pytest.approx(found["new_tokens"] / each["seconds"])
+        assert 0 < each["gap_p50_ms"] <= each["gap_p99_ms"] <= each["gap_worst_ms"] < 1e3 * each["seconds"]
+        assert 0 < each["first_p50_ms"] <= each["first_p99_ms"] < 1e3 * each["seconds"]
+        assert 0 < each["padding"] < 1
+        assert min(each["decode_steps"], each["mixed_steps"]) > 0
+        assert each["graphless_steps"] == 0
+    assert first["larger_steps"] >= second["larger_steps"]
+    assert found["recorded"] > found["recorded_idle"]

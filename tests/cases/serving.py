@@ -1,0 +1,91 @@
+"""A server on a thread of its own, and clients that are plainer than any library's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import piecegraph
+from piecegraph.llm.async_llm import AsyncLLM
+from piecegraph.serve.server import HttpServer, address_of, listen
+from piecegraph.serve.service import Service
+from piecegraph.serve.settings import ServeSettings
+
+
+@dataclass
+class Served:
+    """A server that is running."""
+
+    address: str
+    llm: piecegraph.LLM
+    server: HttpServer
+
+    @property
+    def service(self) -> Service:
+        return self.server.service
+
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, dict[str, str]]:
+        """Status, body and headers of an answer."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self._open(
+            urllib.request.Request(self.address + path, data, {"Content-Type": "application/json", **headers})
+        )
+
+    def get(self, path: str, **headers: str) -> tuple[int, Any, dict[str, str]]:
+        return self._open(urllib.request.Request(self.address + path, headers=headers))
+
+    def _open(self, request: urllib.request.Request) -> tuple[int, Any, dict[str, str]]:
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                status, headers, text = answer.status, answer.headers, answer.read()
+        except urllib.error.HTTPError as error:
+            status, headers, text = error.code, error.headers, error.read()
+        is_json = headers.get("content-type", "").startswith("application/json")
+        return status, json.loads(text) if is_json else text.decode(), dict(headers)
+
+    def connect(self) -> socket.socket:
+        host, port = self.address.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=60)
+
+    def is_idle(self) -> bool:
+        """Whether nothing is held by anybody."""
+        scheduler = self.llm.started.engine.scheduler
+        return not scheduler.num_unfinished and not scheduler.cache.usage and not self.service.llm.load().num_waiting
+
+
+def http(path: str, body: Any) -> bytes:
+    """A request as it goes over the wire."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+@contextmanager
+def served(llm: piecegraph.LLM, *, load: Callable[[], AsyncLLM] | None = None, **settings: Any) -> Iterator[Served]:
+    """Serve a model on a port that is free."""
+    chosen = ServeSettings(**{"model_name": "tiny", "port": 0, **settings})
+    server, is_ready = HttpServer(Service(chosen)), threading.Event()
+    make = load or (lambda: AsyncLLM(llm, max_queue=chosen.max_queue))
+    with listen(chosen.host, chosen.port) as listening:
+
+        def run() -> None:
+            asyncio.run(server.serve_model(listening, make, lambda _: is_ready.set()))
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        if load is None:
+            assert is_ready.wait(60)
+        try:
+            yield Served(address_of(listening), llm, server)
+        finally:
+            server.should_exit = True
+            thread.join(60)
+            assert not thread.is_alive()

@@ -1,0 +1,109 @@
+"""The command: a process that listens at once, tells when it is ready, and lets its requests end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from piecegraph.cli.main import group
+from piecegraph.errors import ModelError
+from piecegraph.llm import async_llm
+from tests.cases.tiny_llm import write_tiny_llm
+
+
+@contextmanager
+def started(*words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process, and what it said when it was ready."""
+    command = [sys.executable, "-m", "piecegraph", "serve", *words]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline()
+        finally:
+            process.kill()
+
+
+def test_a_process_from_its_start_to_its_end(tmp_path: Path) -> None:
+    folder = write_tiny_llm(tmp_path)
+    words = (folder, "--model-name", "tiny", "--port", "0", "--device", "cpu")
+    with started(*words, PIECEGRAPH_API_KEY="secret") as (process, line):
+        assert line.startswith("ready: tiny at http://127.0.0.1:"), process.communicate()[1]
+        address = line.split()[-1]
+        body = {"model": "tiny", "prompt": "ax", "max_tokens": 60, "ignore_eos": True, "stream": True}
+        headers = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
+        request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            events = [answer.readline()]
+            process.send_signal(signal.SIGTERM)  # what was accepted is answered to its end
+            events += answer.read().splitlines()
+        found = [json.loads(each[6:]) for each in events if each.startswith(b"data: {")]
+        assert found[-1]["choices"][0]["finish_reason"] == "length"
+        assert events[-2] == b"data: [DONE]"
+        assert process.wait(60) == 0
+        told = process.communicate()[1]
+    lines = [json.loads(each) for each in told.splitlines() if each.startswith("{")]
+    assert [(each["status"], each["new_tokens"]) for each in lines] == [(200, 60)]
+    assert "secret" not in told
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    words = ["serve", str(tmp_path / "nowhere"), "--port", "0", "--host", "0.0.0.0", "--device", "cpu"]
+    told = CliRunner().invoke(group, words)
+    assert isinstance(told.exception, ModelError)
+    assert told.exception.code == "PG661"
+    assert "warning: 0.0.0.0 can be reached by others, and there is no --api-key" in told.output
+
+
+def test_a_signal_while_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading cannot be stopped, so the process ends at once."""
+    is_loaded, codes, before = threading.Event(), list[int](), signal.getsignal(signal.SIGTERM)
+
+    def load(*_: Any, **__: Any) -> Any:
+        while signal.getsignal(signal.SIGTERM) == before:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+        is_loaded.wait(60)
+
+    monkeypatch.setattr(async_llm, "AsyncLLM", load)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    CliRunner().invoke(group, ["serve", "x", "--port", "0"])
+    is_loaded.set()
+    assert codes == [130]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_help_is_one_screen_and_imports_no_server() -> None:
+    told = CliRunner().invoke(group, ["serve", "--help"])
+    assert told.exit_code == 0
+    assert len(told.output.splitlines()) < 45
+    assert "--max-queue" in told.output
+    code = "import sys; sys.argv = ['piecegraph', 'serve', '--help']\n"
+    code += "from piecegraph.cli.main import group\ngroup(standalone_mode=False)\n"
+    code += "assert not {'torch', 'fastapi', 'uvicorn'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_wrong_calls() -> None:
+    for words in (["serve"], ["serve", "m", "--port", "70000"], ["serve", "m", "--max-queue", "0"]):
+        assert CliRunner().invoke(group, words).exit_code == 2
+
+
+def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    told: Any = CliRunner().invoke(group, ["serve", "m"])
+    assert "PG615 fastapi is not installed: the server needs it" in str(told.exception)

@@ -1,0 +1,141 @@
+"""No request waits for a recording: what is missing is covered, counted, and recorded when nothing runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+import piecegraph
+from piecegraph.errors import ConfigError
+from piecegraph.llm import llm as llm_module
+from piecegraph.llm.run.step import Bucket
+from piecegraph.tape.library import TapeLibrary
+from tests.cases.llm_shelf import Shelf
+
+PROMPT = list(range(60, 100))
+"""Of 40 tokens: between two powers of two."""
+SETTINGS: dict[str, Any] = {"max_batch_tokens": 100, "max_num_seqs": 2}
+
+
+def load(models: Shelf, **options: Any) -> piecegraph.LLM:
+    return models.load("llama", **SETTINGS, options={"graph_device": "simulated", **options})
+
+
+def answer(llm: piecegraph.LLM, **arguments: Any) -> piecegraph.Completion:
+    return llm.generate([PROMPT], **{"max_new_tokens": 4, "ignore_eos": True, **arguments})[0]
+
+
+def test_a_first_pass_waits_for_no_recording(models: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = load(models, look_ahead=True)
+    record, begun = TapeLibrary._record_or_drop, list[float]()
+
+    def slowly(*args: Any) -> None:
+        begun.append(time.perf_counter())
+        time.sleep(0.5)
+        record(*args)
+
+    monkeypatch.setattr(TapeLibrary, "_record_or_drop", slowly)
+    arguments: dict[str, Any] = {"max_new_tokens": 4, "ignore_eos": True, "temperature": 0.7, "seed": 1}
+    times, tokens = list[float](), list[int]()
+    for chunk in llm.generate([PROMPT], stream=True, **arguments):
+        times.append(time.perf_counter())
+        tokens += chunk.token_ids
+        metrics = chunk.finished.metrics if chunk.finished is not None else None
+    assert metrics is not None
+    assert metrics.token_times_s[-1] < 0.5
+    assert metrics.graph_coverage == 1
+    assert len(begun) == 1, "and then one, as the time that may be used for it is spent"
+    assert begun[0] > times[-1], "behind the last token"
+    monkeypatch.undo()
+    assert tokens == answer(models.load("llama"), temperature=0.7, seed=1).token_ids
+
+
+def test_a_step_between_two_sizes_runs_in_the_larger_one(models: Shelf) -> None:
+    llm = load(models)
+    tapes = llm.started.engine.forward.library.tapes
+    assert Bucket(48, 2) not in {key.bucket for key in tapes}
+    first = answer(llm)
+    mixed = llm.stats()["steps"]["mixed"]
+    assert mixed == {"num_steps": 1, "num_replays": 1, "num_larger": 1, "num_tokens": 40, "num_padding": 24}
+    assert Bucket(48, 2) in {key.bucket for key in tapes}, "recorded once the answer was there"
+    assert llm.stats()["num_recorded_idle"] == 1
+    llm.started.engine.scheduler.cache.forget()
+    second = answer(llm)
+    mixed = llm.stats()["steps"]["mixed"]
+    assert mixed == {"num_steps": 2, "num_replays": 2, "num_larger": 1, "num_tokens": 80, "num_padding": 32}
+    assert first.token_ids == second.token_ids == models.greedy("llama", PROMPT, 4)
+    assert (first.metrics.graph_coverage, second.metrics.graph_coverage) == (1, 1)
+    assert llm.stats()["fallbacks"] == {}
+    assert "  mixed: 2, 1 in a larger size than the best, 0 without graphs, 29% padding\n" in llm.explain()
+
+
+def test_what_nothing_covers_runs_without_graphs_once(models: Shelf) -> None:
+    llm = load(models)
+    first = answer(llm, return_hidden_states=True)
+    ((loss, count),) = llm.stats()["fallbacks"].items()
+    assert loss.startswith("PG513 a mixed step: mixed 48 tokens of 2 sequences, every row is not recorded yet")
+    assert (count, first.metrics.graph_coverage) == (1, 3 / 4)
+    second = answer(llm, return_hidden_states=True)
+    assert second.metrics.graph_coverage == 1
+    assert sum(llm.stats()["fallbacks"].values()) == 1
+    assert first.token_ids == second.token_ids == models.greedy("llama", PROMPT, 4)
+
+
+def test_what_is_missing_is_recorded_when_it_is_asked_for(models: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_module, "_IDLE_SHARE", 0.0)
+    llm = load(models)
+    answer(llm, temperature=0.7)
+    assert llm.stats()["num_recorded_idle"] == 0
+    missing = [str(key) for key in llm.started.engine.forward.missing]
+    assert missing[:2] == ["decode 1 token, plain", "mixed 48 tokens of 2 sequences, plain"], "most wanted first"
+    assert "mixed 48 tokens of 2 sequences" in missing
+    assert llm.record_missing(seconds=0) == len(missing) - 1
+    assert (
+        f"\n  {llm.stats()['num_recorded'] - 1} at the start, 1 while idle, {len(missing) - 1} not yet\n"
+        in llm.explain()
+    )
+    assert llm.record_missing() == 0
+    assert llm.stats()["num_recorded_idle"] == len(missing)
+    num_larger = llm.stats()["steps"]["decode"]["num_larger"]
+    assert answer(llm, temperature=0.7).metrics.graph_coverage == 1
+    assert llm.stats()["steps"]["decode"]["num_larger"] == num_larger
+
+
+def test_nothing_is_recorded_while_requests_are_there(models: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = load(models)
+    stream = llm.generate([PROMPT], max_new_tokens=4, ignore_eos=True, stream=True)
+    tokens = next(stream).token_ids
+    missing = llm.stats()["num_missing"]
+    assert llm.record_missing() == missing > 1
+    record_idle = llm.started.engine.record_idle
+
+    def meet_a_request(*args: Any) -> float:
+        thread.start()
+        while not llm.lock.is_wanted:
+            time.sleep(0.001)
+        return record_idle(*args)
+
+    thread = threading.Thread(target=answer, args=(llm,))
+    tokens += [token for chunk in stream for token in chunk.token_ids]
+    assert tokens == models.greedy("llama", PROMPT, 4)
+    missing = llm.stats()["num_missing"]
+    monkeypatch.setattr(llm.started.engine, "record_idle", meet_a_request)
+    left = llm.record_missing()
+    thread.join()
+    assert left == missing - 1, "one, and then it is somebody else's turn"
+
+
+def test_everything_is_recorded_at_the_start_if_there_is_time(models: Shelf) -> None:
+    llm = load(models, record_seconds=60)
+    assert llm.stats()["num_missing"] == 0
+    answer(llm)
+    assert llm.stats()["steps"]["mixed"]["num_larger"] == 0
+
+
+@pytest.mark.parametrize("wrong", [-1, "soon", None, True])
+def test_seconds_that_are_none(wrong: Any, models: Shelf) -> None:
+    with pytest.raises(ConfigError, match=r"PG101 options\['record_seconds'\] is .* not negative, or \"auto\""):
+        load(models, record_seconds=wrong)

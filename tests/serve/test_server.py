@@ -1,0 +1,249 @@
+"""What every request passes, and what those who run a server see."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import piecegraph
+from piecegraph.errors import CommandError, ConfigError, ModelError
+from piecegraph.llm.async_llm import AsyncLLM
+from piecegraph.serve import guards
+from piecegraph.serve.server import listen
+from piecegraph.serve.settings import ServeSettings
+from tests.cases.serving import Served, http, served
+
+BODY = {"model": "tiny", "prompt": "ax by", "max_tokens": 4, "temperature": 0}
+KEY = "a-key-that-is-secret"
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@contextmanager
+def held(llm: piecegraph.LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No step is run before the event is set."""
+    engine, gate = llm.started.engine, threading.Event()
+    step = engine.step
+
+    def gated() -> bool:
+        assert gate.wait(60)
+        return step()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "step", gated)
+        try:
+            yield gate
+        finally:
+            gate.set()
+
+
+def test_what_those_who_run_it_see(running: Served, tiny: piecegraph.LLM) -> None:
+    assert running.get("/health")[:2] == (200, {"status": "ready"})
+    assert running.get("/ready")[:2] == (200, {"status": "ready"})
+    assert running.get("/version")[1] == {"version": piecegraph.__version__}
+    before = metrics(running)
+    status, answer, headers = running.post("/v1/completions", BODY)
+    assert (status, answer["choices"][0]["text"]) == (200, tiny.generate("ax by", max_new_tokens=4)[0].text)
+    assert answer["id"].endswith(headers["x-request-id"])
+    assert "access-control-allow-origin" not in headers
+    after = metrics(running)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown["vllm:prompt_tokens_total"] == 2
+    assert grown["vllm:generation_tokens_total"] == 4
+    assert grown["vllm:time_to_first_token_seconds_count"] == 1
+    assert grown["piecegraph:steps_total"] >= 4
+    assert (after["vllm:num_requests_running"], after["vllm:kv_cache_usage_perc"]) == (0, 0)
+    assert {"piecegraph:recorded_sizes", "piecegraph:padding_tokens_total", "vllm:num_preemptions_total"} <= set(after)
+
+
+def metrics(running: Served) -> dict[str, float]:
+    """Sums over all labels."""
+    found: dict[str, float] = {}
+    for line in running.get("/metrics")[1].splitlines():
+        if not line.startswith("#"):
+            name, value = line.rpartition(" ")[0].partition("{")[0], float(line.rpartition(" ")[2])
+            found[name] = found.get(name, 0) + value
+    return found
+
+
+def test_tokens_and_texts(running: Served, tiny: piecegraph.LLM) -> None:
+    ids = tiny.tokenizer("ax by")["input_ids"]
+    expected = {"tokens": ids, "count": 2, "max_model_len": 64}
+    assert running.post("/tokenize", {"prompt": "ax by"})[:2] == (200, expected)
+    messages = [{"role": "user", "content": "ax by"}]
+    assert running.post("/tokenize", {"messages": messages})[1]["tokens"] == tiny.chat_prompt("ax by")
+    assert running.post("/detokenize", {"tokens": ids})[:2] == (200, {"prompt": "ax by"})
+    for path, body in (
+        ("/tokenize", {}),
+        ("/detokenize", {"tokens": [999]}),
+        ("/tokenize", {"prompt": "a", "model": "b"}),
+    ):
+        assert running.post(path, body)[0] in (400, 404)
+
+
+def test_bodies_that_cannot_be_read(running: Served) -> None:
+    for body, code in (
+        (b"{", "invalid_json"),
+        (b"", "missing"),
+        (b"[]", "invalid_value"),
+        (b'{"model": "tiny"}', "missing"),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', "PG653"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "PG108"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": "hot"}', "invalid_value"),
+        (b"\xff\xfe", "invalid_json"),
+        (b"[" * 100_000, "invalid_json"),
+    ):
+        status, answer, _ = running.post("/v1/completions", body)
+        assert (status, answer["error"]["code"]) == (400, code), body[:60]
+    assert running.get("/nothing")[0] == 404
+    assert running.get("/v1/completions")[0] == 405
+    assert running.is_idle()
+
+
+def test_keys(tiny: piecegraph.LLM, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "piecegraph")
+    with served(tiny, api_keys=("another", KEY)) as running:
+        assert running.get("/health")[0] == running.get("/ready")[0] == 200
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"x-api-key": KEY[:-1]}):
+            status, answer, told = running.post("/v1/completions", BODY, **headers)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+            assert told["www-authenticate"] == "Bearer"
+            assert running.get("/metrics", **headers)[0] == 401
+        for headers in ({"Authorization": f"Bearer {KEY}"}, {"x-api-key": "another"}):
+            assert running.post("/v1/completions", BODY, **headers)[0] == 200
+    assert KEY not in caplog.text
+    assert KEY[:-1] not in caplog.text
+
+
+def test_bodies_that_are_too_large_or_too_slow(tiny: piecegraph.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "_BODY_S", 0.2)
+    with served(tiny, max_body_bytes=1000) as running:
+        status, answer, _ = running.post("/v1/completions", {**BODY, "prompt": "ax " * 1000})
+        assert (status, answer["error"]["code"]) == (413, "body_too_large")
+        with running.connect() as client:  # one that does not say how long it is
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            client.sendall(head.encode() + b"7d0\r\n" + b" " * 2000 + b"\r\n")
+            assert b" 413 " in client.recv(4096)
+        with running.connect() as client:
+            client.sendall(http("/v1/completions", BODY)[:-5])
+            assert b" 408 " in client.recv(4096)
+        assert running.post("/v1/completions", BODY)[0] == 200
+
+
+def test_a_queue_that_is_full(tiny: piecegraph.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(tiny, max_queue=2) as running:
+        with held(tiny, monkeypatch) as gate:
+            found: list[Any] = []
+            threads = [
+                threading.Thread(target=lambda: found.append(running.post("/v1/completions", BODY))) for _ in range(12)
+            ]
+            for thread in threads:
+                thread.start()
+            wait_until(lambda: any(status == 429 for status, _, _ in found))
+            gate.set()
+            for thread in threads:
+                thread.join(60)
+        statuses = [status for status, _, _ in found]
+        assert set(statuses) == {200, 429}
+        refusal = next(each for each in found if each[0] == 429)
+        assert refusal[1]["error"]["type"] == "rate_limit_error"
+        assert refusal[1]["error"]["code"] == "queue_full"
+        assert refusal[2]["retry-after"] == "1"
+
+
+def test_a_request_that_takes_too_long(tiny: piecegraph.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(tiny, timeout_s=0.05) as running, held(tiny, monkeypatch) as gate:
+        threading.Timer(0.2, gate.set).start()
+        status, answer, _ = running.post("/v1/completions", BODY)
+        assert (status, answer["error"]["code"]) == (504, "timeout")
+        assert "PG659" in answer["error"]["message"]
+
+
+def test_it_answers_while_the_model_is_loaded(tiny: piecegraph.LLM) -> None:
+    gate = threading.Event()
+
+    def load() -> AsyncLLM:
+        assert gate.wait(60)
+        return AsyncLLM(tiny)
+
+    with served(tiny, load=load) as running:
+        assert running.get("/health")[:2] == (200, {"status": "loading"})
+        assert running.get("/ready")[:2] == (503, {"status": "loading"})
+        status, answer, headers = running.post("/v1/completions", BODY)
+        assert (status, answer["error"]["code"]) == (503, "model_loading")
+        assert headers["retry-after"] == "1"
+        assert running.get("/metrics")[0] == 200
+        gate.set()
+        wait_until(lambda: running.get("/ready")[0] == 200)
+        assert running.post("/v1/completions", BODY)[0] == 200
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server(tiny: piecegraph.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lambda told: raised.append(told.exc_value))
+
+    def load() -> AsyncLLM:
+        raise ModelError("PG661", "there is no model at nowhere")
+
+    with served(tiny, load=load) as running:
+        wait_until(lambda: running.server.should_exit)
+    assert [type(each) for each in raised] == [ModelError]
+
+
+def test_one_line_a_request(running: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "piecegraph.serve.requests")
+    running.post("/v1/completions", BODY)
+    running.post("/v1/completions", {**BODY, "top_p": 7})
+    wait_until(lambda: len(caplog.messages) == 2)
+    good, bad = (json.loads(line) for line in caplog.messages)
+    assert (good["request"], good["status"], good["new_tokens"]) == ("POST /v1/completions", 200, 4)
+    assert (good["finish"], good["prompt_tokens"]) == (["length"], 2)
+    assert good["seconds"] >= good["first_token_seconds"] > 0
+    assert bad["status"] == 400
+    assert "top_p is 7" in bad["error"]
+    assert "ax by" not in caplog.text
+
+
+def test_curl(running: Served) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl")
+    command = ["curl", "-sS", "-N", f"{running.address}/v1/completions", "-H", "Content-Type: application/json"]
+    command += ["-d", json.dumps({**BODY, "stream": True})]
+    events = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    text = "".join(json.loads(each.removeprefix("data: "))["choices"][0]["text"] for each in events[:-2])
+    assert text == running.post("/v1/completions", BODY)[1]["choices"][0]["text"]
+
+
+def test_the_schema_names_every_endpoint(running: Served) -> None:
+    paths = running.get("/openapi.json")[1]["paths"]
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"} <= set(paths)
+    for page in ("/docs", "/redoc"):
+        assert running.get(page)[0] == 404  # they would fetch scripts from elsewhere
+
+
+def test_settings() -> None:
+    assert not ServeSettings(model_name="m").is_open_to_others
+    assert not ServeSettings(model_name="m", host="::1").is_open_to_others
+    assert not ServeSettings(model_name="m", host="localhost").is_open_to_others
+    assert not ServeSettings(model_name="m", host="0.0.0.0", api_keys=("k",)).is_open_to_others
+    assert ServeSettings(model_name="m", host="0.0.0.0").is_open_to_others
+    assert ServeSettings(model_name="m", host="machine.example").is_open_to_others
+    with pytest.raises(ConfigError, match="PG101 an API key is empty"):
+        ServeSettings(model_name="m", api_keys=(" ",))
+    with listen("127.0.0.1", 0) as taken, pytest.raises(CommandError, match="PG614 .* cannot be listened at: address"):
+        listen("127.0.0.1", taken.getsockname()[1])

@@ -1,0 +1,153 @@
+"""Tool calls and reasoning, told apart from the answer, in one and while they stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+
+import piecegraph
+from piecegraph.serve.parsing import AnswerParser, ParsedAnswer, response_template_of
+from tests.cases.script_llm import write_script_llm
+from tests.cases.serving import Served, served
+
+WORDS = "<unk> <user> <tools> <tool> hi result <assistant> <think> hmm so </think> sunny then <tool_call>".split()
+WORDS += ['{"name":', '"f",', '"arguments":', '{"x":', "1}}", "</tool_call>", "<end>"]
+CHAT = (
+    "{% for tool in tools or [] %}<tools> {% endfor %}{% for m in messages %}"
+    "{% if m.role == 'tool' %}<tool> {{ m.content }} {{ m.tool_call_id }} "
+    "{% elif m.tool_calls %}{{ m.tool_calls[0].function.arguments.x }} "
+    "{% else %}<user> {{ m.content }} {% endif %}{% endfor %}<assistant>"
+)
+TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<assistant>",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"content": "text"},
+    },
+}
+TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = write_script_llm(tmp_path_factory.mktemp("script"), WORDS, chat_template=CHAT, response_template=TEMPLATE)
+    with piecegraph.LLM(folder, backend="eager", device="cpu", max_num_seqs=2, options={"progress": False}) as llm:
+        with served(llm) as found:
+            yield found
+
+
+@pytest.fixture(scope="module")
+def client(talker: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{talker.address}/v1", api_key="none", max_retries=0, timeout=60) as found:
+        yield found
+
+
+def test_a_call_beside_reasoning_and_text(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, tools=TOOLS, temperature=0)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.reasoning_content.strip() == "hmm so"  # type: ignore[attr-defined]
+    assert str(choice.message.content).strip() == "sunny then"
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "f", {"x": 1})
+    # The next turn: the call, and what came of it.
+    again: Any = [*MESSAGES, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "result"}]
+    again[1] = again[1].model_dump(exclude_none=True)
+    assert client.chat.completions.create(model="tiny", messages=again, tools=TOOLS, temperature=0).choices
+
+
+def test_the_same_while_it_streams(client: openai.OpenAI) -> None:
+    said = {"content": "", "reasoning_content": ""}
+    calls: list[Any] = []
+    reasons = []
+    for chunk in client.chat.completions.create(
+        model="tiny", messages=MESSAGES, tools=TOOLS, temperature=0, stream=True
+    ):
+        for choice in chunk.choices:
+            for name in said:
+                said[name] += getattr(choice.delta, name, None) or ""
+            calls += choice.delta.tool_calls or []
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+    assert {name: text.strip() for name, text in said.items()} == {
+        "content": "sunny then",
+        "reasoning_content": "hmm so",
+    }
+    assert [(call.index, call.function.name, call.function.arguments) for call in calls] == [(0, "f", '{"x": 1}')]
+    assert reasons == ["tool_calls"]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_without_tools_nothing_is_a_call(client: openai.OpenAI, arguments: dict[str, Any]) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0, **arguments)
+    choice = answer.choices[0]
+    assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+    assert str(choice.message.content).strip().startswith("sunny then <tool_call>")
+
+
+def test_what_is_refused(client: openai.OpenAI, running: Served) -> None:
+    for arguments, why in (
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": [{"type": "custom"}]}, "tools.0"),
+    ):
+        given: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, **arguments}
+        with pytest.raises(openai.BadRequestError, match=why):
+            client.chat.completions.create(**given)
+    body = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS}
+    status, answer, _ = running.post("/v1/chat/completions", body)  # a model whose calls nobody can read
+    assert (status, answer["error"]["param"]) == (400, "tools")
+    assert "has no response_template" in answer["error"]["message"]
+
+
+def read(pieces: list[str]) -> tuple[str, list[Any]]:
+    parser = AnswerParser(TEMPLATE, "<assistant>", TOOLS)
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    return "".join(delta.get("content", "") for delta in deltas), calls
+
+
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_what_is_no_call_is_text(size: int) -> None:
+    def cut(text: str) -> list[str]:
+        return [text[start : start + size] for start in range(0, len(text), size)]
+
+    for whole in ('a <tool_call>{"name": oops}</tool_call> b', 'a<tool_call>{"x": 1}</tool_call> b', "a <tool_call"):
+        assert read(cut(whole)) == (whole, [])
+    good = '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "g"}</tool_call>'
+    text, calls = read(cut(good))
+    assert text == ""
+    assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "f"), (1, "g")]
+
+
+def test_a_family_that_transformers_knows() -> None:
+    model = SimpleNamespace(config=SimpleNamespace(model_type="qwen3"))
+    template = response_template_of(SimpleNamespace(), model)
+    if template is None:
+        pytest.skip("this version of transformers knows no families")
+    parser = AnswerParser(template, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", TOOLS)
+    text = '<think>\nhmm\n</think>\n\nSo.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    parsed = ParsedAnswer()
+    for delta in [delta for letter in text for delta in parser.feed(letter)] + parser.finish():
+        parsed.add(delta)
+    assert (parsed.reasoning.strip(), parsed.content.strip()) == ("hmm", "So.")
+    assert [call["function"] for call in parsed.tool_calls] == [{"name": "f", "arguments": '{"x": 1}'}]
+
+
+def test_reasoning_that_the_template_began() -> None:
+    parser = AnswerParser(TEMPLATE, "<user> hi <assistant><think>", [])
+    assert parser.feed("hmm </think> yes") == [{"reasoning_content": "hmm "}, {"content": " yes"}]
