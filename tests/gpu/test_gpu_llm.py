@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,44 @@ def test_captured_steps_give_the_same_tokens(family: str, decode: str, mixed: st
         assert tokens(llm, temperature=0.8, top_k=20, seed=1) == drawn
         assert llm.stats()["coverage"] == 1.0
         assert not llm.stats()["fallbacks"]
+
+
+ADJUSTED: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.4},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5, "logit_bias": {7: 3.0, 9: -100}},
+    {"min_tokens": 20, "stop_token_ids": list(range(64)), "bad_words": [[5], [8, 9]], "ignore_eos": False},
+    {"temperature": 0.9, "seed": 3, "min_p": 0.05, "repetition_penalty": 1.2},
+]
+
+
+def test_logits_are_adjusted_in_captured_steps(tmp_path: Path) -> None:
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    arguments = [{"max_new_tokens": 24, "ignore_eos": True, **wish} for wish in ADJUSTED]
+    with running(tmp_path, cudagraph_mode="none", options={"look_ahead": False}) as plain:
+        expected = [[out.token_ids for out in plain.generate(PROMPTS, **each)] for each in arguments]
+        unadjusted = tokens(plain)
+    with running(tmp_path) as llm:
+        for each, known in zip(arguments * 2, expected * 2, strict=True):
+            assert [out.token_ids for out in llm.generate(PROMPTS, **each)] == known
+            assert tokens(llm) == unadjusted
+        assert llm.stats()["coverage"] == 1.0
+        assert not llm.stats()["fallbacks"]
+
+
+def test_requests_of_asyncio(tmp_path: Path) -> None:
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+
+    async def ask(llm: Any) -> list[list[int]]:
+        async with piecegraph.AsyncLLM(llm, records_idle=True) as service:
+            dropped = service.generate(PROMPTS[0], max_new_tokens=64, ignore_eos=True)
+            await anext(dropped)
+            del dropped
+            asked = (service.generate(each, max_new_tokens=24, ignore_eos=True)._all() for each in PROMPTS)
+            return [answer.token_ids for (answer,) in await asyncio.gather(*asked)]
+
+    with running(tmp_path) as llm:
+        assert asyncio.run(ask(llm)) == tokens(llm)
+        assert llm.started.engine.scheduler.num_unfinished == 0
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

@@ -141,6 +141,8 @@ class ModelStep:
         """Dummies take the place of the last step's batch."""
         self.last = None
         self._buffers.fill_dummy(key.bucket)
+        if key.num_adjusted:
+            self._buffers.entries.views(key.num_adjusted)  # allocated now, and not while something is captured
 
     def direct(self, key: StepKey, source: None) -> Callable[[], Sequence[Any]]:
         return partial(self.run, key)
