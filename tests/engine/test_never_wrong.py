@@ -808,3 +808,25 @@ def test_a_trace_that_writes_something_else_is_refused() -> None:
     fast = piecegraph.compile(function, frontend="trace", backend="eager")
     with pytest.raises(piecegraph.errors.TraceError, match="PG208"):
         fast(torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("owner", ["module", "argument"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_result_that_an_op_gave_back_as_it_was(owner: str, device: str) -> None:
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.randn(8, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            whole = self.cache if owner == "module" else x
+            return nn.functional.dropout(whole[: x.shape[0] - 1], 0.5, training=False)
+
+    model = Cached()
+    fast = piecegraph.compile(model, backend="eager", options={"graph_device": device} if device != "auto" else {})
+    x = torch.randn(5, 4)
+    for _ in range(3):
+        result = fast(x)
+        assert result.data_ptr() == (model.cache if owner == "module" else x).data_ptr()
+    with pytest.raises(piecegraph.errors.TraceError, match="PG208"):
+        piecegraph.compile(model, backend="eager", frontend="trace")(x)

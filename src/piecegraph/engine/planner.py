@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from piecegraph.base import torch_compat
 from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Cut, Decision, Piece, Plan, SizeDim
@@ -247,7 +248,7 @@ class Planner:
             pipeline.clock.lap("check")
         seen = replace(
             traced,
-            results=_with_seen_aliases(traced, watched),
+            results=_with_seen_aliases(traced, watched, subject.weights()),
             written_calls=tuple(sorted({*traced.written_calls, *watched.written_calls})),
             hidden_state=watched.written_state,
             layout_reader=watched.layout_reader,
@@ -314,17 +315,28 @@ _CHANGES_STATE = "PG202"
 """Python state would not change in a replay of any kind, but may be made once and stay."""
 
 
-def _with_seen_aliases(traced: Traced, watched: Watched) -> tuple[TracedLeaf, ...]:
+def _with_seen_aliases(traced: Traced, watched: Watched, weights: Mapping[str, torch.Tensor]) -> tuple[TracedLeaf, ...]:
     """The results, with those taken from the caller that were an argument itself when the function ran.
 
-    A trace does not always know: dropout that drops nothing returns what it was given.
+    A trace does not always know: dropout that drops nothing returns what it was given. What it was given may also be a
+    part of an argument, or of the module's own memory, which nothing makes of a trace.
     """
     leaves = watched.leaves(len(traced.results)) or [None] * len(traced.results)
+    older = {torch_compat.storage_id(tensor) for tensor in (*watched.inputs, *weights.values())}
+    older -= {torch_compat.storage_id(tensor) for tensor in watched.written_state}
     results = []
     for leaf, found in zip(traced.results, leaves, strict=True):
-        argument = watched.same_place(found) if isinstance(leaf, FromGraph) else None
-        if isinstance(leaf, FromGraph) and argument is not None:
-            leaf = StridedView(leaf.node, argument, is_whole=True)  # it stays an output: its op may write
+        if isinstance(leaf, FromGraph) and torch_compat.has_memory(found):
+            argument = watched.same_place(found)
+            if argument is not None:
+                leaf = StridedView(leaf.node, argument, is_whole=True)  # it stays an output: its op may write
+            elif torch_compat.storage_id(found) in older:
+                raise TraceError(
+                    "PG208",
+                    "the trace returns a copy where the function returns a view",
+                    why="an op gave back what it was given, a part of an argument or of the module's memory",
+                    hint='use frontend="breakable", which runs the code as it is',
+                )
         results.append(leaf)
     return tuple(results)
 
