@@ -168,6 +168,14 @@ def test_ops_of_a_loaded_plan_can_be_intercepted(root: Path) -> None:
     assert len(seen) == 3
 
 
+def test_a_plan_that_is_dumped_is_made_anew(root: Path, tmp_path: Path) -> None:
+    """A dump shows how a plan is made."""
+    call()
+    told, _ = call(options={"dump": str(tmp_path / "dump")})
+    assert told == "cache: off (a dump is asked for, which shows how a plan is made)"
+    assert call()[0].startswith("cache: warm")
+
+
 def test_what_is_switched_off_is_not_kept(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = piecegraph.compile(torch.sin, backend="eager", options={"cache": False})
     fast(torch.ones(3))
