@@ -197,6 +197,7 @@ def test_pip_install(command: str, tmp_path: Path) -> None:
     done = subprocess.run(pip, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "does not provide the extra" not in done.stderr
+    assert (target / "piecegraph" / "serve" / "page.html").is_file()
     log = "tests/logs/eight_ranks_capture.log.gz"
     assert "known issue" in run(sys.executable, "-m", "piecegraph", "explain", log, PYTHONPATH=str(target))
 

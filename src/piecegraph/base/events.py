@@ -64,11 +64,15 @@ class EventLog:
     def counts(self) -> dict[str, int]:
         """How often each code occurred."""
         totals: dict[str, int] = {}
-        for (code, _), times in self._times.items():
+        for (code, _), times in self._pairs():
             totals[code] = totals.get(code, 0) + times
         return totals
 
     @property
     def distinct(self) -> tuple[tuple[Event, int], ...]:
         """Every distinct event with its count, in order of first occurrence."""
-        return tuple((self._first[key], times) for key, times in self._times.items())
+        return tuple((self._first[key], times) for key, times in self._pairs())
+
+    def _pairs(self) -> list[tuple[tuple[str, str], int]]:
+        """Copied in one go: a server asks while the engine's thread emits."""
+        return list(self._times.items())

@@ -19,6 +19,7 @@ from piecegraph.serve.embeddings import EmbeddingBody, EmbeddingCall
 from piecegraph.serve.failures import ApiError, of_piecegraph, of_validation
 from piecegraph.serve.guards import Guards
 from piecegraph.serve.messages import CountBody, MessagesBody, MessagesCall, read
+from piecegraph.serve.page import page, stats_of
 from piecegraph.serve.record import Record
 from piecegraph.serve.responses import ResponsesBody, ResponsesCall
 from piecegraph.serve.service import Service
@@ -28,7 +29,7 @@ router = APIRouter()
 
 
 def make_app(service: Service) -> ASGIApp:
-    """All endpoints of a service. Nothing is fetched by a page, so there is no page of FastAPI's."""
+    """All endpoints of a service. No page fetches anything from elsewhere, so there is none of FastAPI's."""
     app = FastAPI(title="piecegraph", version=VERSION, docs_url=None, redoc_url=None, default_response_class=Json)
     app.state.service = service
     app.include_router(router)
@@ -174,6 +175,18 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Counters for Prometheus."""
     return Response(_service(request).metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/stats")
+async def stats(request: Request) -> dict[str, Any]:
+    """What the engine does now, and has done."""
+    return stats_of(_service(request))
+
+
+@router.get("/", include_in_schema=False)
+async def index() -> Response:
+    """The page."""
+    return page()
 
 
 @router.get("/version")

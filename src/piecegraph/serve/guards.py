@@ -20,8 +20,8 @@ from piecegraph.serve.streams import Json
 _BODY_S = 30
 """Seconds in which some more of a body must come."""
 
-_OPEN = ("/health", "/ready")
-"""What asks for no key: those who restart a server have none."""
+_OPEN = ("/health", "/ready", "/")
+"""What asks for no key: those who restart a server have none, and a browser asks for the page before it has one."""
 
 
 class Guards:
