@@ -68,10 +68,8 @@ def load(path: Path, **arguments: Any) -> piecegraph.LLM:
     )
 
 
-@pytest.fixture(scope="module", params=["called", "recorded"])
-def llm(request: pytest.FixtureRequest, path: Path) -> piecegraph.LLM:
-    if request.param == "called":
-        return load(path)
+@pytest.fixture(scope="module")
+def llm(path: Path) -> piecegraph.LLM:
     return load(path, capture_sizes=[1, 8, 64], options={"graph_device": "simulated", "look_ahead": True})
 
 
