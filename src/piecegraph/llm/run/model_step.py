@@ -147,8 +147,11 @@ class ModelStep:
         """Dummies take the place of the last step's batch."""
         self.last = None
         self._buffers.fill_dummy(key.bucket)
+        # Allocated now, and not while something is captured.
         if key.num_adjusted:
-            self._buffers.entries.views(key.num_adjusted)  # allocated now, and not while something is captured
+            self._buffers.entries.views(key.num_adjusted)
+        if key.has_masks:
+            self._buffers.masks.views(key.bucket.num_seqs)
 
     def direct(self, key: StepKey, source: None) -> Callable[[], Sequence[Any]]:
         return partial(self.run, key)
