@@ -11,7 +11,7 @@
     ├── InputError                        PG60x  a file given to a command cannot be used
     │                                     PG70x  the same, of a trace
     ├── CommandError                      PG61x  a command cannot do what it was asked to
-    ├── RequestError (also ValueError)    PG65x  one request cannot be served; the others go on
+    ├── RequestError (also ValueError)    PG65x  one request cannot be served; the others go on, also PG660
     ├── ModelError                        PG66x  a language model cannot be loaded or run as it is
     │                                     PG671  the same, of the demo model
     ├── CacheError                        PG67x  the cache on disk cannot be used
@@ -96,6 +96,7 @@ CODES: dict[str, str] = {
     "PG657": "a step of another scheduler cannot be run",
     "PG658": "as many requests wait as may",
     "PG659": "the request is not done in time",
+    "PG660": "an answer cannot have the form that is asked for",
     "PG661": "there is no model at that path",
     "PG662": "a model of this kind cannot be run",
     "PG663": "the model cannot be traced",

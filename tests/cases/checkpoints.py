@@ -33,3 +33,19 @@ def make_tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
+
+
+def make_byte_tokenizer() -> Any:
+    """As most models have one: of bytes, with tokens of several characters that may be written in other ways, too."""
+    letters = {character: "Ġ" if character == " " else character for character in CHARACTERS}
+    pieces = ['":', '",', '{"', '"}', 'Ġ"', "tr", "ue", "true", "fa", "ls", "fals", "false", "12", "ab", "na", "me"]
+    merges = [('"', ":"), ('"', ","), ("{", '"'), ('"', "}"), ("Ġ", '"'), ("t", "r"), ("u", "e"), ("tr", "ue")]
+    merges += [("f", "a"), ("l", "s"), ("fa", "ls"), ("fals", "e"), ("1", "2"), ("a", "b"), ("n", "a"), ("m", "e")]
+    tokens = ["<pad>", "<s>", "</s>", "<unk>", *letters.values(), *pieces]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, unk_token="<unk>"))
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = tokenizers.decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )

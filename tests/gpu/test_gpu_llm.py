@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import piecegraph
+from tests.cases.checkpoints import make_byte_tokenizer
 from tests.cases.llms import tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -76,6 +78,22 @@ def test_logits_are_adjusted_in_captured_steps(tmp_path: Path) -> None:
         for each, known in zip(arguments * 2, expected * 2, strict=True):
             assert [out.token_ids for out in llm.generate(PROMPTS, **each)] == known
             assert tokens(llm) == unadjusted
+        assert llm.stats()["coverage"] == 1.0
+        assert not llm.stats()["fallbacks"]
+
+
+def test_answers_have_their_form_in_captured_steps(tmp_path: Path) -> None:
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    make_byte_tokenizer().save_pretrained(tmp_path)
+    form: dict[str, Any] = {"structured_outputs": {"regex": "[a-f]{3}-[0-9]{8}"}, "temperature": 1.0, "seed": 4}
+    with running(tmp_path, cudagraph_mode="none", options={"look_ahead": False}) as plain:
+        expected = [out.text for out in plain.generate(PROMPTS, **form)]
+        free = tokens(plain)
+    assert all(re.fullmatch("[a-f]{3}-[0-9]{8}", str(text)) for text in expected)
+    with running(tmp_path) as llm:
+        for _ in range(2):
+            assert [out.text for out in llm.generate(PROMPTS, **form)] == expected
+            assert tokens(llm) == free
         assert llm.stats()["coverage"] == 1.0
         assert not llm.stats()["fallbacks"]
 

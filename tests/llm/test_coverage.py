@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from piecegraph.llm.run.adjustments import SHORTEST
@@ -54,9 +56,11 @@ def test_one_size_for_all_steps() -> None:
     sizes = choose_step_sizes("auto", has_graphs=True, max_num_seqs=4, max_batch_tokens=64, deterministic=True)
     greedy, *sampled = first_keys(sizes)
     assert greedy == StepKey(Bucket(64, 4), "greedy")
-    every = [StepKey(Bucket(64, 4), "truncated", every_row=each, num_adjusted=SHORTEST) for each in (False, True)]
-    assert sampled == every
-    assert later_keys(sizes) == [[], [], []]
+    plain, every = (
+        StepKey(Bucket(64, 4), "truncated", False, each, SHORTEST, has_masks=True) for each in (False, True)
+    )
+    assert sampled == [plain, every]
+    assert later_keys(sizes) == [[], [], [replace(plain, has_masks=False)]]
 
 
 @pytest.mark.parametrize(

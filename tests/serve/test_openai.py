@@ -192,7 +192,7 @@ def test_what_vllm_has_beside_it(client: openai.OpenAI, tiny: piecegraph.LLM) ->
         ({"logit_bias": {"999": 1}}, None, "logit_bias names token 999"),
         ({"functions": []}, "functions", "functions is not supported"),
         ({"audio": {}}, "audio", "audio is not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type", "input should be 'text'"),
+        ({"response_format": {"type": "json_object"}}, None, "PG660 .* decoder"),
         ({"extra_body": {"guided_json": {}}}, "guided_json", "guided_json is not supported"),
         ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template", "no template of its own"),
         ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, None, "the chat template does not read"),
@@ -281,7 +281,7 @@ def test_what_responses_refuse(client: openai.OpenAI) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
         ({"tools": []}, "tools is not supported"),
         ({"reasoning": {"effort": "low"}}, "reasoning is not supported"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema"}}}, "a name and a schema come with 'json_schema'"),
     ):
         given: Any = {"model": "tiny", "input": "ax", **arguments}
         with pytest.raises(openai.BadRequestError, match=why):

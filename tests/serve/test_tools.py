@@ -101,7 +101,7 @@ def test_without_tools_nothing_is_a_call(client: openai.OpenAI, arguments: dict[
 
 def test_what_is_refused(client: openai.OpenAI, running: Served) -> None:
     for arguments, why in (
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "none of the tools"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"tools": [{"type": "custom"}]}, "tools.0"),
     ):

@@ -18,6 +18,7 @@ _HOMES = {
     "SchedulerLimits": "piecegraph.llm.run.scheduler",
     "StepPlan": "piecegraph.llm.run.step",
     "StepResult": "piecegraph.llm.run.results",
+    "StructuredOutputsParams": "piecegraph.llm.run.structured",
     "Work": "piecegraph.llm.run.step",
 }
 
@@ -31,6 +32,7 @@ __all__ = [
     "SchedulerLimits",
     "StepPlan",
     "StepResult",
+    "StructuredOutputsParams",
     "Work",
 ]
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from piecegraph.llm.run.results import Chunk, Completion, StepResult
     from piecegraph.llm.run.scheduler import Scheduler, SchedulerLimits
     from piecegraph.llm.run.step import StepPlan, Work
+    from piecegraph.llm.run.structured import StructuredOutputsParams
 
 
 def __getattr__(name: str) -> Any:

@@ -175,7 +175,7 @@ class AsyncLLM:
         call = _Call(_priority(priority), next(self._numbers), deadline, Inbox(params.n))
         self._accept(params.n)
         prepare = functools.partial(self._prepare, call, prompt, params, now, is_streamed=stream)
-        if isinstance(prompt, str):  # a tokenizer takes its time
+        if isinstance(prompt, str) or params.structured_outputs is not None:  # tokenizers and grammars take their time
             accepted = call.inbox.loop.run_in_executor(self._tokenizing, prepare)
             return Answers(call.inbox, functools.partial(self._order, self._end, call), accepted)
         prepare()

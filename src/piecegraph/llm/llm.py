@@ -7,6 +7,7 @@ import gc
 import itertools
 import math
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -43,6 +44,7 @@ from piecegraph.llm.run.results import Chunk, Completion, StepResult
 from piecegraph.llm.run.scheduler import Scheduler
 from piecegraph.llm.run.step import StepPlan
 from piecegraph.llm.run.stop import IncrementalText
+from piecegraph.llm.run.structured import Guide, Guides, StructuredOutputsParams
 from piecegraph.llm.startup import Started, start
 from piecegraph.provenance.live import LiveKernels
 
@@ -132,6 +134,9 @@ class LLM:
         self.lock = FairLock()
         """Held by whoever uses the engine."""
         self._request_numbers = itertools.count(1)
+        self._guides: Guides | None = None
+        """Made when a form is first asked for."""
+        self._guides_lock = threading.Lock()
         self._idle_s = 0.0
         """What may be used for recording; negative if the last one took longer."""
 
@@ -229,6 +234,9 @@ class LLM:
             presence_penalty, frequency_penalty: of tokens of the answer, as OpenAI's API has them (0).
             logit_bias: what is added to the logits of tokens, by their ids.
             bad_words: texts, or lists of token ids, that an answer may not hold.
+            structured_outputs: the form of an answer, as a dictionary with one of ``json`` (a schema), ``regex``,
+                ``choice``, ``grammar`` and ``json_object``, or :class:`StructuredOutputsParams`. An answer ends when
+                it is complete.
             seed: fixes what is sampled, up to rounding; with ``deterministic=True``, wholly.
             stop: texts at which an answer ends.
             stop_token_ids: tokens at which an answer ends, besides those of the model.
@@ -536,11 +544,13 @@ class LLM:
             arrival_time: see :class:`~piecegraph.llm.run.request.Request`.
 
         Raises:
-            RequestError: the prompt is nothing that a model can go on from.
+            RequestError: the prompt is nothing that a model can go on from, or no answer can have the form that is
+                asked for.
             ModelError: it needs a tokenizer, and there is none.
         """
         text = prompt if isinstance(prompt, str) else None
         needs_text = text is not None or params.stop or any(isinstance(word, str) for word in params.bad_words)
+        needs_text = needs_text or params.structured_outputs is not None
         tokenizer: Any = self.tokenizer if needs_text else self.started.loaded.tokenizer
         tokens: Any = tokens_of(text, tokenizer) if text is not None else prompt
         params = params.with_words(lambda word: tokens_of(word, tokenizer, add_special_tokens=False))
@@ -557,9 +567,19 @@ class LLM:
                 on_new=None if on_new is None else on_new(number),
                 is_streamed=is_streamed,
                 arrival_time=arrival_time,
+                guide=self._guide(params.structured_outputs),
             )
             for number in range(params.n)
         ]
+
+    def _guide(self, wanted: StructuredOutputsParams | None) -> Guide | None:
+        if wanted is None:
+            return None
+        with self._guides_lock:  # to read a tokenizer takes a second
+            if self._guides is None:
+                scheduler = self.started.engine.scheduler
+                self._guides = Guides(self.tokenizer, scheduler.limits.vocab_size, scheduler.eos_token_ids)
+        return self._guides.make(wanted)
 
     def _prepare(
         self,

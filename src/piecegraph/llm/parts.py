@@ -193,7 +193,7 @@ def _largest_steps(buckets: Sequence[Bucket]) -> list[StepKey]:
     """The steps that need most memory. Sorting a vocabulary for each sequence takes several times its logits, and one
     more copy of them if they are adjusted.
     """
-    return [StepKey(bucket, "truncated", num_adjusted=SHORTEST) for bucket in buckets]
+    return [StepKey(bucket, "truncated", num_adjusted=SHORTEST, has_masks=True) for bucket in buckets]
 
 
 def step_sizes(config: LLMConfig, limits: SchedulerLimits, *, has_graphs: bool) -> StepSizes:

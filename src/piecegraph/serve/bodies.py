@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from piecegraph.llm.run.request import SamplingParams
 from piecegraph.serve.failures import ApiError, unsupported
+from piecegraph.serve.tool_choice import any_calls, one_call
 
 _SAMPLING = (
     "temperature",
@@ -30,6 +31,7 @@ _SAMPLING = (
     "presence_penalty",
     "frequency_penalty",
     "bad_words",
+    "structured_outputs",
 )
 """Fields that :class:`SamplingParams` has by the same name."""
 
@@ -77,6 +79,7 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     bad_words: list[str] | None = Field(None, max_length=_MOST_STOPS)
+    structured_outputs: dict[str, Any] | None = None
     priority: int = 0
 
     def sampling(self, defaults: dict[str, Any], *, max_new_tokens: int, **others: Any) -> SamplingParams:
@@ -213,12 +216,12 @@ class Message(Body):
 
 
 class Function(Body):
-    """What a model may call. How its arguments are to look is told to the model, and not forced upon it."""
+    """What a model may call. How its arguments are to look is told to the model, and forced upon it with the call."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class Tool(Body):
@@ -228,10 +231,42 @@ class Tool(Body):
     function: Function
 
 
+class FunctionName(Body):
+    """Which function."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchema(Body):
+    """What an answer in JSON looks like. It is always kept, strict or not."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
 class ResponseFormat(Body):
     """Of the answer."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def form(self) -> dict[str, Any] | None:
+        """The same for the engine; None for any text."""
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            message = f"response_format is {self.type!r}: a json_schema comes with 'json_schema', and only with that"
+            raise ApiError(400, message, code="invalid_value", param="response_format.json_schema")
+        if self.json_schema is not None:
+            return {"json": self.json_schema.schema_}
+        return {"json_object": True} if self.type == "json_object" else None
 
 
 class ChatBody(SamplingBody):
@@ -244,8 +279,8 @@ class ChatBody(SamplingBody):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     store: Literal[False] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -260,6 +295,47 @@ class ChatBody(SamplingBody):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs", code="invalid_value", param="top_logprobs")
+        self._check_tools()
+        forms = {
+            "response_format": self.response_format is not None and self.response_format.form() is not None,
+            "structured_outputs": self.structured_outputs is not None,
+            "tools": bool(self.tool_values()),
+        }
+        if len(given := [name for name, is_given in forms.items() if is_given]) > 1:
+            raise unsupported(given[0], f"an answer has one form, and {' and '.join(given)} were given")
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            message = f"tool_choice names {self.tool_choice.function.name!r}, which is none of the tools"
+            raise ApiError(400, message, code="invalid_value", param="tool_choice")
+        if self.tool_choice == "required" and not names:
+            raise ApiError(400, "tool_choice is 'required' without tools", code="invalid_value", param="tool_choice")
+        if self.forces_call or self.tool_choice == "none":
+            return
+        if self.parallel_tool_calls is False and names:
+            raise unsupported("parallel_tool_calls", "calls are only counted where tool_choice demands one")
+        if any(tool.function.strict for tool in self.tools or ()):
+            raise unsupported(
+                "tools.strict", "arguments are only kept to their schema where tool_choice demands a call"
+            )
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer is to be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    def form(self) -> dict[str, Any] | None:
+        """Of the answer, for the engine; None for any text."""
+        functions = [tool["function"] for tool in self.tool_values()]
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return one_call(next(function for function in functions if function["name"] == name))
+        if self.tool_choice == "required":
+            return any_calls(functions, several=self.parallel_tool_calls is not False)
+        if self.structured_outputs is not None:
+            return self.structured_outputs
+        return None if self.response_format is None else self.response_format.form()
 
     def tool_values(self) -> list[dict[str, Any]]:
         """As chat templates have them."""

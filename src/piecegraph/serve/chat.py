@@ -8,13 +8,14 @@ from typing import Any
 
 from piecegraph.llm.run.answers import Answers
 from piecegraph.llm.run.results import Chunk, Completion
-from piecegraph.serve.bodies import ChatBody
+from piecegraph.serve.bodies import ChatBody, NamedTool
 from piecegraph.serve.failures import ApiError, unsupported
 from piecegraph.serve.logprobs import TokenTexts
 from piecegraph.serve.parsing import AnswerParser, ParsedAnswer
 from piecegraph.serve.record import Record
 from piecegraph.serve.service import Service
 from piecegraph.serve.streams import event
+from piecegraph.serve.tool_choice import AnyCalls, OneCall
 from piecegraph.serve.usage import Usage
 
 
@@ -39,7 +40,7 @@ class ChatCall:
         body.check()
         service.check_model(body.model)
         tools, template = body.tool_values(), service.response_template
-        if tools and template is None:
+        if tools and template is None and not body.forces_call:
             raise unsupported(
                 "tools", "how this model writes its calls is not known: its tokenizer has no response_template"
             )
@@ -49,14 +50,19 @@ class ChatCall:
             service.defaults,
             max_new_tokens=body.num_new or service.most_new(len(prompt)),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            structured_outputs=body.form(),
             **{} if template is None else {"skip_special_tokens": False},  # they may be the marks
         )
         asked = service.ask(prompt, params, record, streams=body.stream, priority=body.priority)
         return ChatCall(service, record, body, asked, prompt)
 
-    def _parser(self, prompt: list[int]) -> AnswerParser | None:
-        template = self._service.response_template
-        if template is None:
+    def _parser(self, prompt: list[int]) -> AnswerParser | OneCall | AnyCalls | None:
+        template, choice = self._service.response_template, self._body.tool_choice
+        if isinstance(choice, NamedTool):
+            return OneCall(choice.function.name)
+        if choice == "required":
+            return AnyCalls()
+        if template is None or self._body.form() is not None:  # what has a form is the answer and nothing else
             return None
         text = self._service.llm.llm.tokenizer.decode(prompt)
         return AnswerParser(template, text, self._body.tool_values())

@@ -1,7 +1,8 @@
 """What a model says apart from its answer: tool calls and reasoning, told apart while they stream.
 
 Models mark them each in their own way. transformers has a parser for it, which reads a description of the marks: that
-of the tokenizer, or the one that transformers keeps for the model's family. Without one, all text is the answer.
+of the tokenizer, the one that transformers keeps for the model's family, or one of ours. Without any, all text is the
+answer.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from piecegraph.serve.families import family_template
 
 _TOOL_CALLS = "tool_calls"
 _CONTENT = "content"
@@ -27,7 +30,7 @@ def response_template_of(tokenizer: Any, model: Any) -> dict[str, Any] | None:
     except ImportError:  # an older version
         return None
     known = get_response_template(tokenizer, model)
-    return None if known is None else dict(known)
+    return dict(known) if known is not None else family_template(getattr(tokenizer, "chat_template", None))
 
 
 @dataclass
@@ -86,7 +89,7 @@ class AnswerParser:
         self._read += text
         try:
             return self._noted(self._deltas(self._parser.feed(text)))
-        except ValueError:
+        except (ValueError, KeyError):  # of what is no JSON, and of what JSON lacks
             return self._give_up()
 
     def finish(self) -> list[dict[str, Any]]:
@@ -96,7 +99,7 @@ class AnswerParser:
         try:
             _, events = self._parser.finalize()
             return self._deltas(events)
-        except ValueError:
+        except (ValueError, KeyError):  # of what is no JSON, and of what JSON lacks
             return self._give_up()
 
     def _noted(self, deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:

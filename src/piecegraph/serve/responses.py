@@ -11,7 +11,7 @@ from pydantic import Field
 
 from piecegraph.llm.run.answers import Answers
 from piecegraph.llm.run.results import Completion
-from piecegraph.serve.bodies import Body, ResponseFormat, sampling_params
+from piecegraph.serve.bodies import Body, sampling_params
 from piecegraph.serve.failures import ApiError
 from piecegraph.serve.record import Record
 from piecegraph.serve.service import Service
@@ -44,10 +44,30 @@ class InputItem(Body):
         return {"role": self.role, "content": text}
 
 
+class TextFormat(Body):
+    """Of the answer. A schema is always kept, strict or not."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    def form(self) -> dict[str, Any] | None:
+        """The same for the engine; None for any text."""
+        has_schema = self.type == "json_schema"
+        if (self.schema_ is not None) != has_schema or (self.name is not None) != has_schema:
+            message = f"text.format is {self.type!r}: a name and a schema come with 'json_schema', and only with that"
+            raise ApiError(400, message, code="invalid_value", param="text.format")
+        if has_schema:
+            return {"json": self.schema_}
+        return {"json_object": True} if self.type == "json_object" else None
+
+
 class TextConfig(Body):
     """Of the answer."""
 
-    format: ResponseFormat | None = None
+    format: TextFormat = TextFormat()
 
 
 class ResponsesBody(Body):
@@ -62,7 +82,7 @@ class ResponsesBody(Body):
     stream: bool | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-    text: TextConfig | None = None
+    text: TextConfig = TextConfig()
     store: Literal[False] | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
@@ -96,7 +116,7 @@ class ResponsesCall:
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": body.text.model_dump(by_alias=True, exclude_none=True),
             "tool_choice": "none",
             "tools": [],
             "top_p": body.top_p,
@@ -111,7 +131,9 @@ class ResponsesCall:
         prompt = await service.chat_prompt(body.conversation(), {})
         given = {"temperature": body.temperature, "top_p": body.top_p}
         num_new = body.max_output_tokens or service.most_new(len(prompt))
-        params = sampling_params(service.defaults, given, max_new_tokens=num_new)
+        params = sampling_params(
+            service.defaults, given, max_new_tokens=num_new, structured_outputs=body.text.format.form()
+        )
         return ResponsesCall(service, record, body, service.ask(prompt, params, record, streams=body.stream))
 
     async def whole(self) -> dict[str, Any]:

@@ -183,6 +183,14 @@ class Recorder:
     ) -> list[Any]:
         """Run an op between two graphs: end one, run, begin the next. The function returns a flat list of results."""
         self.end(f"graph before {label}")
+        kept = self.run_between(label, function, args, kwargs)
+        self.begin()
+        return kept
+
+    def run_between(
+        self, label: Cut, function: Callable[..., Sequence[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any]:
+        """The same, where no graph is under way."""
         self.place = _place_of(label)
         with located(**self.place):
             returned = function(*args, **kwargs)
@@ -191,7 +199,6 @@ class Recorder:
         kept, copies, aliases = self._keep(list(enumerate(returned)), set(), bound_args, bound_kwargs)
         call = self._ledger.call_here(label.op) if self._ledger is not None else None
         self.steps.append(EagerStep(label, function, bound_args, bound_kwargs, copies, aliases, (), self.cells, call))
-        self.begin()
         return kept
 
     def abandon(self) -> None:

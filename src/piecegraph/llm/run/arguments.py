@@ -14,6 +14,7 @@ from piecegraph.base.coerce import as_list
 from piecegraph.errors import ConfigError
 from piecegraph.llm.run.prompts import check_lengths
 from piecegraph.llm.run.request import SamplingParams
+from piecegraph.llm.run.structured import StructuredOutputsParams
 
 OnError = Literal["raise", "return"]
 """What becomes of a prompt that cannot be served: its error is raised, or is part of its answer."""
@@ -34,6 +35,7 @@ class SamplingArguments(TypedDict, total=False):
     frequency_penalty: float
     logit_bias: Mapping[int, float] | None
     bad_words: Sequence[str | Sequence[int]] | None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None
     seed: int | Sequence[int | None] | None
     stop: str | Iterable[str] | None
     stop_token_ids: Sequence[int] | None
@@ -54,12 +56,17 @@ _OTHER_NAMES = {
     "bad_words_ids": "bad_words",
     "do_sample": "temperature",
     "eos_token_id": "stop_token_ids",
+    "guided_choice": "structured_outputs={'choice': ...}",
+    "guided_decoding": "structured_outputs",
+    "guided_grammar": "structured_outputs={'grammar': ...}",
+    "guided_json": "structured_outputs={'json': ...}",
+    "guided_regex": "structured_outputs={'regex': ...}",
     "min_new_tokens": "min_tokens",
     "num_return_sequences": "n",
     "sequence_bias": "logit_bias",
     "stop_strings": "stop",
 }
-"""What transformers calls ours, where it is not alike."""
+"""What transformers and vLLM call ours, where it is not alike."""
 
 _REFUSED = {"best_of": "answers would be generated to be thrown away", "num_beams": "there is no beam search"}
 _REFUSED |= {"use_beam_search": _REFUSED["num_beams"], "length_penalty": _REFUSED["num_beams"]}

@@ -20,6 +20,7 @@ from piecegraph.llm.cache.block_tables import BlockTables
 from piecegraph.llm.cache.paged import SequenceBlocks
 from piecegraph.llm.kernels.race import random_keys
 from piecegraph.llm.run.adjustments import EntryBuffers
+from piecegraph.llm.run.masks import MaskBuffers
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.sampling import HOTTEST, SamplingMode, mode_of
 from piecegraph.llm.run.step import MAX_PROMPTS, Bucket, StepPlan, Work
@@ -160,6 +161,10 @@ class BatchBuffers:
         """The length of the buffer with what they add to their logits (Note [Adjusted logits]); 0 for none."""
         self.entries = EntryBuffers(self.device)
         self._has_adjustments = False
+        self.has_masks = False
+        """Whether some of them may only go on with some tokens (Note [Masks behind the decoder])."""
+        self.masks = MaskBuffers(limits.max_seqs, limits.vocab_size, self.device)
+        self._has_guides = False
         self.has_embeds = False
         """Whether tokens of the last step have embeddings of their own."""
         self._num_sampled = 0
@@ -186,6 +191,7 @@ class BatchBuffers:
         self._mrope_deltas = np.zeros(limits.max_seqs, np.int64)
         self._own_inputs = np.zeros(limits.max_seqs, np.bool_)
         self._adjusts = np.zeros(limits.max_seqs, np.bool_)
+        self._guided = np.zeros(limits.max_seqs, np.bool_)
         self._modes = np.zeros(limits.max_seqs, np.int8)
         """Of each row: which of ``_MODES`` it needs."""
         self._count = np.arange(max(limits.max_tokens, limits.max_seqs) + 1)
@@ -265,8 +271,8 @@ class BatchBuffers:
         self.send(plan, bucket, num_adjusted=self.num_adjusted, sampled=sampled)
 
     def write(self, plan: StepPlan) -> None:
-        """Write a step on the host. From then on ``sampling_mode``, ``has_embeds`` and ``num_adjusted`` are its own, by
-        which the size it runs at may be chosen; :meth:`send` comes next.
+        """Write a step on the host. From then on ``sampling_mode``, ``has_embeds``, ``num_adjusted`` and ``has_masks``
+        are its own, by which the size it runs at may be chosen; :meth:`send` comes next.
         """
         if self._sent is not None:
             self._sent.synchronize()  # the copy of the last step reads the memory that is written now
@@ -279,6 +285,7 @@ class BatchBuffers:
             host = self._host
             host["random_keys"][:num_seqs] = random_keys(self._seeds[:num_seqs], host["seq_lens"][:num_seqs])
         self.num_adjusted = self.entries.collect(plan.works if self._has_adjustments else ())
+        self.has_masks = self.masks.collect(plan.works if self._has_guides else ())
 
     def send(self, plan: StepPlan, bucket: Bucket, *, num_adjusted: int, sampled: torch.Tensor | None = None) -> None:
         """Pad what was written to a size, and send it.
@@ -372,9 +379,11 @@ class BatchBuffers:
             self._mrope_deltas[row] = request.mrope_delta
             self._own_inputs[row] = request.input_embeds is not None or request.mrope_positions is not None
             self._adjusts[row] = request.adjustments is not None
+            self._guided[row] = request.guide is not None
             self._modes[row] = _MODES.index(mode_of(params))
         self._has_own_inputs = bool(self._own_inputs[:num_seqs].any())
         self._has_adjustments = bool(self._adjusts[:num_seqs].any())
+        self._has_guides = bool(self._guided[:num_seqs].any())
         self.sampling_mode = _MODES[self._modes[:num_seqs].max()]
 
     def _write_sequences(self, plan: StepPlan) -> tuple[NDArray[np.integer], NDArray[np.integer]]:

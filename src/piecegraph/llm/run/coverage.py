@@ -4,9 +4,9 @@ Note [No request waits for a recording]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 To record a step takes as long as dozens of steps, and whoever is generating would wait for it. So a step that is not
 recorded runs in the smallest recorded one that covers it: of more tokens, of more sequences, with a sampler that can do
-more, or with room for more adjusted logits. The tokens are the same (Note [Sampling modes], Note [Padding of a batch],
-Note [Adjusted logits]). Where the only ones that cover it are much too large, or there is none, it runs the compiled
-pieces without graphs, and that is told.
+more, with room for more adjusted logits, or with masks. The tokens are the same (Note [Sampling modes], Note [Padding
+of a batch], Note [Adjusted logits], Note [Masks behind the decoder]). Where the only ones that cover it are much too
+large, or there is none, it runs the compiled pieces without graphs, and that is told.
 
 What is recorded when a model is loaded leaves no step of ``generate`` without cover but those that give every row.
 What steps have missed is recorded when nothing is running: at the end of a call, behind its last token, or when it is
@@ -42,6 +42,7 @@ def covers(recorded: StepKey, wanted: StepKey) -> bool:
         and theirs.num_tokens <= mine.num_tokens <= max(_CHEAP_TOKENS, _MOST_TIMES * theirs.num_tokens)
         and _POWER[wanted.sampling] <= _POWER[recorded.sampling]
         and wanted.num_adjusted <= recorded.num_adjusted
+        and wanted.has_masks <= recorded.has_masks
         and (recorded.takes_embeds, recorded.every_row) == (wanted.takes_embeds, wanted.every_row)
     )
 
@@ -49,9 +50,9 @@ def covers(recorded: StepKey, wanted: StepKey) -> bool:
 def best_cover(wanted: StepKey, recorded: Iterable[StepKey]) -> StepKey | None:
     """The recorded step that serves another one soonest."""
 
-    def cost(key: StepKey) -> tuple[int, int]:
+    def cost(key: StepKey) -> tuple[int, int, bool]:
         # To sort the vocabulary for a sequence takes about as long as two tokens of a small model.
-        return key.bucket.num_tokens + _POWER[key.sampling] * key.bucket.num_seqs, key.num_adjusted
+        return key.bucket.num_tokens + _POWER[key.sampling] * key.bucket.num_seqs, key.num_adjusted, key.has_masks
 
     return min((key for key in recorded if covers(key, wanted)), key=cost, default=None)
 
@@ -59,11 +60,11 @@ def best_cover(wanted: StepKey, recorded: Iterable[StepKey]) -> StepKey | None:
 def first_keys(sizes: StepSizes) -> list[StepKey]:
     """What is recorded in any case: see Note [No request waits for a recording]."""
     if sizes.only is not None:  # all steps are to be alike, also those that give every row
-        plain = StepKey(sizes.only, "truncated", num_adjusted=SHORTEST)
+        plain = StepKey(sizes.only, "truncated", num_adjusted=SHORTEST, has_masks=True)
         return [StepKey(sizes.only, "greedy"), plain, replace(plain, every_row=True)]
     sampled: list[StepKey] = []
     for bucket in sorted(sizes.all(), key=lambda bucket: (bucket.num_tokens, bucket.num_seqs), reverse=True):
-        key = StepKey(bucket, "truncated", num_adjusted=SHORTEST)
+        key = StepKey(bucket, "truncated", num_adjusted=SHORTEST, has_masks=True)
         if best_cover(key, sampled) is None:
             sampled.append(key)
     return [*(StepKey(bucket, "greedy") for bucket in sizes.at_start()), *sampled]

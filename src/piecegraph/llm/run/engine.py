@@ -4,8 +4,9 @@ Note [Looking ahead]
 ~~~~~~~~~~~~~~~~~~~~
 While the device runs a step, the host would wait for its tokens, and then the device for the host. So where the next
 step can be known without them (:meth:`Scheduler.schedule_ahead`), it is launched first, and takes them from where the
-device left them. Results are valid until the next step is launched, so a request that wants logits or hidden states
-keeps its steps from being followed like that.
+device left them. If it needs masks that follow from them, the host waits for them once the model has been launched, and
+commits them then (Note [Masks behind the decoder]). Results are valid until the next step is launched, so a request
+that wants logits or hidden states keeps its steps from being followed like that.
 
 Note [A step that fails]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -27,6 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,7 @@ from piecegraph.llm.run.results import StepResult
 from piecegraph.llm.run.scheduler import Scheduler
 from piecegraph.llm.run.step import MAX_PROMPTS, StepCounts, StepPlan
 from piecegraph.llm.run.stop import IncrementalText
+from piecegraph.llm.run.structured import Guide
 from piecegraph.tape.library import TapeLibrary
 
 
@@ -84,7 +87,7 @@ class SampledTokens:
         return kept, read
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Launched:
     """A step that may still be running."""
 
@@ -96,6 +99,7 @@ class _Launched:
     """The sampled tokens on the device: what the next step goes on from."""
     read_tokens: Callable[[], list[int]]
     """Waits for them."""
+    is_committed: bool = False
 
 
 class LLMEngine:
@@ -129,6 +133,7 @@ class LLMEngine:
         self._embed_width = buffers.limits.embed_width
         self._looks_ahead = looks_ahead
         self._ahead: _Launched | None = None
+        self._masks = buffers.masks
         self._sampled = SampledTokens(buffers.limits.max_seqs, buffers.device)
         self._generations: dict[str, Generation] = {}
         self._num_detailed = 0
@@ -182,6 +187,7 @@ class LLMEngine:
         on_new: Callable[[Generation, str, list[int]], None] | None = None,
         is_streamed: bool = True,
         arrival_time: float | None = None,
+        guide: Guide | None = None,
     ) -> Generation:
         """A request that is not queued yet. Any thread may make one, also while a step is running.
 
@@ -195,6 +201,7 @@ class LLMEngine:
             on_new: called with new text and tokens while they are generated, and at the end.
             is_streamed: False to have it called at the end alone.
             arrival_time: see :class:`~piecegraph.llm.run.request.Request`.
+            guide: see there.
         """
         request = Request(
             str(next(self._ids)),
@@ -203,6 +210,7 @@ class LLMEngine:
             seed=seed,
             mrope_positions=mrope_positions,
             arrival_time=arrival_time,
+            guide=guide,
         )
         text = text_behind(request, decode) if decode is not None else None
         return Generation(request, prompt, text, on_new, is_streamed=is_streamed)
@@ -259,19 +267,30 @@ class LLMEngine:
                     return False
                 current = self._launch(plan)
             ahead = self._launch_ahead(current)
-            tokens = current.read_tokens()
-            self._collect_details(current, tokens)
-            self._emit_tokens(current, self.scheduler.commit(current.plan, tokens))
+            self._commit(current)
             self._ahead = ahead
             return True
 
+    def _commit(self, launched: _Launched) -> None:
+        """Wait for the tokens of a step and give them to its requests; at most once."""
+        if launched.is_committed:
+            return
+        launched.is_committed = True
+        tokens = launched.read_tokens()
+        self._collect_details(launched, tokens)
+        self._emit_tokens(launched, self.scheduler.commit(launched.plan, tokens))
+
     def _launch(
-        self, plan: StepPlan, sampled: torch.Tensor | None = None, *, every_row: bool = False, waits: bool = False
+        self, plan: StepPlan, behind: _Launched | None = None, *, every_row: bool = False, waits: bool = False
     ) -> _Launched:
-        """Fill the batch and run it. The device may still be at it afterwards."""
+        """Fill the batch and run it, behind a step that may not be committed yet. The device may still be at it
+        afterwards.
+        """
         forward = self._forwards.current()
         every_row = every_row or self._needs_every_row(plan)
+        sampled = behind.tokens if behind is not None else None
         key, wanted = forward.fill(plan, sampled=sampled, every_row=every_row, waits=waits)
+        self._masks.before = partial(self._commit, behind) if behind is not None else None
         is_replayed = key in forward.library.tapes
         if not is_replayed and (loss := forward.why_not_recorded(key)) is not None:
             self.events.emit(loss)
@@ -285,7 +304,7 @@ class LLMEngine:
         if not self._looks_ahead or self._num_detailed or self._num_following:
             return None
         plan = self.scheduler.schedule_ahead(current.plan)
-        return self._launch(plan, current.tokens) if plan is not None else None
+        return self._launch(plan, current) if plan is not None else None
 
     def _needs_every_row(self, plan: StepPlan) -> bool:
         """Whether a request reads more of the step than the row of its last token."""

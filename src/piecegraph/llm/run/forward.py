@@ -137,7 +137,9 @@ class Forward:
         buffers, bucket = self._buffers, self.sizes.bucket_for(plan)
         buffers.write(plan)
         is_whole = every_row and bucket.kind == "mixed"
-        return StepKey(bucket, buffers.sampling_mode, buffers.has_embeds, is_whole, buffers.num_adjusted)
+        return StepKey(
+            bucket, buffers.sampling_mode, buffers.has_embeds, is_whole, buffers.num_adjusted, buffers.has_masks
+        )
 
     def _cover(self, wanted: StepKey) -> StepKey:
         """What runs a step that is not recorded: see Note [No request waits for a recording]."""

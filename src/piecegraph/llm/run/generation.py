@@ -63,8 +63,10 @@ class Generation:
         text, request = self.text, self.request
         if text is None:
             return ""
-        # A token that ends the text is not part of it; a stop text is found in it, and cut off there.
+        # A token that ends the text is not part of it; a stop text is found in it, and cut off there. What completes
+        # a form is part of it, too.
         is_ended_by_token = request.finish_reason == "stop" and not text.is_stopped
+        is_ended_by_token = is_ended_by_token and request.tokens[-1] in request.stop_ids
         is_ended_by_token &= not request.params.include_stop_str_in_output
         end = len(request.tokens) - is_ended_by_token
         new = text.add(request.tokens[self.num_read : end])

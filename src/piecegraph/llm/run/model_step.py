@@ -18,7 +18,7 @@ import torch
 
 from piecegraph.base.call_stack import paths_from, stacks_from_here
 from piecegraph.base.events import Event, EventLog
-from piecegraph.base.plan import Decision
+from piecegraph.base.plan import Cut, Decision
 from piecegraph.base.text import size_of
 from piecegraph.engine.breaker import Breaker, callbacks
 from piecegraph.graph import interception
@@ -30,12 +30,15 @@ from piecegraph.llm.model.decoder import Decoder
 from piecegraph.llm.model.traced_model import TracedModel
 from piecegraph.llm.run.adjustments import adjust
 from piecegraph.llm.run.batch import BatchBuffers
+from piecegraph.llm.run.masks import keep_allowed
 from piecegraph.llm.run.sampling import SamplingMode, sample
 from piecegraph.llm.run.step import Bucket
 from piecegraph.llm.specs import StepKind
 from piecegraph.tape.library import Way
 from piecegraph.tape.record import Recorder
 from piecegraph.tape.tape import WatchedWeight
+
+_MASKS = Cut(0, "masks", "the host says which tokens may come next", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class StepKey:
     """Whether hidden states of all tokens are wanted. A step of decoding has no others than those it needs."""
     num_adjusted: int = 0
     """How many logits may be adjusted before tokens are chosen; 0 for none. See Note [Adjusted logits]."""
+    has_masks: bool = False
+    """Whether tokens are chosen from those that masks allow. See Note [Masks behind the decoder]."""
 
     def __str__(self) -> str:
         size = size_of(self.bucket.num_tokens, "token")
@@ -58,6 +63,7 @@ class StepKey:
         size += ", embeddings" if self.takes_embeds else ""
         size += ", every row" if self.every_row else ""
         size += f", {size_of(self.num_adjusted, 'adjusted logit')}" if self.num_adjusted else ""
+        size += ", masks" if self.has_masks else ""
         return f"{self.bucket.kind} {size}" + (f", {self.sampling}" if self.sampling != "greedy" else "")
 
 
@@ -141,8 +147,11 @@ class ModelStep:
         """Dummies take the place of the last step's batch."""
         self.last = None
         self._buffers.fill_dummy(key.bucket)
+        # Allocated now, and not while something is captured.
         if key.num_adjusted:
-            self._buffers.entries.views(key.num_adjusted)  # allocated now, and not while something is captured
+            self._buffers.entries.views(key.num_adjusted)
+        if key.has_masks:
+            self._buffers.masks.views(key.bucket.num_seqs)
 
     def direct(self, key: StepKey, source: None) -> Callable[[], Sequence[Any]]:
         return partial(self.run, key)
@@ -193,25 +202,47 @@ class ModelStep:
 
     def run(self, key: StepKey) -> Sequence[torch.Tensor]:
         """(sampled tokens, logits, hidden states), without graphs."""
+        made = self._run_model(key)
+        if key.has_masks:
+            self._send_masks()
+        return self._sample_from(key, *made)
+
+    def _run_model(self, key: StepKey) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits, hidden states, and those of the rows with logits."""
         hidden = self._decode(key, run_plainly, _call)
         if not self._interceptions:
-            return self._sample(key, hidden)
+            return self._make_logits(key, hidden)
         rows = self._rows_with_logits(key, hidden)
         with paths_from(self.head.root), callbacks(self._interceptions):
-            logits = self.head(rows)
-        return self._sample_from(key, logits, hidden, rows)
+            return self.head(rows), hidden, rows
 
     def _record_full(self, key: StepKey, recorder: Recorder) -> list[Any]:
+        if key.has_masks:
+            made = recorder.capture("the model", self._run_model, (key,))
+            return self._record_sampler(key, recorder, made)
         return recorder.outputs(recorder.capture("the whole step", self.run, (key,)))
 
     def _record_pieces(self, key: StepKey, recorder: Recorder) -> list[Any]:
         hidden = self._decode(key, recorder.run_step, recorder.capture)
-        if not self._interceptions:
+        if not self._interceptions and not key.has_masks:
             return recorder.outputs(recorder.capture("head and sampler", self._sample, (key, hidden)))
+        if not self._interceptions:
+            made = recorder.capture("head", self._make_logits, (key, hidden))
+            return self._record_sampler(key, recorder, made)
         rows = recorder.capture("rows with logits", self._rows_with_logits, (key, hidden))
         with paths_from(self.head.root), Breaker(recorder, self._interceptions).recording(), stacks_from_here():
             logits = self.head(rows)
-        return recorder.outputs(recorder.capture("sampler", self._sample_from, (key, logits, hidden, rows)))
+        return self._record_sampler(key, recorder, (logits, hidden, rows))
+
+    def _record_sampler(self, key: StepKey, recorder: Recorder, made: tuple[torch.Tensor, ...]) -> list[Any]:
+        """Masks come from the host, just before they are needed: see Note [Masks behind the decoder]."""
+        if key.has_masks:
+            recorder.run_between(_MASKS, self._send_masks, (), {})
+        return recorder.outputs(recorder.capture("sampler", self._sample_from, (key, *made)))
+
+    def _send_masks(self) -> tuple[()]:
+        self._buffers.masks.send()
+        return ()
 
     def _decode(self, key: StepKey, run_step: RunStep, call: Callable[..., Any]) -> torch.Tensor:
         views = self._buffers.views(key.bucket)
@@ -229,15 +260,19 @@ class ModelStep:
         return decoder.finish(values, num_rows, run_step)
 
     def _sample(self, key: StepKey, hidden: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self._sample_from(key, *self._make_logits(key, hidden))
+
+    def _make_logits(self, key: StepKey, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = self._rows_with_logits(key, hidden)
-        return self._sample_from(key, self.head(rows), hidden, rows)
+        return self.head(rows), hidden, rows
 
     def _sample_from(
         self, key: StepKey, logits: torch.Tensor, hidden: torch.Tensor, rows: torch.Tensor
     ) -> Sequence[torch.Tensor]:
         views = self._buffers.views(key.bucket)
+        wanted = adjust(logits, self._buffers.entries.views(key.num_adjusted)) if key.num_adjusted else logits
         tokens = sample(
-            adjust(logits, self._buffers.entries.views(key.num_adjusted)) if key.num_adjusted else logits,
+            keep_allowed(wanted, self._buffers.masks.views(key.bucket.num_seqs)) if key.has_masks else wanted,
             views.temperature,
             views.top_k,
             views.top_p,

@@ -24,6 +24,7 @@ from piecegraph.errors import ConfigError, PiecegraphWarning, RequestError, desc
 from piecegraph.llm.cache.blocks import Digest
 from piecegraph.llm.cache.paged import SequenceBlocks
 from piecegraph.llm.run.adjustments import Adjustments
+from piecegraph.llm.run.structured import Guide, StructuredOutputsParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 RequestState = Literal["waiting", "running", "finished", "failed"]
@@ -66,6 +67,8 @@ class SamplingParams:
     """Added to the logits of tokens, from -100 to 100. Given as a dictionary."""
     bad_words: tuple[str | tuple[int, ...], ...] = ()
     """Texts, or lists of tokens, that the answer may not hold, also where one begins in the prompt."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form of the answer, which ends when it is complete, whatever ``min_tokens`` says. Also as a dictionary."""
     seed: int | None = None
     """Fixes the random numbers that tokens are drawn by. None: the engine chooses one."""
     stop: tuple[str, ...] = ()
@@ -100,6 +103,7 @@ class SamplingParams:
             "frequency_penalty": _between("frequency_penalty", self.frequency_penalty, -2, 2),
             "logit_bias": _biases(self.logit_bias),
             "bad_words": _bad_words(self.bad_words),
+            "structured_outputs": StructuredOutputsParams.of(self.structured_outputs),
             "stop": _stop_texts(self.stop),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
         }
@@ -179,6 +183,7 @@ class Request:
         mrope_positions: [3, tokens of the prompt] (time, height, width), for models that place tokens in three
             dimensions. New tokens go on behind the largest of them. Without them, all three are those of the text.
         arrival_time: when it was asked for, by ``time.perf_counter()``; None: now.
+        guide: what keeps the answer in the form that ``params`` asks for.
 
     Raises:
         RequestError: the prompt is empty or not made of integers.
@@ -193,6 +198,7 @@ class Request:
         "error",
         "finish_reason",
         "finish_time",
+        "guide",
         "id",
         "input_embeds",
         "max_len",
@@ -225,6 +231,7 @@ class Request:
         input_embeds: torch.Tensor | None = None,
         mrope_positions: NDArray[np.integer] | torch.Tensor | None = None,
         arrival_time: float | None = None,
+        guide: Guide | None = None,
     ) -> None:
         self.id = request_id
         self.params = params
@@ -243,6 +250,10 @@ class Request:
         """Tokens in all at which the request ends; the scheduler lowers it to the model's limit."""
 
         self.adjustments = Adjustments(params, self.tokens) if params.adjusts else None
+        if params.structured_outputs is not None and guide is None:
+            why = "a request that is made by hand has no tokenizer"
+            raise ConfigError("PG108", "structured_outputs was given", why=why, hint="use generate()")
+        self.guide = guide
         self.stop_ids = frozenset(params.stop_token_ids)
         """Tokens that end it; the scheduler adds those of the model."""
         self.stop_reason: str | int | None = None

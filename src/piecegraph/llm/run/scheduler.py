@@ -113,6 +113,8 @@ class Scheduler:
         self._text_of = text_of
         self._texts: dict[str, IncrementalText] = {}
         """Of requests that end at a stop text."""
+        self._guided: set[str] = set()
+        """Requests whose answer has a form, and ends when that is complete."""
         self._free_slots = self._all_slots()
         self._rows: list[Request] = []
         """The requests of the last plan in its order; see :func:`_keep_rows`."""
@@ -146,6 +148,8 @@ class Scheduler:
         self.check_fits(request)
         if request.params.stop and self._text_of is not None:
             self._texts[request.id] = self._text_of(request)
+        if request.guide is not None:
+            self._guided.add(request.id)
         request.max_len = min(request.max_len, self.limits.max_model_len)
         if not request.params.ignore_eos:
             request.stop_ids |= self.eos_token_ids
@@ -202,6 +206,7 @@ class Scheduler:
         was_running = request.state == "running"
         request.end(reason, error)
         self._texts.pop(request.id, None)
+        self._guided.discard(request.id)
         del self._requests[request.id]
         if was_running:
             self._let_go(request)
@@ -502,6 +507,7 @@ class Scheduler:
         finished: list[Request] = []
         block_size, prefix_cache = self.cache.block_size, self.cache.prefix_cache
         vocab_size, texts, now = self.limits.vocab_size, self._texts, time.perf_counter()
+        guided = self._guided
         for work, token in zip(plan.works, tokens, strict=True):
             request, start, num_tokens, samples = work
             blocks = request.blocks
@@ -520,7 +526,9 @@ class Scheduler:
                     continue
                 request.tokens.append(token)
                 request.token_times.append(now)
-                if token in request.stop_ids or (texts and request.id in texts and self._is_stopped(request)):
+                if guided and request.id in guided and self._is_ended_by_form(request, token):
+                    finished.append(request)
+                elif token in request.stop_ids or (texts and request.id in texts and self._is_stopped(request)):
                     self.finish(request, "stop")
                     request.stop_reason = request.stop_reason or self._stop_token(request, token)
                     finished.append(request)
@@ -528,6 +536,16 @@ class Scheduler:
                     self.finish(request, "length")
                     finished.append(request)
         return finished
+
+    def _is_ended_by_form(self, request: Request, token: int) -> bool:
+        """Go on in the form of an answer by its newest token; end the request if it is complete, or cannot be kept."""
+        assert request.guide is not None
+        error = request.guide.take(token)
+        if error is not None:
+            self.finish(request, "error", error)
+        elif request.guide.is_complete:
+            self.finish(request, "stop")
+        return request.is_done
 
     def _is_stopped(self, request: Request) -> bool:
         """Whether the newest token completes a stop text, or may do so with what is held back at the end."""
