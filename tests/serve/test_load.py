@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import threading
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_many_clients_at_once(tiny: piecegraph.LLM) -> None:
         assert not llm._outbox
     for i, (text, known) in enumerate(zip(found, expected, strict=False)):
         assert text == (None if i % 10 == 3 else known), i
-    assert all(b" 400 " in answer or b" 404 " in answer for answer in found[NUM_STREAMS:])
+    assert all(re.match(rb"HTTP/1.1 40[05] ", answer) for answer in found[NUM_STREAMS:])
     tiny.started.engine.scheduler.check()
 
 

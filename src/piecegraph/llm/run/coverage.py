@@ -62,12 +62,15 @@ def first_keys(sizes: StepSizes) -> list[StepKey]:
     if sizes.only is not None:  # all steps are to be alike, also those that give every row
         plain = StepKey(sizes.only, "truncated", num_adjusted=SHORTEST, has_masks=True)
         return [StepKey(sizes.only, "greedy"), plain, replace(plain, every_row=True)]
-    sampled: list[StepKey] = []
+    at_start = sizes.at_start()
+    # Most services draw their tokens at random: what such a step covers beyond its own sequences, it sorts for nothing.
+    sampled = [_sampled(bucket) for bucket in at_start if bucket.kind == "decode"]
+    masked: list[StepKey] = []
     for bucket in sorted(sizes.all(), key=lambda bucket: (bucket.num_tokens, bucket.num_seqs), reverse=True):
-        key = StepKey(bucket, "truncated", num_adjusted=SHORTEST, has_masks=True)
-        if best_cover(key, sampled) is None:
-            sampled.append(key)
-    return [*(StepKey(bucket, "greedy") for bucket in sizes.at_start()), *sampled]
+        for key, keys in ((_sampled(bucket), sampled), (replace(_sampled(bucket), has_masks=True), masked)):
+            if best_cover(key, keys) is None:
+                keys.append(key)
+    return [*(StepKey(bucket, "greedy") for bucket in at_start), *sampled, *masked]
 
 
 def later_keys(sizes: StepSizes) -> list[list[StepKey]]:
@@ -80,10 +83,15 @@ def later_keys(sizes: StepSizes) -> list[list[StepKey]]:
     groups = (
         [StepKey(bucket, "greedy") for bucket, is_it in is_for_load.items() if is_it],
         [StepKey(bucket, "greedy") for bucket, is_it in is_for_load.items() if not is_it],
-        [StepKey(bucket, "truncated", num_adjusted=SHORTEST) for bucket in sizes.at_start()],
+        [_sampled(bucket) for bucket in sizes.at_start()],
     )
     first = set(first_keys(sizes))
     return [[key for key in group if key not in first] for group in groups]
+
+
+def _sampled(bucket: Bucket) -> StepKey:
+    """The step that can draw tokens in every way."""
+    return StepKey(bucket, "truncated", num_adjusted=SHORTEST)
 
 
 def _is_for_few(bucket: Bucket, sizes: StepSizes) -> bool:
