@@ -264,12 +264,7 @@ def load_trace(
         StaleTraceError: it was made for something else.
     """
     kept: _KeptTrace = _OpUnpickler(io.BytesIO(data)).load()
-    changed = first_changed(kept.code)
-    if changed is not None:
-        raise StaleTraceError(f"the code of {changed} is another")
-    for name, text in kept.ops.items():
-        if _described_ops([torch_compat.find_op(name)]) != {name: text}:
-            raise StaleTraceError(f"the op {name} is another")
+    _check_code(kept)
     scopes = torch_compat.outside_scopes(traceable(function), kept.imports)
     outside = OutsideValues(kept.outside_tensors, tuple(kept.outside_constants), scopes)
     _check_outside(outside, kept.outside_constants)
@@ -282,35 +277,19 @@ def load_trace(
     owner = torch.nn.Module()
     for name, value in kept.attributes.items():
         owner.register_buffer(name, value)
-
-    def find_weight(weight: _KeptWeight) -> Weight:
-        found = outside.find(weight.expression) if weight.expression else weights.get(weight.name)
-        if not isinstance(found, torch.Tensor) or describe_tensor(found) != weight.layout:
-            raise StaleTraceError(f"{weight.name} is no {weight.layout} any more")
-        return Weight(weight.name, found)
-
-    def find(value: Any) -> Any:
-        if isinstance(value, _KeptWeight):
-            return find_weight(value)
-        if isinstance(value, (FromGraph, StridedView)):
-            return replace(value, node=nodes[value.node.number])  # type: ignore[attr-defined]
-        if isinstance(value, _KeptView):
-            chain = torch.fx.GraphModule(torch.nn.Module(), _make_graph(value.nodes, world)[0])
-            return InputView(find(value.source), value.symbols, chain.forward)
-        return value
-
+    finder = _Finder(weights, outside, nodes, world)
     return Traced(
         signature=signature,
         graph=graph,
         owner=owner,
         fake_mode=world.mode,
-        inputs=dict(zip(graph.find_nodes(op="placeholder"), map(find, kept.inputs), strict=True)),
-        results=tuple(map(find, kept.results)),
+        inputs=dict(zip(graph.find_nodes(op="placeholder"), map(finder.find, kept.inputs), strict=True)),
+        results=tuple(map(finder.find, kept.results)),
         structure=kept.structure,
         updates=kept.updates,
         sizes=rules,
         written_calls=kept.written_calls,
-        written_weights=tuple(map(find_weight, kept.written_weights)),
+        written_weights=tuple(map(finder.find_weight, kept.written_weights)),
         hidden_state=(),
         layout_reader="",
         devices=(),
@@ -319,6 +298,42 @@ def load_trace(
         origin=TraceOrigin(),
         left_out=kept.left_out,
     )
+
+
+def _check_code(kept: _KeptTrace) -> None:
+    """Whether what was traced is still what would run."""
+    changed = first_changed(kept.code)
+    if changed is not None:
+        raise StaleTraceError(f"the code of {changed} is another")
+    for name, text in kept.ops.items():
+        if _described_ops([torch_compat.find_op(name)]) != {name: text}:
+            raise StaleTraceError(f"the op {name} is another")
+
+
+@dataclass(frozen=True)
+class _Finder:
+    """Puts what is there now in the place of what was written for it."""
+
+    weights: Mapping[str, torch.Tensor]
+    outside: OutsideValues
+    nodes: Sequence[torch.fx.Node]
+    world: torch_compat.FakeWorld
+
+    def find_weight(self, weight: _KeptWeight) -> Weight:
+        found = self.outside.find(weight.expression) if weight.expression else self.weights.get(weight.name)
+        if not isinstance(found, torch.Tensor) or describe_tensor(found) != weight.layout:
+            raise StaleTraceError(f"{weight.name} is no {weight.layout} any more")
+        return Weight(weight.name, found)
+
+    def find(self, value: Any) -> Any:
+        if isinstance(value, _KeptWeight):
+            return self.find_weight(value)
+        if isinstance(value, (FromGraph, StridedView)):
+            return replace(value, node=self.nodes[value.node.number])  # type: ignore[attr-defined]
+        if isinstance(value, _KeptView):
+            chain = torch.fx.GraphModule(torch.nn.Module(), _make_graph(value.nodes, self.world)[0])
+            return InputView(self.find(value.source), value.symbols, chain.forward)
+        return value
 
 
 def _signature(example: Example, fixed: Mapping[tuple[str, int], int]) -> Signature:
