@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -830,3 +831,28 @@ def test_a_result_that_an_op_gave_back_as_it_was(owner: str, device: str) -> Non
         assert result.data_ptr() == (model.cache if owner == "module" else x).data_ptr()
     with pytest.raises(piecegraph.errors.TraceError, match="PG208"):
         piecegraph.compile(model, backend="eager", frontend="trace")(x)
+
+
+def test_a_table_of_numbers_that_is_written_to_is_no_memory_from_before(compiled: Any) -> None:
+    def shifted(x: Tensor) -> Tensor:
+        table = torch.tensor([1.0, 2.0, 3.0], device=x.device)
+        table += x[0, 0]
+        return x * table + x.new_tensor([4.0, 5.0, 6.0])
+
+    fast = compiled(shifted)
+    compare(fast, shifted, [(torch.randn(rows, 3),) for rows in (2, 2, 4, 4)])
+    assert fast.stats()["coverage"] == 1.0
+
+
+def test_an_array_of_numpy_that_is_written_to(compiled: Any) -> None:
+    def counts(array: Any) -> Callable[[Tensor], Tensor]:
+        def counting(x: Tensor) -> Tensor:
+            seen = torch.from_numpy(array)
+            seen += 1
+            return x * 2 + seen
+
+        return counting
+
+    mine, theirs = np.zeros(3, np.float32), np.zeros(3, np.float32)
+    compare(compiled(counts(mine)), counts(theirs), [(torch.randn(rows, 3),) for rows in (2, 2, 4, 4)])
+    assert mine.tolist() == theirs.tolist() == [4.0, 4.0, 4.0]

@@ -1082,6 +1082,15 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def is_made_of_data(op: Any, args: tuple[Any, ...]) -> bool:
+    """Whether this is how torch shows a tensor that it has just filled with Python numbers: ``torch.tensor([1.0])``.
+
+    What ``torch.from_numpy`` returns is shown likewise, and is somebody else's memory, which torch cannot resize.
+    """
+    is_shown = op is torch.ops.aten.lift_fresh.default
+    return is_shown and bool(args[0].untyped_storage().resizable())  # type: ignore[no-untyped-call]
+
+
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements of a tensor may lie at one place."""
     return bool(torch._debug_has_internal_overlap(tensor) != 0)

@@ -155,6 +155,8 @@ class _Watch:
             self.layout_reader = str(user_line() or function.__name__)
         if not torch_compat.is_op(function):
             return function(*args, **kwargs)
+        if torch_compat.is_made_of_data(function, args):
+            self._made.add(torch_compat.storage_id(args[0]))
         written = [
             (tensor, _place(tensor))
             for argument in torch_compat.written_args(function, args, kwargs)
