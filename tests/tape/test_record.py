@@ -278,3 +278,43 @@ def test_recording_changes_neither_state_nor_random_numbers(arguments: dict[str,
         assert torch.equal(torch.rand(3), expected)
         for number in (1, 2, 3):
             assert torch.equal(fast(torch.ones(3, 3)), torch.full((3, 3), float(number)))
+
+
+def test_a_warm_up_runs_equal_pieces_once() -> None:
+    calls: list[int] = []
+
+    def counting(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            calls.append(id(module))
+            return module.forward(*args)
+
+        return run
+
+    model, x, counts = Stack(attention, num_layers=5), torch.randn(8, 12), []
+    with torch.no_grad():
+        for sizes in ([8, 4], [8, 4, 2]):
+            calls.clear()
+            fast = compile_simulated(model, splitting_ops=[attention], backend=counting, capture_sizes=sizes)
+            torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+            counts.append(len(calls))
+    distinct, pieces = len(set(calls)), fast.stats()["plans"][0]["pieces"]
+    assert pieces > distinct
+    assert counts[1] - counts[0] == distinct + 2 * pieces, "a warm-up, the recording, a replay that tries the padding"
+
+
+def test_a_warm_up_runs_every_piece_that_gives_indices() -> None:
+    class Lookup(nn.Module):
+        def __init__(self, rows: int) -> None:
+            super().__init__()
+            self.register_buffer("last", torch.tensor(rows - 1))
+            self.register_buffer("table", torch.randn(rows, 12))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.index_select(self.table, 0, self.last.expand(x.shape[0]))
+
+    model = nn.Sequential(*(Lookup(rows) for rows in (9, 5, 2)))  # an index of the first is none of the last
+    cuts = [torch.ops.aten.index_select]
+    fast = compile_simulated(model, splitting_ops=cuts, capture_sizes="auto", on_fallback="raise")
+    with torch.no_grad():
+        x = torch.randn(8, 12)
+        torch.testing.assert_close(fast(x), model(x))

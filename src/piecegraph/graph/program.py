@@ -97,8 +97,35 @@ def run_plainly(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], value
     watch = _watch.get()
     if watch is not None:
         return watch(step, args, kwargs, values)
-    returned = step.function(*take(args, values), **take(kwargs, values))
+    return _results(step, step.function(*take(args, values), **take(kwargs, values)))
+
+
+def _results(step: Step, returned: Any) -> Sequence[Any]:
     return [returned if position is None else returned[position] for _, position in step.results]
+
+
+class EachPieceOnce:
+    """Runs equal pieces once, for :func:`watched_steps`: enough to load and tune the kernels of all of them.
+
+    Those behind the first get its results, which are of the same shapes. Where a result is an index, the next cut may
+    look something up with it that is another for every layer, so such pieces run.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Sequence[Any]] = {}
+
+    def run(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Sequence[Any]:
+        """See :data:`RunStep`."""
+        taken, named = take(args, values), take(kwargs, values)
+        if not step.is_captured:
+            return _results(step, step.function(*taken, **named))
+        key = (id(step.function), *(each.shape if isinstance(each, torch.Tensor) else each for each in taken))
+        if key in self._known:
+            return self._known[key]
+        results = _results(step, step.function(*taken, **named))
+        if all(isinstance(each, torch.Tensor) and each.is_floating_point() for each in results):
+            self._known[key] = results
+        return results
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from piecegraph.base.events import Event, EventLog
 from piecegraph.base.progress import Bar, Progress
 from piecegraph.errors import KernelError, PiecegraphError, located
 from piecegraph.graph import interception
+from piecegraph.graph.program import EachPieceOnce, watched_steps
 from piecegraph.tape.buffers import preserved
 from piecegraph.tape.device import GraphDevice
 from piecegraph.tape.reads import PathLeft
@@ -257,7 +258,7 @@ class TapeLibrary(Generic[Key]):
         try:
             with preserved(recordable.written(key)):
                 recordable.fill_example(key, source)
-                with recordable.current(key):
+                with recordable.current(key), watched_steps(EachPieceOnce().run):
                     recordable.run(key)
         except (torch.OutOfMemoryError, PiecegraphError):
             raise
