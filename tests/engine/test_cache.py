@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import piecegraph
-from piecegraph.base import entries
+from piecegraph.base import entries, torch_compat
 from piecegraph.base.describe import Describer
 from piecegraph.errors import FallbackError
 from tests.cases import modules
@@ -184,3 +185,21 @@ def test_what_is_switched_off_is_not_kept(root: Path, monkeypatch: pytest.Monkey
     fast(torch.ones(3))
     assert "cache:" not in fast.explain()
     assert not root.exists()
+
+
+def test_kernels_of_triton_are_found_where_they_were_copied_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = pytest.importorskip("triton.runtime.cache")
+    made, moved = tmp_path / "made", tmp_path / "moved"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(made / "triton"))
+    manager = cache.FileCacheManager("a kernel")
+    manager.put_group("add.json", {name: manager.put(b"code", name) for name in ("add.json", "add.cubin")})
+    shutil.copytree(made, moved)
+    shutil.rmtree(made)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(moved / "triton"))
+    assert cache.FileCacheManager("a kernel").get_group("add.json") == {}, "this is why"
+    torch_compat.settle_kernels(str(moved))
+    found = cache.FileCacheManager("a kernel").get_group("add.json")
+    assert {name: Path(path).read_bytes() for name, path in found.items()} == {
+        "add.json": b"code",
+        "add.cubin": b"code",
+    }

@@ -136,6 +136,7 @@ def test_versions_settings_and_the_machine_are_named(monkeypatch: pytest.MonkeyP
         ((plan_key, "_own_source"), lambda: "new", "versions: piecegraph was "),
         ((plan_key, "_installed"), lambda package: "1", "versions: triton was "),
         ((plan_key, "_processor"), lambda: "other", "device: cpu was "),
+        ((torch, "get_num_threads"), lambda: 77, "device: threads was "),
         (
             (torch._inductor.config, "max_autotune"),
             True,

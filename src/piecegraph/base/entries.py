@@ -3,9 +3,9 @@
 Note [Entries]
 ~~~~~~~~~~~~~~
 An entry is a folder of files and ``entry.json``, which holds the factors of its key and a hash of every file, and of
-itself. It is written under another name and renamed, so whoever finds it finds all of it; it holds no path, so that it
-may lie anywhere; and nothing runs in it: a process copies what it needs, checking each hash on the way. So entries can
-be removed, or replaced by another process, at any time.
+itself. It is written under another name and renamed, so whoever finds it finds all of it; no path in it is followed, so
+it may lie anywhere; and nothing runs in it: a process copies what it needs, checking each hash on the way. So entries
+can be removed, or replaced by another process, at any time.
 """
 
 from __future__ import annotations

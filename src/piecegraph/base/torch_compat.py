@@ -16,6 +16,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import json
 import operator
 import os
 import re
@@ -24,6 +25,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -621,6 +623,11 @@ def similar_op(name: str) -> str:
     names = {full.partition(".")[0] for full in torch._C._dispatch_get_all_op_names()}
     close = difflib.get_close_matches(name.partition(".")[0], names, n=1)
     return close[0] if close else ""
+
+
+def import_inductor() -> None:
+    """Import what compiles, and what loads compiled code: it takes seconds, of whoever comes first."""
+    importlib.import_module("torch._inductor.compile_fx")
 
 
 def start_compile_workers() -> None:
@@ -1452,6 +1459,18 @@ def compiler_folder(folder: str) -> Iterator[None]:
                     os.environ[name] = place
 
 
+def settle_kernels(folder: str) -> None:
+    """Make Triton find the kernels in a :func:`compiler_folder` that was copied here from elsewhere.
+
+    Triton 3.6 and 3.7: which files a kernel consists of is written beside them, with whole paths; those that are not
+    there are not missed but compiled.
+    """
+    for listing in Path(folder, "triton").glob("*/__grp__*"):
+        children = json.loads(listing.read_text())["child_paths"]
+        here = {name: str(listing.parent / Path(path).name) for name, path in children.items()}
+        listing.write_text(json.dumps({"child_paths": here}))
+
+
 def _clear_inductor() -> None:
     """Make Inductor forget in which files things are. Importing it takes seconds, and is for those who need it."""
     utils: Any = sys.modules.get("torch._inductor.utils")
@@ -1518,7 +1537,6 @@ def compiler_settings() -> dict[str, str]:
         "float32 matmul precision": torch.get_float32_matmul_precision(),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
         "cudnn": f"{backends.cudnn.enabled} {backends.cudnn.deterministic} {backends.cudnn.allow_tf32}",
-        "threads": str(torch.get_num_threads()),
     }
 
 

@@ -69,6 +69,9 @@ class Pipeline:
 
     def trace(self, function: Callable[..., Any], example: Example, weights: Mapping[str, torch.Tensor]) -> Traced:
         """One graph of a function, from the cache if it is there."""
+        if self.backend == "inductor":
+            torch_compat.import_inductor()
+            self.clock.lap("import")
         kept = self.open_kept()
         found = None if kept is None else kept.find(function, example, weights)
         if found is None:

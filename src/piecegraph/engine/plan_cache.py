@@ -171,6 +171,7 @@ class KeptPlan:
             trace = (folder / _TRACE).read_bytes()
             guards = pickle.loads((folder / _GUARDS).read_bytes())
             traced = load_trace(trace, function, example, weights, guards)
+            torch_compat.settle_kernels(str(folder / _COMPILED))
             pieces = json.loads((folder / _PIECES).read_text())
             self.pieces = {key: KeptPiece(**record) for key, record in pieces.items()}
         except StaleTraceError:

@@ -178,6 +178,7 @@ def _devices(devices: Iterable[torch.device]) -> Iterator[tuple[str, str]]:
             yield str(device), f"{shown}, CUDA {torch.version.cuda}"
         elif device.type == "cpu":
             yield "cpu", _processor()
+            yield "threads", str(torch.get_num_threads())
         else:
             yield str(device), device.type
 

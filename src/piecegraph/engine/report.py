@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from piecegraph.base.plan import Cut, SizeKey
-from piecegraph.base.progress import import_seconds, in_order
+from piecegraph.base.progress import all_stages
 from piecegraph.base.text import count_of
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _stages(runner: PlanRunner) -> dict[str, float]:
     """What a plan took until now; all stages together are the time that calls have waited for it."""
     tuned = runner.library.tune_seconds
     later = {"kernels": tuned, "record": runner.seconds - tuned}
-    return in_order({"import": import_seconds["piecegraph.api"], **dict(runner.plan.seconds), **later})
+    return all_stages({**dict(runner.plan.seconds), **later}, of="piecegraph.api")
 
 
 def _cuts(runner: PlanRunner) -> Sequence[Cut]:

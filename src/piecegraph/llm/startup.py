@@ -12,7 +12,7 @@ import torch
 from piecegraph.base.config import Options
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Decision
-from piecegraph.base.progress import Progress, StageClock, import_seconds, in_order
+from piecegraph.base.progress import Progress, StageClock, all_stages
 from piecegraph.errors import ConfigError, ModelError
 from piecegraph.llm.cache.paged import CacheGroup, PagedCache
 from piecegraph.llm.cache.states import choose_states
@@ -38,8 +38,8 @@ from piecegraph.llm.run.step import StepCounts
 _DEFAULT_LEN = 32768
 """The longest sequence unless it is asked for: every sequence may need as many blocks."""
 
-_RECORD_SECONDS = 4.0
-"""On a GPU; about what a ladder of sizes takes for a model of 8 billion weights."""
+_RECORD_SECONDS = 1.5
+"""On a GPU; about what the sizes take that are padded most under load."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _start(path: str, config: LLMConfig, events: EventLog) -> Started:
         cache_bytes=parts.cache_bytes(groups),
         state_bytes=parts.state_bytes,
         decisions=tuple(decisions),
-        stages=in_order({"import": import_seconds["piecegraph.llm.llm"], **clock.seconds}),
+        stages=all_stages(clock.seconds, of="piecegraph.llm.llm"),
     )
 
 
