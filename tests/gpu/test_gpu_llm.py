@@ -1,4 +1,7 @@
-"""Language models through real graphs: captured and uncaptured steps of the same sizes give the same tokens."""
+"""Language models through real graphs: captured and uncaptured steps give the same tokens.
+
+In float32 where tokens are compared: steps run in sizes that happen to be recorded, which round differently.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,7 @@ PROMPTS = [list(range(3, 3 + length)) for length in (5, 21, 9, 40, 1)]
 
 
 @contextmanager
-def running(folder: Path, options: Any = None, **arguments: Any) -> Iterator[Any]:
-    # A step that is not recorded yet runs in a larger size, which rounds differently: all are recorded, however slow.
-    arguments["options"] = {"record_seconds": 120.0, **(options or {})}
+def running(folder: Path, **arguments: Any) -> Iterator[Any]:
     limits = {"max_model_len": 128, "max_num_seqs": 4, "max_batch_tokens": 32, "memory_fraction": 0.3}
     yield piecegraph.LLM(str(folder), device="cuda", capture_sizes=SIZES, **limits | {"backend": "eager"} | arguments)
 
@@ -47,7 +48,7 @@ def tokens(llm: Any, **arguments: Any) -> list[list[int]]:
     ],
 )
 def test_captured_steps_give_the_same_tokens(family: str, decode: str, mixed: str, tmp_path: Path) -> None:
-    tiny_model(family).to(torch.bfloat16).save_pretrained(tmp_path)
+    tiny_model(family).save_pretrained(tmp_path)
     with running(tmp_path, cudagraph_mode="none", options={"look_ahead": False}) as plain:
         expected, drawn = tokens(plain), tokens(plain, temperature=0.8, top_k=20, seed=1)
     with running(tmp_path) as llm:
@@ -71,7 +72,7 @@ ADJUSTED: list[dict[str, Any]] = [
 
 
 def test_logits_are_adjusted_in_captured_steps(tmp_path: Path) -> None:
-    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    tiny_model("llama").save_pretrained(tmp_path)
     arguments = [{"max_new_tokens": 24, "ignore_eos": True, **wish} for wish in ADJUSTED]
     with running(tmp_path, cudagraph_mode="none", options={"look_ahead": False}) as plain:
         expected = [[out.token_ids for out in plain.generate(PROMPTS, **each)] for each in arguments]
