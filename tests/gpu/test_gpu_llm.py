@@ -1,6 +1,7 @@
 """Language models through real graphs: captured and uncaptured steps give the same tokens.
 
-In float32 where tokens are compared: steps run in sizes that happen to be recorded, which round differently.
+In float32 where tokens are compared, because sequences that meet other neighbours round differently. What is captured
+in bfloat16 alone does not look ahead: then each step has the same neighbours.
 """
 
 from __future__ import annotations
@@ -36,26 +37,23 @@ def tokens(llm: Any, **arguments: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "decode", "mixed"),
+    ("family", "mode", "dtype"),
     [
-        ("llama", "full", "full"),
-        ("gemma3", "full", "full"),
-        ("qwen3_moe", "full", "full"),
-        ("deepseek_v3", "full", "full"),
-        ("qwen3_next", "full", "full"),
-        ("lfm2", "full", "full"),
-        ("bamba", "piecewise", "piecewise"),
+        ("llama", "full", torch.float32),
+        ("gemma3", "full", torch.float32),
+        ("qwen3_moe", "full", torch.bfloat16),
+        ("deepseek_v3", "full", torch.bfloat16),
+        ("qwen3_next", "full", torch.bfloat16),
+        ("lfm2", "full", torch.float32),
+        ("bamba", "piecewise", torch.float32),
     ],
 )
-def test_captured_steps_give_the_same_tokens(family: str, decode: str, mixed: str, tmp_path: Path) -> None:
-    tiny_model(family).save_pretrained(tmp_path)
+def test_captured_steps_give_the_same_tokens(family: str, mode: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    tiny_model(family).to(dtype).save_pretrained(tmp_path)
     with running(tmp_path, cudagraph_mode="none", options={"look_ahead": False}) as plain:
         expected, drawn = tokens(plain), tokens(plain, temperature=0.8, top_k=20, seed=1)
-    with running(tmp_path) as llm:
-        assert {kind: mode.choice for kind, mode in llm.started.engine.forward.modes.items()} == {
-            "decode": decode,
-            "mixed": mixed,
-        }
+    with running(tmp_path, options={"look_ahead": dtype == torch.float32}) as llm:
+        assert {each.choice for each in llm.started.engine.forward.modes.values()} == {mode}
         for _ in range(3):
             assert tokens(llm) == expected
         assert tokens(llm, temperature=0.8, top_k=20, seed=1) == drawn

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
 import piecegraph
 from piecegraph.errors import ConfigError
 from piecegraph.llm import llm as llm_module
+from piecegraph.llm.cache.memory import EachKindOnce, Memory
 from piecegraph.llm.run.step import Bucket
+from piecegraph.llm.specs import AttentionLayer
 from piecegraph.tape.library import TapeLibrary
 from tests.cases.llm_shelf import Shelf
 
@@ -139,3 +142,22 @@ def test_everything_is_recorded_at_the_start_if_there_is_time(models: Shelf) -> 
 def test_seconds_that_are_none(wrong: Any, models: Shelf) -> None:
     with pytest.raises(ConfigError, match=r"PG101 options\['record_seconds'\] is .* not negative, or \"auto\""):
         load(models, record_seconds=wrong)
+
+
+def test_a_warm_up_attends_once_for_equal_layers() -> None:
+    layer = AttentionLayer(index=0, group=0, num_heads=2, num_kv_heads=1, key_width=16, value_width=16, scale=0.25)
+    layers = [layer, replace(layer, index=1), replace(layer, index=2, num_heads=4), replace(layer, index=3)]
+    ran: list[tuple[str, int]] = []
+
+    class Counting:
+        def __init__(self) -> None:
+            self.layers = layers
+
+        def run(self, op: str, site: int, inputs: tuple[Any, ...]) -> None:
+            ran.append((op, site))
+
+    once = EachKindOnce(cast("Memory", Counting()))
+    for site in range(4):
+        once.run("attention", site, ())
+        once.run("experts", site, ())
+    assert ran == [("attention", 0), ("experts", 0), ("experts", 1), ("attention", 2), ("experts", 2), ("experts", 3)]

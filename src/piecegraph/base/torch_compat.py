@@ -500,6 +500,8 @@ def emit_expr(
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+    if expr in symbols:
+        return symbols[expr]
     tracer = GraphAppendingTracer(graph)
     result = sympy_interp(PythonReferenceAnalysis, {s: Proxy(n, tracer) for s, n in symbols.items()}, expr)
     return result.node if isinstance(result, Proxy) else int(result)

@@ -104,28 +104,28 @@ def _results(step: Step, returned: Any) -> Sequence[Any]:
     return [returned if position is None else returned[position] for _, position in step.results]
 
 
-class EachPieceOnce:
-    """Runs equal pieces once, for :func:`watched_steps`: enough to load and tune the kernels of all of them.
+@contextlib.contextmanager
+def equal_pieces_once() -> Iterator[None]:
+    """Equal pieces that would be run plainly run once: enough to load and tune the kernels of all of them.
 
     Those behind the first get its results, which are of the same shapes. Where a result is an index, the next cut may
     look something up with it that is another for every layer, so such pieces run.
     """
+    known: dict[tuple[Any, ...], Sequence[Any]] = {}
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], Sequence[Any]] = {}
-
-    def run(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Sequence[Any]:
-        """See :data:`RunStep`."""
+    def run_step(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Sequence[Any]:
         taken, named = take(args, values), take(kwargs, values)
-        if not step.is_captured:
-            return _results(step, step.function(*taken, **named))
-        key = (id(step.function), *(each.shape if isinstance(each, torch.Tensor) else each for each in taken))
-        if key in self._known:
-            return self._known[key]
+        shapes = (each.shape if isinstance(each, torch.Tensor) else each for each in taken)
+        key = (id(step.function), *shapes) if step.is_captured else ()
+        if key in known:
+            return known[key]
         results = _results(step, step.function(*taken, **named))
-        if all(isinstance(each, torch.Tensor) and each.is_floating_point() for each in results):
-            self._known[key] = results
+        if key and all(isinstance(each, torch.Tensor) and each.is_floating_point() for each in results):
+            known[key] = results
         return results
+
+    with watched_steps(run_step):
+        yield
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from piecegraph.llm.run.step import StepCounts
 _DEFAULT_LEN = 32768
 """The longest sequence unless it is asked for: every sequence may need as many blocks."""
 
-_RECORD_SECONDS = 1.5
+_RECORD_SECONDS = 1.0
 """On a GPU; about what the sizes take that are padded most under load."""
 
 

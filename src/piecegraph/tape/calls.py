@@ -13,6 +13,7 @@ from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import SizeKey
 from piecegraph.base.user_code import user_line
 from piecegraph.errors import RecordError
+from piecegraph.graph.program import equal_pieces_once
 from piecegraph.graph.signature import Call, Signature
 from piecegraph.tape.body import Body, Sizes
 from piecegraph.tape.buffers import StaticInputs
@@ -80,6 +81,10 @@ class SizedCalls:
         views = self.buffers.views(key.values)
         self.body.check_writes(views, key.values)
         return self.body.run(views, key.values)
+
+    def warm_up(self, key: SizeKey) -> None:
+        with equal_pieces_once():
+            self.run(key)
 
     def direct(self, key: SizeKey, source: Call) -> Callable[[], Sequence[Any]]:
         views = self.buffers.views(key.values)

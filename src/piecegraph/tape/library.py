@@ -19,7 +19,6 @@ from piecegraph.base.events import Event, EventLog
 from piecegraph.base.progress import Bar, Progress
 from piecegraph.errors import KernelError, PiecegraphError, located
 from piecegraph.graph import interception
-from piecegraph.graph.program import EachPieceOnce, watched_steps
 from piecegraph.tape.buffers import preserved
 from piecegraph.tape.device import GraphDevice
 from piecegraph.tape.reads import PathLeft
@@ -54,6 +53,9 @@ class Recordable(Protocol[_AnyKey]):
 
     def run(self, key: _AnyKey) -> Sequence[Any]:
         """Run on what the buffers hold, without graphs."""
+
+    def warm_up(self, key: _AnyKey) -> None:
+        """Run what has every kernel loaded and tuned, and every workspace made, that a run needs."""
 
     def direct(self, key: _AnyKey, source: Any) -> Callable[[], Sequence[Any]]:
         """What stands for a tape where nothing can be captured."""
@@ -258,8 +260,8 @@ class TapeLibrary(Generic[Key]):
         try:
             with preserved(recordable.written(key)):
                 recordable.fill_example(key, source)
-                with recordable.current(key), watched_steps(EachPieceOnce().run):
-                    recordable.run(key)
+                with recordable.current(key):
+                    recordable.warm_up(key)
         except (torch.OutOfMemoryError, PiecegraphError):
             raise
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything

@@ -13,6 +13,8 @@ from piecegraph.llm.cache.states import StateMemory
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
 from piecegraph.llm.specs import AttentionBatch, AttentionLayer, LatentLayer, StateBatch
 
+_ATTENTION = frozenset({"attention", "latent_attention"})
+
 
 class Memory:
     """The caches of one model, and its :class:`~piecegraph.llm.ops.Sites`.
@@ -38,7 +40,7 @@ class Memory:
         device: torch.device,
         block_size: int,
     ) -> None:
-        self._layers = tuple(layers)
+        self.layers = tuple(layers)
         self._kernel = kernel
         self._experts = tuple(experts)
         self._states = states
@@ -49,20 +51,20 @@ class Memory:
         self._batches: Sequence[AttentionBatch] = ()
         """The batch that is running, for each group."""
         if kernel.prepare is not None:
-            kernel.prepare(self._layers, device)
+            kernel.prepare(self.layers, device)
 
     def bytes_per_block(self, group: int) -> int:
         """What one block of a group takes, over all its layers."""
         return sum(
             self._dtype.itemsize * sum(torch.Size(shape).numel() for shape in _block_shapes(layer, self._block_size))
-            for layer in self._layers
+            for layer in self.layers
             if layer.group == group
         )
 
     def allocate(self, num_blocks: Sequence[int]) -> None:
         """Make the caches, with a number of blocks for each group. The old ones are given up."""
         self._caches.clear()
-        for layer in self._layers:
+        for layer in self.layers:
             shapes = _block_shapes(layer, self._block_size)
             self._caches.append(
                 tuple(
@@ -80,8 +82,8 @@ class Memory:
 
     def run(self, op: str, site: int, inputs: tuple[Any, ...]) -> None:
         """An op of ``ops.py`` at one of its call sites."""
-        if op in ("attention", "latent_attention"):
-            layer = self._layers[site]
+        if op in _ATTENTION:
+            layer = self.layers[site]
             # Its inputs are the first arguments of either function of a kernel, one of which serves the layer.
             attend: Any = self._kernel.attend if op == "attention" else self._kernel.attend_latent
             attend(*inputs, *self._caches[site], layer, self._batches[layer.group])
@@ -96,6 +98,23 @@ class Memory:
     def has_states(self) -> bool:
         """Whether running a step twice is not the same as running it once."""
         return self._states is not None
+
+
+class EachKindOnce:
+    """The sites of a model, where attention is run for the first of equal layers only: for a warm-up."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._known: set[tuple[Any, ...]] = set()
+
+    def run(self, op: str, site: int, inputs: tuple[Any, ...]) -> None:
+        """See :class:`~piecegraph.llm.ops.Sites`."""
+        if op in _ATTENTION:
+            kind = op, replace(self._memory.layers[site], index=0)
+            if kind in self._known:
+                return
+            self._known.add(kind)
+        self._memory.run(op, site, inputs)
 
 
 def _block_shapes(layer: AttentionLayer | LatentLayer, block_size: int) -> tuple[tuple[int, ...], ...]:

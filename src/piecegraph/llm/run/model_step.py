@@ -23,9 +23,9 @@ from piecegraph.base.text import size_of
 from piecegraph.engine.breaker import Breaker, callbacks
 from piecegraph.graph import interception
 from piecegraph.graph.interception import Interception
-from piecegraph.graph.program import RunStep, run_plainly
+from piecegraph.graph.program import RunStep, equal_pieces_once, run_plainly
 from piecegraph.llm import ops
-from piecegraph.llm.cache.memory import Memory
+from piecegraph.llm.cache.memory import EachKindOnce, Memory
 from piecegraph.llm.model.decoder import Decoder
 from piecegraph.llm.model.traced_model import TracedModel
 from piecegraph.llm.run.adjustments import adjust
@@ -152,6 +152,10 @@ class ModelStep:
             self._buffers.entries.views(key.num_adjusted)
         if key.has_masks:
             self._buffers.masks.views(key.bucket.num_seqs)
+
+    def warm_up(self, key: StepKey) -> None:
+        with ops.current_sites(EachKindOnce(self._memory)), equal_pieces_once():
+            self.run(key)
 
     def direct(self, key: StepKey, source: None) -> Callable[[], Sequence[Any]]:
         return partial(self.run, key)
