@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,10 +18,12 @@ from piecegraph.base.events import OnFallback
 from piecegraph.base.plan import Plan
 from piecegraph.engine.engine import Engine, run_eagerly
 from piecegraph.engine.planner import Subject
-from piecegraph.engine.report import explain_engine, stats_of
+from piecegraph.engine.report import explain_engine, report_of, stats_of
 from piecegraph.errors import ConfigError
 from piecegraph.explain.ranks import report_failure
 from piecegraph.provenance.live import LiveKernels
+from piecegraph.provenance.trace import Trace, with_trace
+from piecegraph.report.page import write_report
 
 
 class _Compiled:
@@ -43,6 +47,15 @@ class _Compiled:
     def stats(self) -> dict[str, Any]:
         """The same as numbers."""
         return stats_of(self._engine)
+
+    def report(self, path: str | os.PathLike[str], *, trace: Trace | None = None) -> Path:
+        """Write the same as one HTML file to share, which needs no network.
+
+        Args:
+            path: where to.
+            trace: what :func:`piecegraph.trace` has seen of it: its timeline and kernels come on the page, too.
+        """
+        return write_report(with_trace(report_of(self._engine), trace), Path(path))
 
     @property
     def plan(self) -> Plan | None:

@@ -182,7 +182,7 @@ def test_a_terminal_is_filled_and_not_more(recorded: str, run: Run, monkeypatch:
 
 
 def test_every_format(recorded: str, run: Run, tmp_path: Path) -> None:
-    names = ["a.txt", "a.csv", "a.json", "a.md", "a.trace.json", "a.trace.json.gz"]
+    names = ["a.txt", "a.csv", "a.json", "a.md", "a.trace.json", "a.trace.json.gz", "a.html"]
     paths = [tmp_path / name for name in names]
     done = run("--from", recorded, *(word for path in paths for word in ("-o", str(path))))
     assert done.code == 0
@@ -192,7 +192,8 @@ def test_every_format(recorded: str, run: Run, tmp_path: Path) -> None:
     assert len(json.loads(paths[2].read_text())["rows"]) == 3
     assert "## G1" in paths[3].read_text()
     whole = open_trace(recorded)
-    for path in paths[4:]:
+    assert f"<title>Trace of {recorded}</title>" in paths[6].read_text()
+    for path in paths[4:6]:
         again = open_trace(path)
         assert again.launches == whole.launches
         assert str(again.table()) == str(whole.table())
@@ -296,8 +297,12 @@ def test_an_interrupt_ends_without_a_traceback(tmp_path: Path, run: Run) -> None
 
 def test_a_model(run: Run, tmp_path: Path) -> None:
     model = write_tiny_llm(tmp_path)
-    done = run(model, "--prompt", "ax by", "--max-new-tokens", "2", "--backend", "eager", "--json")
+    page = tmp_path / "page.html"
+    asked = ("--prompt", "ax by", "--max-new-tokens", "2", "--backend", "eager")
+    done = run(model, *asked, "--json", "-o", str(page))
     assert done.code == 0, done.err
+    for words in (f"<title>How {model} runs</title>", 'id="plan"', 'id="startup"', 'id="timeline"'):
+        assert words in page.read_text()
     found = json.loads(done.out)
     module = "model.layers.*.mlp.down_proj"
     (row,) = (row for row in found["rows"] if (row["module"], row["kernel"]) == (module, "aten::mm"))

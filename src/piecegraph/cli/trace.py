@@ -36,8 +36,23 @@ class _Seen:
     """A trace, what more was measured, and how the program ended."""
 
     taken: Trace
+    name: str
+    """Of what was traced."""
     parts: tuple[PartCost, ...] = ()
     exit_code: int = 0
+    llm: LLM | None = None
+    """The model whose answer was traced."""
+
+    def save(self, path: Path) -> None:
+        """A report has a title, and says of a model how it runs, too."""
+        if path.suffix != ".html":
+            self.taken.save(path)
+        elif self.llm is not None:
+            self.llm.report(path, trace=self.taken)
+        else:
+            from piecegraph.report.page import write_report
+
+            write_report(self.taken.as_report(f"Trace of {self.name}"), path)
 
 
 @click.command()
@@ -72,7 +87,8 @@ class _Seen:
     "outputs",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="Save the whole trace: .txt, .csv, .json, .md, or .trace.json[.gz] for Perfetto and --diff. Repeatable.",
+    help="Save the whole trace: .html to look into, .txt, .csv, .json, .md, or .trace.json[.gz] for Perfetto and "
+    "--diff. Repeatable.",
 )
 @click.pass_context
 def trace(
@@ -107,7 +123,7 @@ def trace(
         with printing_to_stderr() if as_json else contextlib.nullcontext():
             seen = _see(target, arguments, recorded, how)
         for path in outputs:
-            seen.taken.save(path)
+            seen.save(path)
             click.echo(path, err=True)
         _show(seen, selection, before, limit or None, row, as_json=as_json, with_groups=with_groups)
     except ScriptFailedError:
@@ -160,7 +176,7 @@ def _check_files(outputs: tuple[Path, ...], line: str | None) -> None:
 
 def _see(target: str | None, arguments: tuple[str, ...], recorded: str | None, how: dict[str, Any]) -> _Seen:
     if recorded is not None:
-        return _Seen(_open(recorded))
+        return _Seen(_open(recorded), recorded)
     assert target is not None, "usage is checked"
     return _see_script(target, arguments) if target.endswith(".py") else _see_model(target, **how)
 
@@ -178,7 +194,7 @@ def _see_script(path: str, arguments: tuple[str, ...]) -> _Seen:
         raise InputError("PG601", f"{path} cannot be read", why="there is no such file")
     with tracing() as taken:
         code = run_script(path, arguments)
-    return _Seen(taken, exit_code=code)
+    return _Seen(taken, path, exit_code=code)
 
 
 def _see_model(
@@ -196,7 +212,7 @@ def _see_model(
     _answer(llm, asked, max_new_tokens)
     with tracing() as taken:
         _answer(llm, asked, max_new_tokens)
-    return _Seen(taken, tuple(measure_parts(llm.kernels, taken, what_if)) if what_if else ())
+    return _Seen(taken, model, tuple(measure_parts(llm.kernels, taken, what_if)) if what_if else (), llm=llm)
 
 
 def _arbitrary_tokens(llm: LLM, number: int) -> list[int]:

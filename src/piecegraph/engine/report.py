@@ -1,13 +1,17 @@
-"""``explain()`` and ``stats()``: an engine in, text or numbers out."""
+"""``explain()``, ``stats()`` and ``report()``: an engine in, text, numbers or a page out."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from piecegraph.base.environment import describe_environment
 from piecegraph.base.plan import Cut, SizeKey
 from piecegraph.base.progress import all_stages
 from piecegraph.base.text import count_of
+from piecegraph.engine.weights import weight_bytes
+from piecegraph.report.content import Bar, DataTable, PlanStrip, Report, run_figures
 
 if TYPE_CHECKING:
     from piecegraph.engine.engine import Engine
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
     from piecegraph.tape.library import Recorded
 
 _MAX_ROWS = 40
+_SIZE_HEAD = ("size", "graphs", "eager steps", "seconds", "MiB")
 
 
 def explain_engine(engine: Engine) -> str:
@@ -42,6 +47,43 @@ def stats_of(engine: Engine) -> dict[str, Any]:
         "events": engine.events.counts,
         "plans": [_plan_stats(runner) for runner in engine.plans],
     }
+
+
+def report_of(engine: Engine) -> Report:
+    """The same as a page to share."""
+    plans = {f"plan {number}" if len(engine.plans) > 1 else "": plan for number, plan in enumerate(engine.plans)}
+    startup = {title: _stages(plan) for title, plan in plans.items()}
+    seconds = sum(sum(stages.values()) for stages in startup.values())
+    module = engine.subject.module
+    weights = (("weights", float(weight_bytes(module))),) if module is not None else ()
+    return Report(
+        title=f"How {engine.subject.name} runs",
+        about="" if plans else "no plan yet: it is made at the first call, or by capture()",
+        figures=run_figures("call", engine.num_calls, engine.num_replays, engine.events, seconds),
+        plans=tuple(_strip(title, plan) for title, plan in plans.items()),
+        tables=tuple(_size_table(title, plan) for title, plan in plans.items() if _recorded(plan)),
+        startup=tuple(Bar(title, tuple(stages.items())) for title, stages in startup.items()),
+        memory=tuple(Bar(title, (*weights, *_graph_bytes(plan))) for title, plan in plans.items()),
+        decisions=tuple(each for plan in plans.values() for each in (*plan.plan.decisions, *plan.decisions)),
+        losses=engine.events.distinct,
+        machine=describe_environment(),
+        data={"plans": [dataclasses.asdict(plan.plan) for plan in plans.values()], "stats": stats_of(engine)},
+    )
+
+
+def _strip(title: str, runner: PlanRunner) -> PlanStrip:
+    plan = runner.plan
+    about = f"{plan.frontend} front end, {plan.device}, mode {plan.mode}: {_count_steps(runner)}"
+    return PlanStrip(title, about, tuple(plan.steps or _cuts(runner)))
+
+
+def _size_table(title: str, runner: PlanRunner) -> DataTable:
+    rows = tuple(_size_row(name, size) for name, size in _recorded(runner))
+    return DataTable(f"Recorded sizes of {title}" if title else "Recorded sizes", _SIZE_HEAD, rows)
+
+
+def _graph_bytes(runner: PlanRunner) -> list[tuple[str, float]]:
+    return [(f"graphs at {name}", float(size.num_bytes)) for name, size in _recorded(runner) if size.num_bytes]
 
 
 def _coverage(engine: Engine) -> float:
@@ -100,7 +142,7 @@ def _explain_plan(title: str, runner: PlanRunner) -> list[str]:
     lines += _table(("#", "what", "ops", "key or reason", "line"), _step_rows(runner))
     lines += ["", "  recorded sizes"]
     recorded = [_size_row(name, size) for name, size in _recorded(runner)]
-    lines += _table(("size", "graphs", "eager steps", "seconds", "MiB"), recorded) if recorded else ["    none"]
+    lines += _table(_SIZE_HEAD, recorded) if recorded else ["    none"]
     if runner.paths:
         lines += ["", "  what the host reads", *map(_explain_paths, runner.paths.values())]
     lines += ["", "  decisions", *(f"    {decision}" for decision in (*plan.decisions, *runner.decisions))]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import textwrap
 
+from piecegraph.base.text import count_of
+from piecegraph.explain.as_json import to_dict
 from piecegraph.explain.page import Page
-from piecegraph.explain.wording import PageRow, Section, headline, sections
+from piecegraph.explain.wording import headline, sections
+from piecegraph.report.content import Figure, PageRow, Report, Section, Tone
 
 WIDTH = 118
 _LABEL = 14
@@ -37,11 +40,45 @@ def to_markdown(page: Page) -> str:
 
 def to_html(page: Page) -> str:
     """The page as one file without references to others."""
-    from jinja2 import Environment
+    from piecegraph.report import page as report_page
 
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_TEMPLATE)
-    html = template.render(page=page, headline=headline(page), about=_about(page), sections=sections(page))
-    return "\n".join(map(_printable, html.split("\n")))
+    return report_page.to_html(to_report(page))
+
+
+def to_report(page: Page) -> Report:
+    """The page as a part of one to share."""
+    notes = (*page.notes, *(f"other run, {run}" for run in page.other_runs))
+    return Report(
+        title=headline(page),
+        about=_about(page),
+        figures=_figures(page),
+        failure=sections(page),
+        notes=notes,
+        data={"failure": to_dict(page)},
+    )
+
+
+def _figures(page: Page) -> tuple[Figure, ...]:
+    """How many failed, how many ways to fail there are, and how many of them are known."""
+    groups = page.who.groups
+    if not groups:
+        return ()
+    failed = [group for group in groups if group.role in ("root", "other")]
+    num_failed = sum(group.num_processes for group in failed)
+    num_echoes = sum(group.count for group in groups if group.role == "echo")
+    echoes = f"and {count_of(num_echoes, 'echo', 'echoes')}" if num_echoes else ""
+    tracebacks = count_of(page.who.num_tracebacks, "traceback")
+    known = page.known[0].title if page.known else ""
+    tone: Tone = "bad" if page.outcome == "failure" else "quiet"
+    return (
+        Figure(f"{num_failed:,}", _plural(num_failed, "process failed", "processes failed"), tracebacks, tone),
+        Figure(f"{len(failed):,}", _plural(len(failed), "distinct failure", "distinct failures"), echoes, "quiet"),
+        Figure(f"{len(page.known):,}", _plural(len(page.known), "known issue", "known issues"), known, "quiet"),
+    )
+
+
+def _plural(number: int, one: str, many: str) -> str:
+    return one if number == 1 else many
 
 
 def _about(page: Page) -> str:
@@ -87,49 +124,3 @@ def _printable(line: str, colour: bool = False) -> str:
 
 def _paint(text: str, tone: str) -> str:
     return f"{_ANSI[tone]}{text}\x1b[0m" if _ANSI[tone] else text
-
-
-_TEMPLATE = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ headline }}</title>
-<style>
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.3rem; margin: 0; } h2 { font-size: .85rem; letter-spacing: .08em; margin: 1.6rem 0 .3rem; }
-.about, .quiet { opacity: .65; } .bad { color: #c62828; font-weight: 600; } .good { color: #2e7d32; }
-.strong { font-weight: 600; }
-.row { display: grid; grid-template-columns: 8rem 1fr; gap: .8rem; }
-.row .label { opacity: .65; } .code { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; }
-.text { overflow-wrap: anywhere; }
-@media (prefers-color-scheme: dark) { .bad { color: #ff8a80; } .good { color: #a5d6a7; } }
-</style>
-</head>
-<body>
-<h1>{{ headline }}</h1>
-<div class="about">{{ about }}</div>
-{% for section in sections %}
-<section>
-<h2>{{ section.title }}</h2>
-{% for row in section.rows %}
-<div class="row"><span class="label">{{ row.label }}</span>
-<span class="text {{ row.tone }}{{ ' code' if row.is_code }}">{{ row.text }}</span></div>
-{% endfor %}
-</section>
-{% endfor %}
-{% if page.notes or page.other_runs %}
-<section>
-{% for note in page.notes %}
-<div class="about">note: {{ note }}</div>
-{% endfor %}
-{% for run in page.other_runs %}
-<div class="about">other run, {{ run }}</div>
-{% endfor %}
-</section>
-{% endif %}
-</body>
-</html>
-"""
