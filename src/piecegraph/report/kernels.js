@@ -31,11 +31,13 @@ const HOWS = {
 /** Modules as they are coloured: cut off where there are few enough of them. */
 function colourGroups(rows) {
   const cut = (module, depth) => module.split(".").slice(0, depth).join(".");
-  const number = (depth) => new Set(rows.map((row) => cut(row.module, depth))).size;
+  const modules = [...new Set(rows.map((row) => row.module))];
+  const number = (depth) => new Set(modules.map((module) => cut(module, depth))).size;
   let depth = 1;
   while (depth < 8 && number(depth + 1) <= MOST_COLOURS + 1) depth += 1;
   const times = new Map();
-  const names = rows.map((row) => (row.module ? cut(row.module, depth) : OUTSIDE));
+  const nameOf = new Map(modules.map((module) => [module, module ? cut(module, depth) : OUTSIDE]));
+  const names = rows.map((row) => nameOf.get(row.module));
   rows.forEach((row, i) => times.set(names[i], (times.get(names[i]) ?? 0) + row.total_us));
   const ranked = [...times.keys()].filter((name) => name !== OUTSIDE).sort((a, b) => times.get(b) - times.get(a));
   const colours = new Map(ranked.slice(0, MOST_COLOURS).map((name, i) => [name, `c${i}`]));
