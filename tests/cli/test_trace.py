@@ -106,15 +106,19 @@ def test_a_script_may_end_with_words(tmp_path: Path, run: Run) -> None:
 def test_the_traceback_of_a_script_is_its_own_and_there_is_no_table(tmp_path: Path, run: Run) -> None:
     failing = tmp_path / "failing.py"
     failing.write_text("import torch\ntorch.ones(2) + 1\nraise KeyError('here')\n")
-    done = run(str(failing), "-o", str(tmp_path / "half.csv"))
+    page = tmp_path / "why.html"
+    done = run(str(failing), "-o", str(tmp_path / "half.csv"), "-o", str(page))
     assert (done.code, done.out) == (1, "")
     assert done.err.splitlines() == [
         "Traceback (most recent call last):",
         f'  File "{failing}", line 3, in <module>',
         "    raise KeyError('here')",
         "KeyError: 'here'",
+        str(page),
     ]
     assert not (tmp_path / "half.csv").exists()
+    assert "<title>KeyError: 1 process failed</title>" in page.read_text()
+    assert "raise KeyError(&#39;here&#39;)" in page.read_text()
 
 
 def test_what_started_the_command_is_not_on_the_stack(script: str, run: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,7 +127,8 @@ def trace(
             seen.save(path)
             click.echo(path, err=True)
         _show(seen, selection, before, limit or None, row, as_json=as_json, with_groups=with_groups)
-    except ScriptFailedError:
+    except ScriptFailedError as failed:
+        _save_failure(failed, str(target), [path for path in outputs if path.suffix == ".html"])
         sys.exit(FAILED)
     except KeyboardInterrupt:
         click.echo(err=True)
@@ -222,6 +224,21 @@ def _arbitrary_tokens(llm: LLM, number: int) -> list[int]:
 
 def _answer(llm: LLM, prompt: str | list[int], max_new_tokens: int) -> None:
     llm.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
+
+
+def _save_failure(failed: ScriptFailedError, script: str, paths: list[Path]) -> None:
+    """There is no trace of a script that failed; a report says why."""
+    if not paths:
+        return
+    from piecegraph.explain.catalogue import load_catalogue
+    from piecegraph.explain.from_logs import explain_text
+    from piecegraph.explain.render import to_report
+    from piecegraph.report.page import write_report
+
+    text = "".join(traceback.format_exception(failed.__cause__))
+    report = replace(to_report(explain_text(text, load_catalogue())), about=script)
+    for path in paths:
+        click.echo(write_report(report, path), err=True)
 
 
 # ------------------------------------------------------------------ what is shown

@@ -2,6 +2,8 @@
 
 const KERNELS = DATA.kernels?.rows.length ? DATA.kernels : null;
 const ROW_HEIGHT = 46;
+const SEEN_ROWS = 13; // at most: the style sheet limits the height
+const SPARE_ROWS = 8;
 const MOST_COLOURS = 9;
 const MOST_SITES = 12;
 const OUTSIDE = "outside of modules";
@@ -59,11 +61,13 @@ class KernelTable {
     this.sorted = { key: "total_us", isUp: false };
     this.active = 0;
     this.chosen = -1;
+    this.numArranged = 0;
     this.onChange = [];
     this.grid = byId("grid");
     this.scroller = byId("rows");
     this.detail = byId("detail");
     this.total = this.rows.reduce((sum, row) => sum + row.total_us, 0);
+    this.most = this.rows.reduce((most, row) => Math.max(most, row.total_us), 0) || 1;
   }
 
   start() {
@@ -71,7 +75,6 @@ class KernelTable {
     this.grid.tabIndex = 0;
     this.grid.tHead.append(element("tr", {}, ...this.columns.map((column) => this.headCell(column))));
     this.scroller.addEventListener("scroll", () => this.draw(), { passive: true });
-    new ResizeObserver(() => this.draw()).observe(this.scroller);
     this.grid.tBodies[0].addEventListener("click", (event) => {
       const line = event.target.closest("[aria-rowindex]");
       if (line) this.choose(this.order[Number(line.getAttribute("aria-rowindex")) - 2]);
@@ -126,6 +129,7 @@ class KernelTable {
       else cell.removeAttribute("aria-sort");
     }
     this.active = 0;
+    this.numArranged += 1;
     this.scroller.scrollTop = 0;
     this.tell();
     this.draw();
@@ -140,8 +144,11 @@ class KernelTable {
 
   draw() {
     const body = this.grid.tBodies[0];
-    const first = Math.max(Math.floor(this.scroller.scrollTop / ROW_HEIGHT) - 8, 0);
-    const last = Math.min(first + Math.ceil((this.scroller.clientHeight || 600) / ROW_HEIGHT) + 16, this.order.length);
+    const first = Math.max(Math.floor(this.scroller.scrollTop / ROW_HEIGHT) - SPARE_ROWS, 0);
+    const last = Math.min(first + SEEN_ROWS + 2 * SPARE_ROWS, this.order.length);
+    const state = [first, this.active, this.chosen, this.numArranged].join();
+    if (state === this.drawn) return; // a row that is being clicked must not be replaced
+    this.drawn = state;
     const shown = [];
     for (let at = first; at < last; at += 1) shown.push(this.line(at));
     body.replaceChildren(this.gap(first), ...shown, this.gap(this.order.length - last));
@@ -173,7 +180,7 @@ class KernelTable {
     }
     if (column.key !== "percent") return element("td", { class: kind }, column.text(row));
     const bar = element("i", { class: this.groups.ofRow[index] });
-    bar.style.width = `${row.percent}%`;
+    bar.style.width = `calc((100% - 1.2rem) * ${row.total_us / this.most})`;
     return element("td", { class: `${kind} share` }, column.text(row), bar);
   }
 
