@@ -8,7 +8,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -18,12 +18,13 @@ from piecegraph.base.events import OnFallback
 from piecegraph.base.plan import Plan
 from piecegraph.engine.engine import Engine, run_eagerly
 from piecegraph.engine.planner import Subject
-from piecegraph.engine.report import explain_engine, report_of, stats_of
+from piecegraph.engine.report import explain_engine, stats_of
 from piecegraph.errors import ConfigError
 from piecegraph.explain.ranks import report_failure
 from piecegraph.provenance.live import LiveKernels
-from piecegraph.provenance.trace import Trace, with_trace
-from piecegraph.report.page import write_report
+
+if TYPE_CHECKING:
+    from piecegraph.provenance.trace import Trace
 
 
 class _Compiled:
@@ -55,7 +56,11 @@ class _Compiled:
             path: where to.
             trace: what :func:`piecegraph.trace` has seen of it: its timeline and kernels come on the page, too.
         """
-        return write_report(with_trace(report_of(self._engine), trace), Path(path))
+        # They take a while to import, and few write a page.
+        from piecegraph.engine.report_page import report_of
+        from piecegraph.provenance.trace import report_with
+
+        return report_with(report_of(self._engine), trace, path)
 
     @property
     def plan(self) -> Plan | None:

@@ -17,13 +17,12 @@ from piecegraph.report.content import (
     DataTable,
     Figure,
     GroupCard,
-    PageRow,
     PlanStrip,
     Point,
     Report,
-    Section,
     Series,
 )
+from piecegraph.report.statements import PageRow, Section
 from tests.cases.launches import launch, layer, origin
 
 EVIL = (

@@ -13,7 +13,8 @@ from piecegraph.explain.evidence import Evidence, Exit, Failure, Frame, Mileston
 from piecegraph.explain.frames import place_of
 from piecegraph.explain.log.scan import Scanner
 from piecegraph.explain.page import Page, compose, fold
-from piecegraph.explain.render import to_html, to_markdown, to_report, to_text
+from piecegraph.explain.render import to_markdown, to_text
+from piecegraph.explain.report_page import to_html, to_report
 from piecegraph.explain.root_cause import find_root_cause, triage
 from tests.explain.log.test_lines import TRACEBACK, prefixed, scan
 

@@ -232,7 +232,7 @@ def _save_failure(failed: ScriptFailedError, script: str, paths: list[Path]) -> 
         return
     from piecegraph.explain.catalogue import load_catalogue
     from piecegraph.explain.from_logs import explain_text
-    from piecegraph.explain.render import to_report
+    from piecegraph.explain.report_page import to_report
     from piecegraph.report.page import write_report
 
     text = "".join(traceback.format_exception(failed.__cause__))

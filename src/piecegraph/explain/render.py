@@ -1,14 +1,12 @@
-"""A page as text, Markdown or HTML."""
+"""A page as text or Markdown."""
 
 from __future__ import annotations
 
 import textwrap
 
-from piecegraph.base.text import count_of
-from piecegraph.explain.as_json import to_dict
 from piecegraph.explain.page import Page
 from piecegraph.explain.wording import headline, sections
-from piecegraph.report.content import Figure, PageRow, Report, Section, Tone
+from piecegraph.report.statements import PageRow, Section
 
 WIDTH = 118
 _LABEL = 14
@@ -18,7 +16,7 @@ _ANSI = {"strong": "\x1b[1m", "bad": "\x1b[31;1m", "good": "\x1b[32m", "quiet": 
 def to_text(page: Page, *, width: int = WIDTH, colour: bool = False) -> str:
     """The page for a terminal, ending in a line end."""
     paint = _paint if colour else lambda text, tone: text
-    lines = [paint(headline(page), "strong"), paint(_about(page), "quiet")]
+    lines = [paint(headline(page), "strong"), paint(about(page), "quiet")]
     for section in sections(page):
         lines += ["", paint(section.title, "strong")]
         for row in section.rows:
@@ -30,7 +28,7 @@ def to_text(page: Page, *, width: int = WIDTH, colour: bool = False) -> str:
 
 def to_markdown(page: Page) -> str:
     """The page for an issue or a chat."""
-    lines = [f"# {_plain(headline(page))}", "", _plain(_about(page))]
+    lines = [f"# {_plain(headline(page))}", "", _plain(about(page))]
     for section in sections(page):
         lines += ["", f"## {section.title}", "", *_markdown_rows(section)]
     lines += ["", *(f"- note: {_plain(note)}" for note in page.notes)] if page.notes else []
@@ -38,57 +36,15 @@ def to_markdown(page: Page) -> str:
     return "\n".join(_printable(line) for line in lines) + "\n"
 
 
-def to_html(page: Page) -> str:
-    """The page as one file without references to others."""
-    from piecegraph.report import page as report_page
-
-    return report_page.to_html(to_report(page))
-
-
-def to_report(page: Page) -> Report:
-    """The page as a part of one to share."""
-    notes = (*page.notes, *(f"other run, {run}" for run in page.other_runs))
-    return Report(
-        title=headline(page),
-        about=_about(page),
-        figures=_figures(page),
-        failure=sections(page),
-        notes=notes,
-        data={"failure": to_dict(page)},
-    )
-
-
-def _figures(page: Page) -> tuple[Figure, ...]:
-    """How many failed, how many ways to fail there are, and how many of them are known."""
-    groups = page.who.groups
-    if not groups:
-        return ()
-    failed = [group for group in groups if group.role in ("root", "other")]
-    num_failed = sum(group.num_processes for group in failed)
-    num_echoes = sum(group.count for group in groups if group.role == "echo")
-    echoes = f"and {count_of(num_echoes, 'echo', 'echoes')}" if num_echoes else ""
-    tracebacks = count_of(page.who.num_tracebacks, "traceback")
-    known = page.known[0].title if page.known else ""
-    tone: Tone = "bad" if page.outcome == "failure" else "quiet"
-    return (
-        Figure(f"{num_failed:,}", _plural(num_failed, "process failed", "processes failed"), tracebacks, tone),
-        Figure(f"{len(failed):,}", _plural(len(failed), "distinct failure", "distinct failures"), echoes, "quiet"),
-        Figure(f"{len(page.known):,}", _plural(len(page.known), "known issue", "known issues"), known, "quiet"),
-    )
-
-
-def _plural(number: int, one: str, many: str) -> str:
-    return one if number == 1 else many
-
-
-def _about(page: Page) -> str:
+def about(page: Page) -> str:
+    """What the page was read from."""
     names = page.sources
     shown = ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} more"
-    about = f"{shown}: {page.num_lines:,} lines" if page.num_lines else shown
+    read = f"{shown}: {page.num_lines:,} lines" if page.num_lines else shown
     if not page.other_runs:
-        return about
+        return read
     which = "the last that failed" if page.outcome == "failure" else "the last"
-    return f"{about}; run {page.run_number} of {1 + len(page.other_runs)} in this log, {which}"
+    return f"{read}; run {page.run_number} of {1 + len(page.other_runs)} in this log, {which}"
 
 
 def _text_lines(row: PageRow, width: int) -> list[str]:

@@ -12,7 +12,7 @@ from piecegraph.explain.evidence import Death, Frame, Process, TreeLine, signal_
 from piecegraph.explain.frames import place_of
 from piecegraph.explain.page import FailureGroup, KnownMatch, Outcome, Page, PhaseRow, StackLine
 from piecegraph.explain.root_cause import RootCause
-from piecegraph.report.content import PageRow, Section, Tone
+from piecegraph.report.statements import PageRow, Section, Tone
 
 MAX_GROUPS = 6
 MAX_TREE_LINES = 30

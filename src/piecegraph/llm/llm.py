@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Never, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, Unpack, overload
 
 import torch
 
@@ -26,7 +26,7 @@ from piecegraph.errors import ConfigError, ModelError, RequestError
 from piecegraph.graph import interception
 from piecegraph.llm.config import check_path, make_llm_config, refuse_names
 from piecegraph.llm.model.loader import LoadFormat
-from piecegraph.llm.report import explain_llm, report_of_llm, stats_of_llm
+from piecegraph.llm.report import explain_llm, stats_of_llm
 from piecegraph.llm.run.arguments import SAMPLING_NAMES, OnError, SamplingArguments, check_flags, sampling_rows
 from piecegraph.llm.run.fair_lock import FairLock
 from piecegraph.llm.run.generation import Generation, text_behind
@@ -48,8 +48,9 @@ from piecegraph.llm.run.stop import IncrementalText
 from piecegraph.llm.run.structured import Guide, Guides, StructuredOutputsParams
 from piecegraph.llm.startup import Started, start
 from piecegraph.provenance.live import LiveKernels
-from piecegraph.provenance.trace import Trace, with_trace
-from piecegraph.report.page import write_report
+
+if TYPE_CHECKING:
+    from piecegraph.provenance.trace import Trace
 
 Prompt = str | Sequence[int]
 Conversation = str | Sequence[Mapping[str, Any]]
@@ -362,7 +363,11 @@ class LLM:
             path: where to.
             trace: what :func:`piecegraph.trace` has seen of it: its timeline and kernels come on the page, too.
         """
-        return write_report(with_trace(report_of_llm(self.path, self.started, self.events), trace), Path(path))
+        # They take a while to import, and few write a page.
+        from piecegraph.llm.report_page import report_of_llm
+        from piecegraph.provenance.trace import report_with
+
+        return report_with(report_of_llm(self.path, self.started, self.events), trace, path)
 
     @property
     def kernels(self) -> LiveKernels:

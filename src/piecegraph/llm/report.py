@@ -1,18 +1,15 @@
-"""How a language model is run, as text, as numbers and as a page."""
+"""How a language model is run, as text and as numbers."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from piecegraph.base.environment import describe_environment
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Cut, Decision, Piece
 from piecegraph.base.text import count_of
-from piecegraph.engine.weights import weight_bytes
 from piecegraph.llm.run.step import StepCounts
 from piecegraph.llm.startup import Started
-from piecegraph.report.content import Bar, DataTable, PlanStrip, Report, run_figures
 
 
 def explain_llm(started: Started, events: EventLog) -> str:
@@ -25,7 +22,7 @@ def explain_llm(started: Started, events: EventLog) -> str:
     lines.append(f"  {stats['num_pieces']} pieces, {stats['num_compiles']} distinct (each compiled once)")
     lines += [f"  {count} cuts at {op}: {reason}" for (op, reason), count in _cuts(started).items()]
     lines += ["", "cache", *(f"  {line}" for line in _cache_lines(started))]
-    lines += ["", "decisions", *(f"  {decision}" for decision in _decisions(started))]
+    lines += ["", "decisions", *(f"  {decision}" for decision in decisions_of(started))]
     lines += ["", "recorded", *(f"  {line}" for line in _recorded_lines(started))]
     lines += ["", f"steps  {stats['num_steps']}, replayed {stats['num_replays']} ({stats['coverage']:.0%})"]
     lines += [f"  {line}" for line in _step_lines(started.engine.counts)]
@@ -58,45 +55,8 @@ def stats_of_llm(started: Started, events: EventLog) -> dict[str, Any]:
     }
 
 
-def report_of_llm(name: str, started: Started, events: EventLog) -> Report:
-    """The same as a page to share."""
-    stats = stats_of_llm(started, events)
-    distinct = f"{stats['num_compiles']} distinct (each compiled once)"
-    graphs = sum(entry.num_bytes for entry in started.engine.forward.library.recorded)
-    memory = {"weights": weight_bytes(started.loaded.model), "cache": started.cache_bytes}
-    memory |= {"states": started.state_bytes, "graphs": graphs}
-    steps = started.engine.counts
-    return Report(
-        title=f"How {name} runs",
-        about=f"{stats['model']} on {stats['device']}, {stats['dtype']}",
-        figures=run_figures("step", steps.num_steps, steps.num_replays, events, sum(started.stages.values())),
-        plans=(PlanStrip("", f"the decoder: {stats['num_pieces']} pieces, {distinct}", tuple(started.model.steps)),),
-        tables=_step_tables(steps),
-        startup=(Bar("", tuple(started.stages.items())),),
-        memory=(Bar("", tuple((part, float(number)) for part, number in memory.items() if number)),),
-        decisions=tuple(_decisions(started)),
-        losses=events.distinct,
-        machine=describe_environment(),
-        data={"plans": [{"steps": [dataclasses.asdict(step) for step in started.model.steps]}], "stats": stats},
-    )
-
-
-def _step_tables(counts: StepCounts) -> tuple[DataTable, ...]:
-    rows = tuple(
-        (
-            kind,
-            *(f"{number:,}" for number in (one.num_steps, one.num_replays, one.num_larger, one.num_tokens)),
-            f"{one.num_padding / (one.num_tokens + one.num_padding):.0%}",
-        )
-        for kind, one in counts.kinds.items()
-        if one.num_steps
-    )
-    head = ("steps of kind", "number", "replayed", "in a larger size than the best", "tokens", "padding")
-    return (DataTable("Steps", head, rows),) if rows else ()
-
-
-def _decisions(started: Started) -> list[Decision]:
-    """How steps are recorded is decided anew when a capture fails."""
+def decisions_of(started: Started) -> list[Decision]:
+    """Everything that was decided; how steps are recorded is decided anew when a capture fails."""
     forward = started.engine.forward
     return [*started.decisions, *forward.modes.values(), *forward.decisions]
 

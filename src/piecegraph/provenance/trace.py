@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import os
 import shutil
 import tempfile
 import weakref
@@ -29,7 +30,7 @@ from piecegraph.provenance.show.text import table_text
 from piecegraph.provenance.tables.changes import diff
 from piecegraph.provenance.tables.table import Table, tabulate
 from piecegraph.report.content import Report
-from piecegraph.report.page import to_html
+from piecegraph.report.page import to_html, write_report
 
 FORMATS = (".txt", ".csv", ".json", ".md", ".html", ".trace.json", ".trace.json.gz")
 """What a trace can be saved as: a table, a document, a page, a report, or a trace for Perfetto."""
@@ -174,9 +175,11 @@ def trace() -> Iterator[Trace]:
     taken._source = _Source(marked.read(), marked.path)
 
 
-def with_trace(report: Report, trace: Trace | None) -> Report:
-    """How something runs, and what a trace has seen of it, on one page; of a trace that is what matters most."""
-    return report if trace is None else replace(trace.as_report(), title=report.title).beside(report)
+def report_with(report: Report, trace: Trace | None, path: str | os.PathLike[str]) -> Path:
+    """Write how something runs, and what a trace has seen of it, on one page; what the trace tells comes first."""
+    if trace is not None:
+        report = replace(trace.as_report(), title=report.title).beside(report)
+    return write_report(report, Path(path))
 
 
 def open_trace(path: str | Path) -> Trace:

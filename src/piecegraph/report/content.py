@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Cut, Decision, Piece
 from piecegraph.base.text import duration
 from piecegraph.errors import NOTES
-
-Tone = Literal["", "strong", "bad", "good", "quiet"]
+from piecegraph.report.statements import Section, Tone
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,26 +105,6 @@ class GroupCard:
     members: tuple[tuple[str, str, str], ...]
     """Name, share, role."""
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class PageRow:
-    """One statement about a failing run."""
-
-    label: str
-    text: str
-    tone: Tone = ""
-    is_code: bool = False
-    is_detail: bool = False
-    """Whether it belongs to the row above."""
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """Statements about one question."""
-
-    title: str
-    rows: tuple[PageRow, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
