@@ -34,12 +34,14 @@ def test_every_mode_and_the_floors_are_drawn_over_tokens() -> None:
 
 def test_what_is_wrong_is_told() -> None:
     report = bench_report(bench_document())
-    assert report.notes == ("piecewise, prefill: differs: off by 0.3",)
+    assert report.notes == ("piecewise: differs: off by 0.3",)
     assert report.losses is not None
     ((event, count),) = report.losses
     assert (event.code, event.subject, count) == ("PG501", "piecewise: call", 12)
     (table,) = report.tables
     assert len(table.rows) == 16
+    assert "memory" in table.head
+    assert "padding" not in table.head  # nowhere known
     assert [row[-1] for row in table.rows].count("differs: off by 0.3") == 1
     html = to_html(report)
     assert "Benchmark of tiny" in html

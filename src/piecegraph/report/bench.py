@@ -48,11 +48,9 @@ def bench_report(document: Mapping[str, Any]) -> Report:
         title=f"Benchmark of {document['model']}",
         about=f"{machine['device']}, {document['created']}",
         figures=tuple(_figures(rows)),
-        notes=tuple(
-            dict.fromkeys(f"{row['mode']}, {row['phase']}: {_outcome(row)}" for row in rows if not row["timing"])
-        ),
+        notes=tuple(dict.fromkeys(f"{row['mode']}: {_outcome(row)}" for row in rows if not row["timing"])),
         latency=tuple(_charts(rows)),
-        tables=(DataTable("All rows", _HEAD, tuple(_table_row(row, rows) for row in rows), _TABLE_NOTE),),
+        tables=(_table(rows),) if rows else (),
         startup=tuple(Bar(one["mode"], tuple(one["stages_s"].items())) for one in document["startup"]),
         memory=tuple(_memory(rows)),
         decisions=tuple(config),
@@ -81,9 +79,10 @@ def _figures(rows: Sequence[Row]) -> Iterator[Figure]:
             f"{best['tokens_s']:,.0f}", "tokens a second at most", f"{best['mode']}, batch {best['batch_size']}"
         )
     lost = sum(each["count"] for row in rows for each in row["fallbacks"] if each["code"] not in NOTES)
-    wrong = sum(not row["timing"] for row in rows)
-    without = f"{wrong} of {len(rows)} rows have no time" if wrong else "every row has a time"
-    yield Figure(f"{lost:,}", "fallbacks", without, "bad" if lost or wrong else "")
+    untimed = len(rows) - len(timed)
+    without = f"{untimed} of {len(rows)} rows have no time" if untimed else "every row has a time"
+    is_bad = lost or any(row["verdict"]["state"] in ("differs", "failed") for row in rows)
+    yield Figure(f"{lost:,}", "fallbacks", without, "bad" if is_bad else "")
 
 
 def _median(row: Row) -> float:
@@ -141,6 +140,13 @@ def _point(row: Row, tokens: Callable[[Row], float]) -> Point:
 
 
 # ------------------------------------------------------------------ the table, memory, losses
+
+
+def _table(rows: Sequence[Row]) -> DataTable:
+    """All rows, without columns that say nothing here."""
+    columns = zip(_HEAD, *(_table_row(row, rows) for row in rows), strict=True)
+    head, *cells = zip(*(column for column in columns if any(column[1:])), strict=True)
+    return DataTable("All rows", head, tuple(cells), _TABLE_NOTE)
 
 
 def _table_row(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
