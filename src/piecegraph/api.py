@@ -208,7 +208,8 @@ def compile(
         disable: return the model as it is.
 
     Returns:
-        A callable that stands in for the model, with ``capture``, ``explain``, ``stats``, ``report``, ``plan`` and ``close``.
+        A callable that stands in for the model, with ``capture``, ``explain``, ``stats``, ``report``, ``plan`` and
+        ``close``.
 
     Example:
         >>> import torch
@@ -259,7 +260,8 @@ def install(module: torch.nn.Module, **arguments: Any) -> Installed:
         arguments: as for :func:`compile`.
 
     Returns:
-        An object with ``capture``, ``explain``, ``stats``, ``report``, ``plan`` and ``close``, which undoes the installation.
+        An object with ``capture``, ``explain``, ``stats``, ``report``, ``plan`` and ``close``, which undoes the
+        installation.
     """
     if not isinstance(module, torch.nn.Module) or isinstance(module, CompiledModule):
         raise ConfigError(
