@@ -16,6 +16,7 @@ os.environ["PIECEGRAPH_CACHE"] = "off"
 import pytest
 import torch
 
+from tests.cases.browser import Browser, browser, missing_browser
 from tests.cases.forked import ForkServer, fork_server
 
 
@@ -32,3 +33,13 @@ def forked() -> Iterator[ForkServer]:
     """Runs Python programs that need not import torch first."""
     with fork_server() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One for all tests; each leaves it on an empty page."""
+    reason = missing_browser()
+    if reason is not None:
+        pytest.skip(reason)
+    with browser(tmp_path_factory.mktemp("browser")) as found:
+        yield found

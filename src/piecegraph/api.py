@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -20,6 +22,9 @@ from piecegraph.engine.report import explain_engine, stats_of
 from piecegraph.errors import ConfigError
 from piecegraph.explain.ranks import report_failure
 from piecegraph.provenance.live import LiveKernels
+
+if TYPE_CHECKING:
+    from piecegraph.provenance.trace import Trace
 
 
 class _Compiled:
@@ -43,6 +48,19 @@ class _Compiled:
     def stats(self) -> dict[str, Any]:
         """The same as numbers."""
         return stats_of(self._engine)
+
+    def report(self, path: str | os.PathLike[str], *, trace: Trace | None = None) -> Path:
+        """Write the same as one HTML file to share, which needs no network.
+
+        Args:
+            path: where to.
+            trace: what :func:`piecegraph.trace` has seen of it: its timeline and kernels come on the page, too.
+        """
+        # They take a while to import, and few write a page.
+        from piecegraph.engine.report_page import report_of
+        from piecegraph.provenance.trace import report_with
+
+        return report_with(report_of(self._engine), trace, path)
 
     @property
     def plan(self) -> Plan | None:
@@ -190,7 +208,8 @@ def compile(
         disable: return the model as it is.
 
     Returns:
-        A callable that stands in for the model, with ``capture``, ``explain``, ``stats``, ``plan`` and ``close``.
+        A callable that stands in for the model, with ``capture``, ``explain``, ``stats``, ``report``, ``plan`` and
+        ``close``.
 
     Example:
         >>> import torch
@@ -241,7 +260,8 @@ def install(module: torch.nn.Module, **arguments: Any) -> Installed:
         arguments: as for :func:`compile`.
 
     Returns:
-        An object with ``capture``, ``explain``, ``stats``, ``plan`` and ``close``, which undoes the installation.
+        An object with ``capture``, ``explain``, ``stats``, ``report``, ``plan`` and ``close``, which undoes the
+        installation.
     """
     if not isinstance(module, torch.nn.Module) or isinstance(module, CompiledModule):
         raise ConfigError(

@@ -18,6 +18,26 @@ from typing import Any
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 """The key of an element's id, as the standard has it."""
 ENTER, ESCAPE, TAB = "\ue007", "\ue00c", "\ue004"
+DOWN, RIGHT, END = "\ue015", "\ue014", "\ue010"
+
+_CONTRAST = """
+const light = (rgb) => rgb.map((part) => part / 255)
+  .map((part) => (part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4))
+  .reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
+const numbers = (color) => color.match(/[\\d.]+/g).map(Number)
+  .map((part, i) => (color.startsWith("color(srgb") && i < 3 ? part * 255 : part));
+const ground = (each) => {
+  const found = numbers(getComputedStyle(each).backgroundColor);
+  return found.length === 4 && found[3] === 0 ? ground(each.parentElement) : found.slice(0, 3);
+};
+const ratio = (each) => {
+  const both = [numbers(getComputedStyle(each).color).slice(0, 3), ground(each)].map(light);
+  return (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);
+};
+const texts = "h1, h2, h3, p, dt, dd, th, td, li, label, button, textarea, input, summary, .said, .text, .label";
+const all = [...document.querySelectorAll(texts)];
+return Math.min(...all.filter((each) => each.checkVisibility()).map(ratio));
+"""
 
 
 def missing_browser() -> str | None:
@@ -75,12 +95,31 @@ class Browser:
         found: list[str] = self.run(script, selector)
         return found
 
-    def look(self, *, width: int = 1280, height: int = 800, scheme: str = "light") -> None:
-        """How wide the window is, and what its user prefers."""
+    def look(self, *, width: int = 1280, height: int = 800, scheme: str = "light", media: str = "") -> None:
+        """How wide the window is, what its user prefers, and whether it is paper (``"print"``)."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 800}
         self._devtools("Emulation.setDeviceMetricsOverride", size)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self._devtools("Emulation.setEmulatedMedia", {"features": features})
+        self._devtools("Emulation.setEmulatedMedia", {"media": media, "features": features})
+
+    def contrast(self) -> float:
+        """The least between a text that is seen and what is behind it."""
+        found: float = self.run(_CONTRAST)
+        return found
+
+    def point(self, selector: str, x: int = 0, y: int = 0, *, click: bool = False) -> None:
+        """Move to a place, from the middle of an element on; and press there."""
+        move = {"type": "pointerMove", "x": x, "y": y, "origin": {_ELEMENT: self.find(selector)[0]}}
+        press = [{"type": kind, "button": 0} for kind in ("pointerDown", "pointerUp")] if click else []
+        actions = [{"type": "pointer", "id": "mouse", "actions": [move, *press]}]
+        self.call("POST", "/actions", {"actions": actions})
+
+    def keep_downloads(self, folder: Path) -> None:
+        self._devtools("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(folder)})
+
+    def let_run(self, *, scripts: bool) -> None:
+        """Whether pages that are opened from now on may run anything."""
+        self._devtools("Emulation.setScriptExecutionDisabled", {"value": not scripts})
 
     def _devtools(self, command: str, params: Any) -> None:
         self.call("POST", "/goog/cdp/execute", {"cmd": command, "params": params})

@@ -33,8 +33,9 @@ def launch(
     instance: int = -1,
     phase: str = "decode 16",
     how: How = "position",
+    replay: int = -1,
 ) -> Launch:
-    return Launch(kind, name, start, duration, stream, (64, 1, 4), (128, 1, 1), call, instance, phase, how)
+    return Launch(kind, name, start, duration, stream, (64, 1, 4), (128, 1, 1), call, instance, phase, how, replay)
 
 
 def layer(number: int, start: float) -> list[Launch]:

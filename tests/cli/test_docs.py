@@ -20,6 +20,7 @@ import pytest
 
 from piecegraph.base.entries import write_entry
 from piecegraph.base.environment import installed_version
+from tests.cases.browser import missing_browser
 from tests.cases.forked import ForkServer
 
 MAIN = "from piecegraph.cli.main import main; main()"
@@ -51,6 +52,7 @@ TRACE = (
     "piecegraph trace examples/blocks.py -o before.trace.json.gz",
     "piecegraph trace examples/blocks.py --diff before.trace.json.gz",
     "piecegraph trace --from before.trace.json.gz --groups",
+    "piecegraph trace examples/blocks.py -o report.html",
 )
 CACHE = (
     "piecegraph cache ls",
@@ -77,6 +79,7 @@ BENCHMARKS = {
     "python benchmarks/provenance.py": "--tiny --backends eager --rounds 1",
     "python benchmarks/replay.py": "--repeats 40",
     "python benchmarks/trace_reader.py": "--megabytes 0.2",
+    "python benchmarks/report.py": "--kernels 400 --rounds 1",
 }
 """Each with what makes it quick, on a CPU, too."""
 
@@ -198,6 +201,7 @@ def test_pip_install(command: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert "does not provide the extra" not in done.stderr
     assert (target / "piecegraph" / "serve" / "page.html").is_file()
+    assert {file.suffix for file in (target / "piecegraph" / "report").iterdir()} >= {".html", ".css", ".js"}
     log = "tests/logs/eight_ranks_capture.log.gz"
     assert "known issue" in run(sys.executable, "-m", "piecegraph", "explain", log, PYTHONPATH=str(target))
 
@@ -245,14 +249,15 @@ def test_piecegraph_generate(demo_cache: str, python: Callable[..., str]) -> Non
 
 def test_piecegraph_trace(tmp_path: Path, python: Callable[..., str]) -> None:
     """One after the other: the later ones read what an earlier one saved."""
-    told = []
+    told, saved = [], ("before.trace.json.gz", "report.html")
     for command in TRACE:
-        words = command.replace("before.trace.json.gz", str(tmp_path / "before.trace.json.gz")).split()[1:]
+        words = [str(tmp_path / word) if word in saved else word for word in command.split()[1:]]
         told.append(python("-c", MAIN, *words))
     assert "blocks.py:24" in told[0]
     assert re.search(r"^rows: \d+ differ", told[2], re.MULTILINE)
     assert told[3].startswith(told[1].partition("\n\n")[0])
     assert "kernel groups" in told[3].lower()
+    assert "<title>Trace of examples/blocks.py</title>" in (tmp_path / "report.html").read_text()
 
 
 def test_the_table_in_the_docs_has_the_rows_of_the_example(python: Callable[..., str]) -> None:
@@ -412,6 +417,7 @@ def test_benchmarks_run_on_a_cpu(command: str, python: Callable[..., str]) -> No
         "python benchmarks/llm.py": "decode 1",
         "python benchmarks/provenance.py": "eager, provenance",
         "python benchmarks/trace_reader.py": "trace.json.gz",
+        "python benchmarks/report.py": "distinct" if missing_browser() is None else "nothing to measure",
     }.get(command, "piecegraph") in table
 
 

@@ -106,15 +106,19 @@ def test_a_script_may_end_with_words(tmp_path: Path, run: Run) -> None:
 def test_the_traceback_of_a_script_is_its_own_and_there_is_no_table(tmp_path: Path, run: Run) -> None:
     failing = tmp_path / "failing.py"
     failing.write_text("import torch\ntorch.ones(2) + 1\nraise KeyError('here')\n")
-    done = run(str(failing), "-o", str(tmp_path / "half.csv"))
+    page = tmp_path / "why.html"
+    done = run(str(failing), "-o", str(tmp_path / "half.csv"), "-o", str(page))
     assert (done.code, done.out) == (1, "")
     assert done.err.splitlines() == [
         "Traceback (most recent call last):",
         f'  File "{failing}", line 3, in <module>',
         "    raise KeyError('here')",
         "KeyError: 'here'",
+        str(page),
     ]
     assert not (tmp_path / "half.csv").exists()
+    assert "<title>KeyError: 1 process failed</title>" in page.read_text()
+    assert "raise KeyError(&#39;here&#39;)" in page.read_text()
 
 
 def test_what_started_the_command_is_not_on_the_stack(script: str, run: Run) -> None:
@@ -182,7 +186,7 @@ def test_a_terminal_is_filled_and_not_more(recorded: str, run: Run, monkeypatch:
 
 
 def test_every_format(recorded: str, run: Run, tmp_path: Path) -> None:
-    names = ["a.txt", "a.csv", "a.json", "a.md", "a.trace.json", "a.trace.json.gz"]
+    names = ["a.txt", "a.csv", "a.json", "a.md", "a.trace.json", "a.trace.json.gz", "a.html"]
     paths = [tmp_path / name for name in names]
     done = run("--from", recorded, *(word for path in paths for word in ("-o", str(path))))
     assert done.code == 0
@@ -192,7 +196,8 @@ def test_every_format(recorded: str, run: Run, tmp_path: Path) -> None:
     assert len(json.loads(paths[2].read_text())["rows"]) == 3
     assert "## G1" in paths[3].read_text()
     whole = open_trace(recorded)
-    for path in paths[4:]:
+    assert f"<title>Trace of {recorded}</title>" in paths[6].read_text()
+    for path in paths[4:6]:
         again = open_trace(path)
         assert again.launches == whole.launches
         assert str(again.table()) == str(whole.table())
@@ -296,8 +301,12 @@ def test_an_interrupt_ends_without_a_traceback(tmp_path: Path, run: Run) -> None
 
 def test_a_model(run: Run, tmp_path: Path) -> None:
     model = write_tiny_llm(tmp_path)
-    done = run(model, "--prompt", "ax by", "--max-new-tokens", "2", "--backend", "eager", "--json")
+    page = tmp_path / "page.html"
+    asked = ("--prompt", "ax by", "--max-new-tokens", "2", "--backend", "eager")
+    done = run(model, *asked, "--json", "-o", str(page))
     assert done.code == 0, done.err
+    for words in (f"<title>How {model} runs</title>", 'id="plan"', 'id="startup"', 'id="timeline"'):
+        assert words in page.read_text()
     found = json.loads(done.out)
     module = "model.layers.*.mlp.down_proj"
     (row,) = (row for row in found["rows"] if (row["module"], row["kernel"]) == (module, "aten::mm"))

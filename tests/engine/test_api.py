@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,3 +236,46 @@ def test_nothing_is_known_before_the_first_call() -> None:
     assert fast.plan is None
     assert "no plan yet" in fast.explain()
     assert fast.stats()["coverage"] == 0.0
+
+
+# --- a page to share
+
+
+def told(path: Path) -> Any:
+    """The data of a page."""
+    return json.loads(path.read_text().partition('id="data">')[2].partition("</script>")[0])
+
+
+def test_a_report_of_how_calls_are_run(tmp_path: Path) -> None:
+    fast = piecegraph.compile(
+        Stack(attention),
+        backend="eager",
+        splitting_ops=[attention],
+        capture_sizes=[4],
+        options={"graph_device": "simulated"},
+        on_fallback="ignore",
+    )
+    with torch.no_grad():
+        fast(torch.ones(4, 12))
+        with piecegraph.trace() as t:
+            fast(torch.ones(4, 12))
+    fast(torch.ones(4, 12, requires_grad=True))
+    path = fast.report(tmp_path / "plan.html")
+    html, data = path.read_text(), told(path)
+    assert "<title>How Stack runs</title>" in html
+    assert html.count('<li class="cut">') == len(fast.plan.cuts) == 3
+    assert html.count('<li class="piece') == len(fast.plan.pieces)
+    assert [step.get("op") for step in data["plans"][0]["steps"]][1] == "pgtest::attention"
+    assert data["stats"] == json.loads(json.dumps(fast.stats()))
+    for words in ("66.7 %", "2 of 3", "PG501", "listed in splitting_ops", "Recorded sizes", "weights"):
+        assert words in html, words
+    with_trace = told(fast.report(str(tmp_path / "both.html"), trace=t))
+    assert with_trace["stats"] == data["stats"]
+    numbers = set(with_trace["kernels"]["launches"]["replay"])
+    assert len(numbers - {-1}) == 1  # one call, one replay
+
+
+def test_a_report_before_the_first_call(tmp_path: Path) -> None:
+    html = compile_eager(MLP()).report(tmp_path / "plan.html").read_text()
+    assert "no plan yet" in html
+    assert "none yet" in html

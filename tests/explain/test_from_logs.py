@@ -17,7 +17,8 @@ from piecegraph.errors import InputError, PiecegraphError
 from piecegraph.explain.as_json import to_dict
 from piecegraph.explain.from_logs import explain_logs
 from piecegraph.explain.log import collected, scan, source
-from piecegraph.explain.render import to_html, to_markdown, to_text
+from piecegraph.explain.render import to_markdown, to_text
+from piecegraph.explain.report_page import to_html
 from tests.cli.test_cli import run
 from tests.explain.log.test_interleaved import CAPTURE
 from tests.explain.log.test_lines import FATAL, OTHER, PREFIXES, TRACEBACK

@@ -13,7 +13,8 @@ from piecegraph.explain.evidence import Evidence, Exit, Failure, Frame, Mileston
 from piecegraph.explain.frames import place_of
 from piecegraph.explain.log.scan import Scanner
 from piecegraph.explain.page import Page, compose, fold
-from piecegraph.explain.render import to_html, to_markdown, to_text
+from piecegraph.explain.render import to_markdown, to_text
+from piecegraph.explain.report_page import to_html, to_report
 from piecegraph.explain.root_cause import find_root_cause, triage
 from tests.explain.log.test_lines import TRACEBACK, prefixed, scan
 
@@ -414,9 +415,16 @@ def test_every_format_holds_the_six_sections_and_the_cause() -> None:
 
 def test_html_is_one_safe_file() -> None:
     html = to_html(page_of(TRACEBACK.replace("loss is nan", "<script>alert(1)</script> & more")))
-    assert "<script" not in html
-    assert "&lt;script&gt;" in html
-    assert "http" not in html.replace("http-equiv", "")
+    assert "<script>alert" not in html
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in html
+    assert "\\u003cscript\\u003ealert" in html  # in the data
+
+
+def test_the_numbers_that_matter() -> None:
+    failed, distinct, known = to_report(page_of(TRACEBACK)).figures
+    assert (failed.value, failed.label, failed.note, failed.tone) == ("1", "process failed", "1 traceback", "bad")
+    assert (distinct.value, distinct.label, known.value) == ("1", "distinct failure", "0")
+    assert to_report(page_of("all is well")).figures == ()
 
 
 def test_json_names_its_schema_and_holds_the_facts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -38,6 +39,19 @@ def test_explain(models: Shelf) -> None:
     if os.environ.get("UPDATE_GOLDEN"):
         GOLDEN.write_text(text)
     assert text == GOLDEN.read_text()
+
+
+def test_a_report_to_share(models: Shelf, tmp_path: Path) -> None:
+    llm = models.load("llama", attention="reference", capture_sizes=[1, 2, 4], options={"graph_device": "simulated"})
+    llm.generate(PROMPTS, max_new_tokens=2, ignore_eos=True)
+    html = llm.report(tmp_path / "llm.html").read_text()
+    stats = llm.stats()
+    assert html.count('<li class="piece') == stats["num_pieces"]
+    assert f"<title>How {llm.path} runs</title>" in html
+    for words in ("steps replayed", "piecegraph::attention", "weights", "cache", "graphs", "self check", "mixed"):
+        assert words in html, words
+    data = json.loads(html.partition('id="data">')[2].partition("</script>")[0])
+    assert data["stats"]["num_steps"] == stats["num_steps"]
 
 
 def test_stages_add_up(models: Shelf) -> None:

@@ -347,6 +347,7 @@ def test_every_format_can_be_read_back(taken: Trace, tmp_path: Path) -> None:
     assert len(table) == len(taken.table().rows)
     assert list(table[0])[:2] == ["Time (%)", "Total Time (ns)"]
     assert json.loads(saved[".json"].read_text()) == json.loads(json.dumps(taken.document()))
+    assert "<title>Which line launched which kernel</title>" in saved[".html"].read_text()
     plain = json.loads(saved[".trace.json"].read_text())
     assert json.loads(gzip.decompress(saved[".trace.json.gz"].read_bytes())) == plain
     tanh = [event for event in plain["traceEvents"] if event.get("name") == "aten::tanh" and event.get("ph") == "X"]

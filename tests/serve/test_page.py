@@ -13,7 +13,7 @@ import pytest
 import piecegraph
 from piecegraph.base.events import Event, EventLog
 from piecegraph.llm.async_llm import AsyncLLM
-from tests.cases.browser import ENTER, ESCAPE, TAB, Browser, browser, missing_browser, until
+from tests.cases.browser import ENTER, ESCAPE, TAB, Browser, until
 from tests.cases.script_llm import write_script_llm
 from tests.cases.serving import Served, served
 
@@ -21,15 +21,6 @@ MARKUP = "<i>a</i><script>window.isOwned=1</script><img/src=x/onerror=window.isO
 CHAT = "{% for m in messages %}<user> {{ m.content }} {% endfor %}<assistant>"
 ANSWER = ".assistant > .said"
 RUNNING = "return document.getElementById('running').textContent"
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    reason = missing_browser()
-    if reason is not None:
-        pytest.skip(reason)
-    with browser(tmp_path_factory.mktemp("browser")) as found:
-        yield found
 
 
 @pytest.fixture
@@ -238,26 +229,8 @@ def test_it_is_seen_and_read(page: Browser) -> None:
     for width, scheme in ((1280, "light"), (1280, "dark"), (360, "light"), (360, "dark")):
         page.look(width=width, height=740, scheme=scheme)
         assert page.run("return document.documentElement.scrollWidth") <= width
-        assert page.run(CONTRAST) >= 4.5
+        assert page.contrast() >= 4.5
     assert not page.run("return document.getElementById('side').checkVisibility()")
     page.click("#toggle")
     assert page.text("#engine") == "Engine"
     assert page.run("return document.documentElement.scrollWidth") <= 360
-
-
-CONTRAST = """
-const light = (rgb) => rgb.map((part) => part / 255)
-  .map((part) => (part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4))
-  .reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
-const numbers = (color) => color.match(/[\\d.]+/g).map(Number);
-const ground = (each) => {
-  const found = numbers(getComputedStyle(each).backgroundColor);
-  return found.length === 4 && found[3] === 0 ? ground(each.parentElement) : found.slice(0, 3);
-};
-const ratio = (each) => {
-  const both = [numbers(getComputedStyle(each).color).slice(0, 3), ground(each)].map(light);
-  return (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);
-};
-const all = [...document.querySelectorAll("h1, p, dt, dd, th, td, li, label, button, textarea, input, .said")];
-return Math.min(...all.filter((each) => each.checkVisibility()).map(ratio));
-"""

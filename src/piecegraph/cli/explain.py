@@ -135,7 +135,8 @@ def _as_json(page: Page) -> str:
 
 
 def _write(page: Page, output: Path) -> None:
-    from piecegraph.explain.render import to_html, to_markdown, to_text
+    from piecegraph.explain.render import to_markdown, to_text
+    from piecegraph.explain.report_page import to_html
 
     writers = {".html": to_html, ".md": to_markdown, ".json": _as_json, ".txt": to_text}
     try:

@@ -64,7 +64,8 @@ def _run(command: tuple[str, ...], records: Path, catalogue: Sequence[KnownIssue
 def _keep(page: Page, records: Path) -> None:
     from piecegraph.base.text import to_json
     from piecegraph.explain.as_json import to_dict
-    from piecegraph.explain.render import to_html, to_markdown, to_text
+    from piecegraph.explain.render import to_markdown, to_text
+    from piecegraph.explain.report_page import to_html
 
     texts = {"txt": to_text(page), "md": to_markdown(page), "html": to_html(page), "json": to_json(to_dict(page))}
     try:

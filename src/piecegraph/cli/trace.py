@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +37,23 @@ class _Seen:
     """A trace, what more was measured, and how the program ended."""
 
     taken: Trace
+    name: str
+    """Of what was traced."""
     parts: tuple[PartCost, ...] = ()
     exit_code: int = 0
+    llm: LLM | None = None
+    """The model whose answer was traced."""
+
+    def save(self, path: Path) -> None:
+        """A report has a title, and says of a model how it runs, too."""
+        if path.suffix != ".html":
+            self.taken.save(path)
+        elif self.llm is not None:
+            self.llm.report(path, trace=self.taken)
+        else:
+            from piecegraph.report.page import write_report
+
+            write_report(self.taken.as_report(f"Trace of {self.name}"), path)
 
 
 @click.command()
@@ -72,7 +88,8 @@ class _Seen:
     "outputs",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="Save the whole trace: .txt, .csv, .json, .md, or .trace.json[.gz] for Perfetto and --diff. Repeatable.",
+    help="Save the whole trace: .html to look into, .txt, .csv, .json, .md, or .trace.json[.gz] for Perfetto and "
+    "--diff. Repeatable.",
 )
 @click.pass_context
 def trace(
@@ -107,10 +124,11 @@ def trace(
         with printing_to_stderr() if as_json else contextlib.nullcontext():
             seen = _see(target, arguments, recorded, how)
         for path in outputs:
-            seen.taken.save(path)
+            seen.save(path)
             click.echo(path, err=True)
         _show(seen, selection, before, limit or None, row, as_json=as_json, with_groups=with_groups)
-    except ScriptFailedError:
+    except ScriptFailedError as failed:
+        _save_failure(failed, str(target), [path for path in outputs if path.suffix == ".html"])
         sys.exit(FAILED)
     except KeyboardInterrupt:
         click.echo(err=True)
@@ -160,7 +178,7 @@ def _check_files(outputs: tuple[Path, ...], line: str | None) -> None:
 
 def _see(target: str | None, arguments: tuple[str, ...], recorded: str | None, how: dict[str, Any]) -> _Seen:
     if recorded is not None:
-        return _Seen(_open(recorded))
+        return _Seen(_open(recorded), recorded)
     assert target is not None, "usage is checked"
     return _see_script(target, arguments) if target.endswith(".py") else _see_model(target, **how)
 
@@ -178,7 +196,7 @@ def _see_script(path: str, arguments: tuple[str, ...]) -> _Seen:
         raise InputError("PG601", f"{path} cannot be read", why="there is no such file")
     with tracing() as taken:
         code = run_script(path, arguments)
-    return _Seen(taken, exit_code=code)
+    return _Seen(taken, path, exit_code=code)
 
 
 def _see_model(
@@ -196,7 +214,7 @@ def _see_model(
     _answer(llm, asked, max_new_tokens)
     with tracing() as taken:
         _answer(llm, asked, max_new_tokens)
-    return _Seen(taken, tuple(measure_parts(llm.kernels, taken, what_if)) if what_if else ())
+    return _Seen(taken, model, tuple(measure_parts(llm.kernels, taken, what_if)) if what_if else (), llm=llm)
 
 
 def _arbitrary_tokens(llm: LLM, number: int) -> list[int]:
@@ -206,6 +224,21 @@ def _arbitrary_tokens(llm: LLM, number: int) -> list[int]:
 
 def _answer(llm: LLM, prompt: str | list[int], max_new_tokens: int) -> None:
     llm.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
+
+
+def _save_failure(failed: ScriptFailedError, script: str, paths: list[Path]) -> None:
+    """There is no trace of a script that failed; a report says why."""
+    if not paths:
+        return
+    from piecegraph.explain.catalogue import load_catalogue
+    from piecegraph.explain.from_logs import explain_text
+    from piecegraph.explain.report_page import to_report
+    from piecegraph.report.page import write_report
+
+    text = "".join(traceback.format_exception(failed.__cause__))
+    report = replace(to_report(explain_text(text, load_catalogue())), about=script)
+    for path in paths:
+        click.echo(write_report(report, path), err=True)
 
 
 # ------------------------------------------------------------------ what is shown

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from piecegraph.tape.library import Recorded
 
 _MAX_ROWS = 40
+SIZE_HEAD = ("size", "graphs", "eager steps", "seconds", "MiB")
 
 
 def explain_engine(engine: Engine) -> str:
@@ -56,8 +57,8 @@ def _plan_stats(runner: PlanRunner) -> dict[str, Any]:
         "mode": plan.mode,
         "pieces": len(plan.pieces),
         "distinct_pieces": plan.num_distinct,
-        "cuts": len(_cuts(runner)),
-        "seconds": _stages(runner),
+        "cuts": len(cuts_of(runner)),
+        "seconds": stages_of(runner),
         "sizes": {
             name: {
                 "graphs": size.num_graphs,
@@ -65,7 +66,7 @@ def _plan_stats(runner: PlanRunner) -> dict[str, Any]:
                 "seconds": size.seconds,
                 "bytes": size.num_bytes,
             }
-            for name, size in _recorded(runner)
+            for name, size in recorded_sizes(runner)
         },
         "paths": {
             str(key): {
@@ -79,7 +80,7 @@ def _plan_stats(runner: PlanRunner) -> dict[str, Any]:
     }
 
 
-def _recorded(runner: PlanRunner) -> list[tuple[str, Recorded[SizeKey]]]:
+def recorded_sizes(runner: PlanRunner) -> list[tuple[str, Recorded[SizeKey]]]:
     """What was recorded, by size, and by path where there are several."""
     rows = [(str(size.key), size) for size in runner.library.recorded]
     for key, paths in runner.paths.items():
@@ -94,34 +95,35 @@ def _explain_plan(title: str, runner: PlanRunner) -> list[str]:
         f"{title}: {plan.frontend} front end, {plan.device}, mode {plan.mode}",
         *(f"  input   {shown}" for shown in plan.inputs),
         *(f"  size    {dim}" for dim in plan.size_dims),
-        "  built   " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in _stages(runner).items()),
-        f"  steps   {_count_steps(runner)}",
+        "  built   " + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in stages_of(runner).items()),
+        f"  steps   {count_steps(runner)}",
     ]
     lines += _table(("#", "what", "ops", "key or reason", "line"), _step_rows(runner))
     lines += ["", "  recorded sizes"]
-    recorded = [_size_row(name, size) for name, size in _recorded(runner)]
-    lines += _table(("size", "graphs", "eager steps", "seconds", "MiB"), recorded) if recorded else ["    none"]
+    recorded = [size_row(name, size) for name, size in recorded_sizes(runner)]
+    lines += _table(SIZE_HEAD, recorded) if recorded else ["    none"]
     if runner.paths:
         lines += ["", "  what the host reads", *map(_explain_paths, runner.paths.values())]
     lines += ["", "  decisions", *(f"    {decision}" for decision in (*plan.decisions, *runner.decisions))]
     return lines
 
 
-def _stages(runner: PlanRunner) -> dict[str, float]:
+def stages_of(runner: PlanRunner) -> dict[str, float]:
     """What a plan took until now; all stages together are the time that calls have waited for it."""
     tuned = runner.library.tune_seconds
     later = {"kernels": tuned, "record": runner.seconds - tuned}
     return all_stages({**dict(runner.plan.seconds), **later}, of="piecegraph.api")
 
 
-def _cuts(runner: PlanRunner) -> Sequence[Cut]:
+def cuts_of(runner: PlanRunner) -> Sequence[Cut]:
     """The cuts of a plan; those of a function that runs as it is are known once it was recorded."""
     followed = [path.cuts for paths in runner.paths.values() for path in paths.paths]
     return runner.plan.cuts or getattr(runner.body, "cuts", ()) or next(iter(followed), ())
 
 
-def _count_steps(runner: PlanRunner) -> str:
-    plan, cuts = runner.plan, count_of(len(_cuts(runner)), "cut")
+def count_steps(runner: PlanRunner) -> str:
+    """Pieces and cuts in words."""
+    plan, cuts = runner.plan, count_of(len(cuts_of(runner)), "cut")
     if plan.frontend == "breakable":
         return f"the function as it is, {cuts}"
     return f"{count_of(len(plan.pieces), 'piece')}, {plan.num_distinct} distinct (each compiled once), {cuts}"
@@ -129,7 +131,7 @@ def _count_steps(runner: PlanRunner) -> str:
 
 def _step_rows(runner: PlanRunner) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for step in runner.plan.steps or _cuts(runner):
+    for step in runner.plan.steps or cuts_of(runner):
         if isinstance(step, Cut):
             rows.append((str(step.index), f"cut {step.op}", "", step.reason, str(step.source or "")))
         else:
@@ -147,7 +149,8 @@ def _explain_paths(paths: Paths) -> str:
     return f"    size {paths.size}: {recorded}; a tape was left {paths.num_left} times"
 
 
-def _size_row(name: str, size: Recorded[SizeKey]) -> tuple[str, ...]:
+def size_row(name: str, size: Recorded[SizeKey]) -> tuple[str, ...]:
+    """Under :data:`SIZE_HEAD`."""
     return (
         name,
         str(size.num_graphs),

@@ -9,6 +9,7 @@ addresses that graphs read are compared at replays, see :class:`~piecegraph.tape
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -76,3 +77,9 @@ def _on_registration(module: torch.nn.Module, name: str, value: Any) -> None:
     if watches and getattr(module, name, None) is not value:
         for watch in list(watches):
             watch.tell(module, name)
+
+
+def weight_bytes(module: torch.nn.Module) -> int:
+    """The memory of all parameters and buffers; what several share counts once."""
+    storages = (tensor.untyped_storage() for tensor in itertools.chain(module.parameters(), module.buffers()))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,11 +1,12 @@
-"""A page as text, Markdown or HTML."""
+"""A page as text or Markdown."""
 
 from __future__ import annotations
 
 import textwrap
 
 from piecegraph.explain.page import Page
-from piecegraph.explain.wording import PageRow, Section, headline, sections
+from piecegraph.explain.wording import headline, sections
+from piecegraph.report.statements import PageRow, Section
 
 WIDTH = 118
 _LABEL = 14
@@ -15,7 +16,7 @@ _ANSI = {"strong": "\x1b[1m", "bad": "\x1b[31;1m", "good": "\x1b[32m", "quiet": 
 def to_text(page: Page, *, width: int = WIDTH, colour: bool = False) -> str:
     """The page for a terminal, ending in a line end."""
     paint = _paint if colour else lambda text, tone: text
-    lines = [paint(headline(page), "strong"), paint(_about(page), "quiet")]
+    lines = [paint(headline(page), "strong"), paint(about(page), "quiet")]
     for section in sections(page):
         lines += ["", paint(section.title, "strong")]
         for row in section.rows:
@@ -27,7 +28,7 @@ def to_text(page: Page, *, width: int = WIDTH, colour: bool = False) -> str:
 
 def to_markdown(page: Page) -> str:
     """The page for an issue or a chat."""
-    lines = [f"# {_plain(headline(page))}", "", _plain(_about(page))]
+    lines = [f"# {_plain(headline(page))}", "", _plain(about(page))]
     for section in sections(page):
         lines += ["", f"## {section.title}", "", *_markdown_rows(section)]
     lines += ["", *(f"- note: {_plain(note)}" for note in page.notes)] if page.notes else []
@@ -35,23 +36,15 @@ def to_markdown(page: Page) -> str:
     return "\n".join(_printable(line) for line in lines) + "\n"
 
 
-def to_html(page: Page) -> str:
-    """The page as one file without references to others."""
-    from jinja2 import Environment
-
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_TEMPLATE)
-    html = template.render(page=page, headline=headline(page), about=_about(page), sections=sections(page))
-    return "\n".join(map(_printable, html.split("\n")))
-
-
-def _about(page: Page) -> str:
+def about(page: Page) -> str:
+    """What the page was read from."""
     names = page.sources
     shown = ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} more"
-    about = f"{shown}: {page.num_lines:,} lines" if page.num_lines else shown
+    read = f"{shown}: {page.num_lines:,} lines" if page.num_lines else shown
     if not page.other_runs:
-        return about
+        return read
     which = "the last that failed" if page.outcome == "failure" else "the last"
-    return f"{about}; run {page.run_number} of {1 + len(page.other_runs)} in this log, {which}"
+    return f"{read}; run {page.run_number} of {1 + len(page.other_runs)} in this log, {which}"
 
 
 def _text_lines(row: PageRow, width: int) -> list[str]:
@@ -87,49 +80,3 @@ def _printable(line: str, colour: bool = False) -> str:
 
 def _paint(text: str, tone: str) -> str:
     return f"{_ANSI[tone]}{text}\x1b[0m" if _ANSI[tone] else text
-
-
-_TEMPLATE = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ headline }}</title>
-<style>
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.3rem; margin: 0; } h2 { font-size: .85rem; letter-spacing: .08em; margin: 1.6rem 0 .3rem; }
-.about, .quiet { opacity: .65; } .bad { color: #c62828; font-weight: 600; } .good { color: #2e7d32; }
-.strong { font-weight: 600; }
-.row { display: grid; grid-template-columns: 8rem 1fr; gap: .8rem; }
-.row .label { opacity: .65; } .code { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; }
-.text { overflow-wrap: anywhere; }
-@media (prefers-color-scheme: dark) { .bad { color: #ff8a80; } .good { color: #a5d6a7; } }
-</style>
-</head>
-<body>
-<h1>{{ headline }}</h1>
-<div class="about">{{ about }}</div>
-{% for section in sections %}
-<section>
-<h2>{{ section.title }}</h2>
-{% for row in section.rows %}
-<div class="row"><span class="label">{{ row.label }}</span>
-<span class="text {{ row.tone }}{{ ' code' if row.is_code }}">{{ row.text }}</span></div>
-{% endfor %}
-</section>
-{% endfor %}
-{% if page.notes or page.other_runs %}
-<section>
-{% for note in page.notes %}
-<div class="about">note: {{ note }}</div>
-{% endfor %}
-{% for run in page.other_runs %}
-<div class="about">other run, {{ run }}</div>
-{% endfor %}
-</section>
-{% endif %}
-</body>
-</html>
-"""

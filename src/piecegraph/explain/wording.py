@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from piecegraph.base.text import count_of
 from piecegraph.explain.advice import Suggestion
@@ -14,8 +12,8 @@ from piecegraph.explain.evidence import Death, Frame, Process, TreeLine, signal_
 from piecegraph.explain.frames import place_of
 from piecegraph.explain.page import FailureGroup, KnownMatch, Outcome, Page, PhaseRow, StackLine
 from piecegraph.explain.root_cause import RootCause
+from piecegraph.report.statements import PageRow, Section, Tone
 
-Tone = Literal["", "strong", "bad", "good", "quiet"]
 MAX_GROUPS = 6
 MAX_TREE_LINES = 30
 MAX_STACK_LINES = 24
@@ -26,26 +24,6 @@ MAX_PLACE = 64
 """Sources stand in a column behind the frames, but for frames that are longer."""
 _NUMBERED = re.compile(r"^(?P<stem>.*?)(?P<number>\d+)$")
 _MAX_NAMES = 12
-
-
-@dataclass(frozen=True, slots=True)
-class PageRow:
-    """One statement."""
-
-    label: str
-    text: str
-    tone: Tone = ""
-    is_code: bool = False
-    is_detail: bool = False
-    """Whether it belongs to the row above."""
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """One section."""
-
-    title: str
-    rows: tuple[PageRow, ...]
 
 
 def headline(page: Page) -> str:

@@ -12,7 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any, Literal, Never, Unpack, overload
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Never, Unpack, overload
 
 import torch
 
@@ -47,6 +48,9 @@ from piecegraph.llm.run.stop import IncrementalText
 from piecegraph.llm.run.structured import Guide, Guides, StructuredOutputsParams
 from piecegraph.llm.startup import Started, start
 from piecegraph.provenance.live import LiveKernels
+
+if TYPE_CHECKING:
+    from piecegraph.provenance.trace import Trace
 
 Prompt = str | Sequence[int]
 Conversation = str | Sequence[Mapping[str, Any]]
@@ -351,6 +355,19 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """The same as numbers."""
         return stats_of_llm(self.started, self.events)
+
+    def report(self, path: str | os.PathLike[str], *, trace: Trace | None = None) -> Path:
+        """Write the same as one HTML file to share, which needs no network.
+
+        Args:
+            path: where to.
+            trace: what :func:`piecegraph.trace` has seen of it: its timeline and kernels come on the page, too.
+        """
+        # They take a while to import, and few write a page.
+        from piecegraph.llm.report_page import report_of_llm
+        from piecegraph.provenance.trace import report_with
+
+        return report_with(report_of_llm(self.path, self.started, self.events), trace, path)
 
     @property
     def kernels(self) -> LiveKernels:

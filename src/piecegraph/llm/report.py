@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from piecegraph.base.events import EventLog
-from piecegraph.base.plan import Cut, Piece
+from piecegraph.base.plan import Cut, Decision, Piece
 from piecegraph.base.text import count_of
 from piecegraph.llm.run.step import StepCounts
 from piecegraph.llm.startup import Started
@@ -22,10 +22,7 @@ def explain_llm(started: Started, events: EventLog) -> str:
     lines.append(f"  {stats['num_pieces']} pieces, {stats['num_compiles']} distinct (each compiled once)")
     lines += [f"  {count} cuts at {op}: {reason}" for (op, reason), count in _cuts(started).items()]
     lines += ["", "cache", *(f"  {line}" for line in _cache_lines(started))]
-    # How steps are recorded is decided anew when a capture fails.
-    forward = started.engine.forward
-    decisions = [*started.decisions, *forward.modes.values(), *forward.decisions]
-    lines += ["", "decisions", *(f"  {decision}" for decision in decisions)]
+    lines += ["", "decisions", *(f"  {decision}" for decision in decisions_of(started))]
     lines += ["", "recorded", *(f"  {line}" for line in _recorded_lines(started))]
     lines += ["", f"steps  {stats['num_steps']}, replayed {stats['num_replays']} ({stats['coverage']:.0%})"]
     lines += [f"  {line}" for line in _step_lines(started.engine.counts)]
@@ -56,6 +53,12 @@ def stats_of_llm(started: Started, events: EventLog) -> dict[str, Any]:
         "num_missing": len(forward.missing),
         "fallbacks": dict(_losses(events)),
     }
+
+
+def decisions_of(started: Started) -> list[Decision]:
+    """Everything that was decided; how steps are recorded is decided anew when a capture fails."""
+    forward = started.engine.forward
+    return [*started.decisions, *forward.modes.values(), *forward.decisions]
 
 
 def _cuts(started: Started) -> dict[tuple[str, str], int]:

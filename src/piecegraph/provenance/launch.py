@@ -63,7 +63,7 @@ class RawLaunch(DeviceWork):
         """Whether it ran as part of a graph."""
         return "GraphLaunch" in self.launcher
 
-    def made_by(self, call: LaunchCall | None, instance: int, phase: str, how: How) -> Launch:
+    def made_by(self, call: LaunchCall | None, instance: int, phase: str, how: How, replay: int = -1) -> Launch:
         """The same launch, attributed; see there for the arguments."""
         return Launch(
             kind=self.kind,
@@ -77,6 +77,7 @@ class RawLaunch(DeviceWork):
             instance=instance,
             phase=phase,
             how=how,
+            replay=replay,
         )
 
 
@@ -90,6 +91,8 @@ class Launch(DeviceWork):
     phase: str
     """A size, a kind of step, or the innermost annotation; empty if there is none."""
     how: How
+    replay: int = -1
+    """Equal for all that ran in one replay of a tape, or of another program's graph; -1 outside of any."""
 
 
 @dataclass(frozen=True, slots=True)

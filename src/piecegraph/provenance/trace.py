@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,12 +25,15 @@ from piecegraph.provenance.show.markdown import groups_markdown, table_markdown
 from piecegraph.provenance.show.nsys_csv import table_csv
 from piecegraph.provenance.show.perfetto import write_perfetto
 from piecegraph.provenance.show.printed import PrintedDiff, PrintedGroups, PrintedTable, printed
+from piecegraph.provenance.show.report import trace_report
 from piecegraph.provenance.show.text import table_text
 from piecegraph.provenance.tables.changes import diff
 from piecegraph.provenance.tables.table import Table, tabulate
+from piecegraph.report.content import Report
+from piecegraph.report.page import to_html, write_report
 
-FORMATS = (".txt", ".csv", ".json", ".md", ".trace.json", ".trace.json.gz")
-"""What a trace can be saved as: a table, a document, a page, or a trace for Perfetto."""
+FORMATS = (".txt", ".csv", ".json", ".md", ".html", ".trace.json", ".trace.json.gz")
+"""What a trace can be saved as: a table, a document, a page, a report, or a trace for Perfetto."""
 
 
 class Trace:
@@ -89,7 +93,7 @@ class Trace:
 
     def save(self, path: str | Path) -> Path:
         """Write the trace; the name's ending says how: ``.txt``, ``.csv`` (with the columns of ``nsys stats`` first),
-        ``.json``, ``.md``, or ``.trace.json`` and ``.trace.json.gz`` for Perfetto.
+        ``.json``, ``.md``, ``.html`` (a page to look into), or ``.trace.json`` and ``.trace.json.gz`` for Perfetto.
         """
         path = Path(path)
         ending = ending_of(path)
@@ -114,9 +118,15 @@ class Trace:
         shown = self.table() if table is None else table
         return {**table_document(shown), "groups": groups_document(self.groups())}
 
+    def as_report(self, title: str = "Which line launched which kernel") -> Report:
+        """What a page to share says of it."""
+        return trace_report(self._taken.profile, self.table(), self.groups(), describe_environment(), title)
+
     def _text(self, ending: str) -> str:
         if ending == ".json":
             return to_json(self.document()) + "\n"
+        if ending == ".html":
+            return to_html(self.as_report())
         if ending == ".csv":
             return table_csv(self.table())
         if ending == ".md":
@@ -163,6 +173,13 @@ def trace() -> Iterator[Trace]:
     with profiled(Path(folder)) as marked:
         yield taken
     taken._source = _Source(marked.read(), marked.path)
+
+
+def report_with(report: Report, trace: Trace | None, path: str | os.PathLike[str]) -> Path:
+    """Write how something runs, and what a trace has seen of it, on one page; what the trace tells comes first."""
+    if trace is not None:
+        report = replace(trace.as_report(), title=report.title).beside(report)
+    return write_report(report, Path(path))
 
 
 def open_trace(path: str | Path) -> Trace:

@@ -254,6 +254,8 @@ def test_what_a_graph_runs_is_not_attributed_to_its_replay(tmp_path: Path) -> No
         ("step", "decode bs=8")
     ] * 2
     assert all(launch.call is None and launch.instance == -1 for launch in read.launches)
+    first, second, third, fourth = (launch.replay for launch in read.launches)
+    assert first == second != third == fourth
     assert any(note.startswith("4 of 4 ran in 2 replays of graphs") for note in read.notes)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from piecegraph.base.origin import GraphNode, GraphRecord, LaunchCall, Origin, W
 from piecegraph.provenance.launch import KernelProfile, Launch, RawLaunch
 from piecegraph.provenance.profile.marks import CALL_MARK, Announcer
 from piecegraph.provenance.profile.replays import RecordedGraph, RecordedTape, captured_calls, match_replay
+from piecegraph.provenance.profile.saved import saved_members, saved_profile
 from piecegraph.provenance.profile.take import MarkedProfile
 from piecegraph.tape.tape import STEP_MARK
 from tests.cases.kernel_traces import TraceBuilder
@@ -160,8 +163,20 @@ def test_replays_inside_marks(tmp_path: Path) -> None:
     gemm, reduce, copy, again, *_ = (launch.instance for launch in found.launches)
     assert gemm == reduce
     assert len({gemm, copy, again}) == 3  # what one call launched in one replay
+    assert [launch.replay for launch in found.launches] == [0, 0, 0, 1, 1, 1]
     assert [call.call for call in found.captured] == [LINEAR, COPY]
     assert found.notes == ()
+
+
+def test_a_saved_profile_keeps_its_replays(tmp_path: Path) -> None:
+    found = read(replayed_twice(), tmp_path, graph(GEMM, REDUCE, MEMCPY))
+    members = json.loads(json.dumps(dict(saved_members(found))))
+    assert saved_profile(members, "") == found
+    members["piecegraph"]["version"] = 1  # as it was written before there were any
+    members["piecegraph.0"] = [row[:-1] for row in members["piecegraph.0"]]
+    earlier = saved_profile(members, "")
+    assert earlier is not None
+    assert earlier.launches == tuple(replace(launch, replay=-1) for launch in found.launches)
 
 
 def test_replays_by_the_ids_of_nodes(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from piecegraph.base.origin import LaunchCall, Origin
 from piecegraph.base.plan import SourceLine
 from piecegraph.base.user_code import is_user_file
-from piecegraph.provenance.launch import KernelProfile, Launch, Range, RawLaunch
+from piecegraph.provenance.launch import How, KernelProfile, Launch, Range, RawLaunch
 from piecegraph.provenance.profile.join import RawProfile
 from piecegraph.provenance.profile.timeline import MODULE_PREFIX
 
@@ -48,7 +48,8 @@ def attribute(profile: RawProfile, device: str = "", first: Attribution | None =
 
 def _by_ranges(raw: RawLaunch, caller: _Caller) -> Launch:
     if raw.is_replayed:  # the replay of a graph is no call that kernels have in common
-        return raw.made_by(None, -1, caller.phase, "step" if caller.phase else "none")
+        how: How = "step" if caller.phase else "none"
+        return raw.made_by(None, -1, caller.phase, how, raw.correlation)
     return raw.made_by(caller.call, raw.instance, caller.phase, "none" if caller.call is None else "stack")
 
 

@@ -110,7 +110,7 @@ class ByMarks:
         else:
             seen = self._calls[int(inner)] if inner else None
             call = step if seen is None or not step.is_several else _part_of(step, seen)
-        self._keep(launch, call, ("step", mark, inner if call is not step else ""), tape.phase, "call")
+        self._keep(launch, call, ("step", mark, inner if call is not step else ""), tape.phase, "call", mark)
 
     def _attribute_replay(self, launches: Sequence[RawLaunch], mark: str, correlation: int) -> None:
         tape, step = self._step(mark)
@@ -129,7 +129,7 @@ class ByMarks:
             known = isinstance(step, RecordedGraph) and number is not None
             call = step.record.calls[number] if known else None  # type: ignore[union-attr,index]
             key = ("replay", mark, correlation, number) if known else None
-            self._keep(launch, call, key, tape.phase, how)
+            self._keep(launch, call, key, tape.phase, how, mark)
 
     def _step(self, mark: str) -> tuple[RecordedTape | None, RecordedGraph | LaunchCall | str]:
         number, step, _ = map(int, mark.split("."))
@@ -140,10 +140,17 @@ class ByMarks:
         return tape, tape.steps[step]
 
     def _keep(
-        self, raw: RawLaunch, call: LaunchCall | None, key: tuple[object, ...] | None, phase: str, how: How
+        self,
+        raw: RawLaunch,
+        call: LaunchCall | None,
+        key: tuple[object, ...] | None,
+        phase: str,
+        how: How,
+        mark: str = "",
     ) -> None:
         instance = -1 if key is None else self._instances.setdefault(key, _FIRST_OWN + len(self._instances))
-        self.found[id(raw)] = raw.made_by(call, instance, phase, how)
+        replay = int(mark.split(".")[-1]) if mark else -1
+        self.found[id(raw)] = raw.made_by(call, instance, phase, how, replay)
 
 
 def _part_of(step: LaunchCall, seen: LaunchCall) -> LaunchCall:

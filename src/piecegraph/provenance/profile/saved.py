@@ -20,7 +20,8 @@ from piecegraph.provenance.profile.interned import Interned
 MEMBER = "piecegraph"
 """The name of the member; those with more launches have a number behind it."""
 
-_VERSION = 1
+_VERSION = 2
+"""The first had no replays."""
 _LAUNCHES_A_MEMBER = 100_000
 """A reader takes a member at once."""
 _SHARED = ("kind", "name", "stream", "grid", "block", "phase", "how")
@@ -42,7 +43,8 @@ def saved_members(profile: KernelProfile) -> Iterator[tuple[str, Any]]:
 
     def launch_row(launch: Launch) -> list[Any]:
         own = [getattr(launch, name) for name in _OWN]
-        return [*own, *(texts.number(getattr(launch, name)) for name in _SHARED), call_number(launch.call)]
+        shared = [texts.number(getattr(launch, name)) for name in _SHARED]
+        return [*own, *shared, call_number(launch.call), launch.replay]
 
     rows = [launch_row(launch) for launch in profile.launches]
     captured = [
@@ -67,10 +69,11 @@ def saved_members(profile: KernelProfile) -> Iterator[tuple[str, Any]]:
 def saved_profile(members: Mapping[str, Any], path: str) -> KernelProfile | None:
     """The profile that a file's members hold; None if they hold none, or one of a later version."""
     head = members.get(MEMBER)
-    if not isinstance(head, dict) or head.get("version") != _VERSION:
+    if not isinstance(head, dict) or head.get("version") not in (1, _VERSION):
         return None
     try:
         rows = [row for name, rows in members.items() if name.startswith(f"{MEMBER}.") for row in rows]
+        rows = [[*row, -1] for row in rows] if head["version"] == 1 else rows
         calls = [_call(fields) for fields in head["calls"]]
         texts = [_tuple(value) for value in head["texts"]]
         return KernelProfile(
@@ -88,10 +91,10 @@ def saved_profile(members: Mapping[str, Any], path: str) -> KernelProfile | None
 
 
 def _launch(row: Sequence[Any], texts: Sequence[Any], calls: Sequence[LaunchCall]) -> Launch:
-    start, duration, instance, *numbers, call = row
+    start, duration, instance, *numbers, call, replay = row
     shared = {name: texts[number] for name, number in zip(_SHARED, numbers, strict=True)}
     known = None if call is None else calls[call]
-    return Launch(start=start, duration=duration, instance=instance, call=known, **shared)
+    return Launch(start=start, duration=duration, instance=instance, call=known, replay=replay, **shared)
 
 
 def _call(fields: dict[str, Any]) -> LaunchCall:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from piecegraph.base.text import printable
 from piecegraph.provenance.groups.group import Group, GroupMember, Groups
 from piecegraph.provenance.show.columns import table_columns
 from piecegraph.provenance.show.group_wording import groups_footer, headline, no_groups, repeats, role, sentences, share
-from piecegraph.provenance.show.wording import printable, table_footer
+from piecegraph.provenance.show.wording import table_footer
 from piecegraph.provenance.tables.table import Table
 
 _NAMED = ("piecegraph", "python", "torch", "triton", "cuda (torch build)", "cuda driver")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from piecegraph.base.origin import Origin
+from piecegraph.base.text import duration
 from piecegraph.errors import SelectionError
 from piecegraph.provenance.launch import Launch
-from piecegraph.provenance.show.wording import duration
 from piecegraph.provenance.tables.rows import Row, Site
 from piecegraph.provenance.tables.table import Table
 

@@ -10,10 +10,11 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from piecegraph.base.text import printable
 from piecegraph.provenance.groups.group import Group, Groups
 from piecegraph.provenance.show.columns import GAP, Column, diff_columns, fit, table_columns
 from piecegraph.provenance.show.group_wording import groups_footer, headline, no_groups, repeats, role, sentences, share
-from piecegraph.provenance.show.wording import diff_footer, printable, table_footer
+from piecegraph.provenance.show.wording import diff_footer, table_footer
 from piecegraph.provenance.tables.changes import Diff
 from piecegraph.provenance.tables.table import Table
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TypeVar
 
+from piecegraph.base.text import duration
 from piecegraph.provenance.tables.changes import Diff
 from piecegraph.provenance.tables.rows import percent
 from piecegraph.provenance.tables.table import Table
@@ -58,29 +59,9 @@ def _hidden(rows: Sequence[AnyRow], limit: int | None) -> Sequence[AnyRow]:
     return rows[len(rows[:limit]) :]
 
 
-def printable(text: str) -> str:
-    """Without what a terminal would obey: names come from files that anyone may have written.
-
-    >>> printable("red \\x1b[31m")
-    'red  [31m'
-    """
-    return "".join(char if char.isprintable() else " " for char in text)
-
-
 def whose_time(device: str) -> str:
     """What the times of a profile are times of."""
     return "CPU time" if device == "cpu" else "GPU time"
-
-
-def duration(microseconds: float) -> str:
-    """A time in the unit that suits it.
-
-    >>> duration(3.14159), duration(12345.6), duration(2_500_000)
-    ('3.1 us', '12.35 ms', '2.50 s')
-    """
-    if abs(microseconds) < 1000:
-        return f"{microseconds:.1f} us"
-    return f"{microseconds / 1e3:.2f} ms" if abs(microseconds) < 1e6 else f"{microseconds / 1e6:.2f} s"
 
 
 def time_column(times: list[float], *, signed: bool = False) -> tuple[str, tuple[str, ...]]:
