@@ -81,6 +81,7 @@ CODES: dict[str, str] = {
     "PG601": "an input cannot be read",
     "PG602": "an input is empty",
     "PG603": "an input is no text",
+    "PG604": "a file is no result of a benchmark",
     "PG611": "records cannot be kept",
     "PG612": "the command cannot be started",
     "PG613": "some records are missing",
