@@ -23,8 +23,10 @@ import torch
 import transformers
 
 import piecegraph
-from measure import Timing, measure
-from results import Contender, hardware, save, table
+from piecegraph.bench.machine import hardware
+from piecegraph.bench.result import Timing
+from piecegraph.bench.timing import measure
+from results import Contender, save, table
 
 
 @dataclass(frozen=True)

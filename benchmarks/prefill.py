@@ -20,8 +20,11 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, LlamaConfig, LlamaModel
 
 import piecegraph
-from measure import Timing, measure, relative_error
-from results import Contender, hardware, save, table
+from piecegraph.base.compare import relative_error
+from piecegraph.bench.machine import hardware
+from piecegraph.bench.result import Timing
+from piecegraph.bench.timing import measure
+from results import Contender, save, table
 
 LADDER = [*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64), *range(1280, 2049, 256)]
 TIMED = [16, 128, 256, 512, 1024, 2048]

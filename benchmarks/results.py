@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from measure import Timing
+from piecegraph.bench.machine import hardware
+from piecegraph.bench.result import Timing
 
 
 @dataclass(frozen=True)
@@ -48,16 +46,6 @@ def _cell(timing: Timing | None, baseline: Timing | None) -> str:
         if baseline
         else f"{timing.median_ms:.2f}"
     )
-
-
-def hardware() -> str:
-    """What the figures were measured on."""
-    device = (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    )
-    return f"{device}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def save(path: str | Path, contenders: Sequence[Contender]) -> None:

@@ -27,8 +27,8 @@ import transformers
 
 import piecegraph
 from llm import shapes
-from results import hardware
-from workloads import WORKLOADS, Request, Workload
+from piecegraph.bench.machine import hardware
+from piecegraph.bench.workloads import WORKLOADS, Request, Workload
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,19 @@ Phase = Literal["prefill", "decode", "forward"]
 Comparison = Literal["reference", "same", "differs", "not available", "failed"]
 
 
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that a share of the values lies below, between two of them if need be.
+
+    >>> quantile([4.0, 1.0, 2.0], 0.75)
+    3.0
+    """
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return round(ordered[low] + (place - low) * (ordered[high] - ordered[low]), 9)
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """What repeated runs took."""
@@ -45,15 +58,8 @@ class Timing:
         >>> Timing.of([3.0, 1.0, 2.0])
         Timing(median_ms=2.0, p10_ms=1.2, p90_ms=2.8, repeats=3)
         """
-        ordered = sorted(times_ms)
-
-        def quantile(share: float) -> float:
-            place = share * (len(ordered) - 1)
-            low = int(place)
-            high = min(low + 1, len(ordered) - 1)
-            return round(ordered[low] + (place - low) * (ordered[high] - ordered[low]), 9)
-
-        return cls(quantile(0.5), quantile(0.1), quantile(0.9), len(ordered))
+        median_ms, p10_ms, p90_ms = (quantile(times_ms, share) for share in (0.5, 0.1, 0.9))
+        return cls(median_ms, p10_ms, p90_ms, len(times_ms))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
