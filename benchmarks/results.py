@@ -10,6 +10,7 @@ from typing import Any
 
 from piecegraph.bench.machine import hardware
 from piecegraph.bench.result import Timing
+from piecegraph.bench.show import aligned
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,7 @@ def table(contenders: Sequence[Contender], *, unit: str = "ms") -> str:
     for contender in contenders:
         cells = [_cell(contender.timings.get(size), baseline.get(size)) for size in columns]
         rows.append([contender.name, *cells, *(str(contender.notes.get(name, "-")) for name in note_names)])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    )
+    return aligned(rows)
 
 
 def _cell(timing: Timing | None, baseline: Timing | None) -> str:

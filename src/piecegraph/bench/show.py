@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from piecegraph.base.plan import Decision
+from piecegraph.base.progress import STAGES
 from piecegraph.bench.result import BenchResult, Row, Timing
 from piecegraph.errors import InputError
 
@@ -113,7 +114,7 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def _startup(result: BenchResult) -> list[tuple[str, ...]]:
-    stages = list(dict.fromkeys(stage for each in result.startup for stage in each.stages_s))
+    stages = [stage for stage in STAGES if any(stage in each.stages_s for each in result.startup)]
     rows = [("mode", *stages, "total")]
     for each in result.startup:
         seconds = (_shown(each.stages_s.get(stage), "{:.2f}") for stage in stages)
