@@ -84,7 +84,7 @@ def resolve(
     **rest: Any,
 ) -> tuple[BenchConfig, tuple[Decision, ...]]:
     """What will run, and each of its settings with the reason for it. What is empty is left to us."""
-    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    where = _device(device)
     has_gpu = where.type == "cuda"
     size = "for a GPU" if has_gpu else "small, for a CPU"
     config = BenchConfig(
@@ -116,6 +116,19 @@ def resolve(
         ranks = Decision("ranks", str(config.tensor_parallel_size), "the model is split over them")
         return config, (*decisions, ranks)
     return config, decisions
+
+
+def _device(name: str) -> torch.device:
+    """What was asked for; else the GPU of this rank among those of its machine, if there is one."""
+    try:
+        found = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    except RuntimeError as error:
+        raise ConfigError("PG101", f"--device is {name!r}", why=str(error).splitlines()[0]) from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("PG101", f"--device is {name!r}", why="there is no GPU here", hint="--device cpu")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return found
 
 
 def _about_model(config: BenchConfig) -> str:

@@ -25,14 +25,14 @@ def kernels_ms(run: Callable[[], Any]) -> float:
     return float(sum(event.self_device_time_total for event in on_device)) / 1e3
 
 
-def kernel_floors(runner: Runner, cell: Cell, inputs: Any, phases: tuple[Phase, ...]) -> dict[Phase, float]:
-    """Milliseconds of the kernels of one sample of each phase; empty without a GPU."""
-    if not torch.cuda.is_available():
-        return {}
-    found = {phase: kernels_ms(lambda phase=phase: runner.sample_s(phase, inputs)) for phase in phases}  # type: ignore[misc]
-    if "decode" in found:  # such a sample begins with a prefill
-        found["decode"] = max(0.0, found["decode"] - found["prefill"]) / (cell.output_len - 1)
-    return found
+def kernels_of(runner: Runner, phase: Phase, cell: Cell, inputs: Any) -> float:
+    """Milliseconds of the kernels of one prefill, of one step of decoding, or of one call."""
+    found = kernels_ms(lambda: runner.sample_s(phase, inputs))
+    if phase != "decode":
+        return found
+    # Such a sample begins with a prefill.
+    of_prefill = kernels_ms(lambda: runner.sample_s("prefill", inputs))
+    return max(0.0, found - of_prefill) / (cell.output_len - 1)
 
 
 def floor(median_ms: float, of_kernels_ms: float | None, read_bytes: int, bytes_s: float | None) -> Floor:

@@ -6,6 +6,7 @@ addresses and sizes, and no token is read by the host before the last.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 import transformers
 
+from piecegraph.base import torch_compat
+from piecegraph.base.text import count_of
 from piecegraph.bench.result import Fallback, Mode, Phase
 from piecegraph.bench.runner import Counts
 from piecegraph.bench.timing import wait
 
-_COMPILE_MODES = {"compile": "default", "reduce-overhead": "reduce-overhead"}
+_COMPILE_MODES: dict[Mode, str] = {"compile": "default", "reduce-overhead": "reduce-overhead"}
 
 
 class TransformersRunner:
@@ -40,10 +43,12 @@ class TransformersRunner:
         self._cache: Any = None
         self._cache_key: tuple[int, ...] = ()
         self.ran_as = "transformers, eager"
+        self._settings = contextlib.ExitStack()
         if mode in _COMPILE_MODES:
+            self._settings.enter_context(torch_compat.no_silent_eager())
             self._forward = torch.compile(model.forward, mode=_COMPILE_MODES[mode])
             self.stages_s["compile"] = 0.0
-            self.ran_as = f"torch.compile, mode={_COMPILE_MODES[mode]}, static cache"
+            self.ran_as = _described(mode)
 
     @torch.inference_mode()
     def greedy(self, prompts: torch.Tensor) -> torch.Tensor:
@@ -58,9 +63,7 @@ class TransformersRunner:
     def logits(self, prompts: torch.Tensor, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
         """Logits behind prompts and behind each of given tokens but the last: valid until the next are asked for."""
         if self.mode in _COMPILE_MODES:
-            start = time.perf_counter()
             self._compile(prompts, tokens)
-            self.stages_s["compile"] += time.perf_counter() - start
         cache = self._new_cache(prompts)
         yield self._step(prompts, cache)
         for index in range(tokens.shape[1] - 1):
@@ -91,6 +94,9 @@ class TransformersRunner:
 
     def close(self) -> None:
         self._cache = self._model = self._forward = None
+        self._settings.close()
+        if self.mode in _COMPILE_MODES:
+            torch.compiler.reset()  # what was compiled holds weights
 
     def _step(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
         torch.compiler.cudagraph_mark_step_begin()
@@ -100,12 +106,17 @@ class TransformersRunner:
 
     def _compile(self, prompts: torch.Tensor, tokens: torch.Tensor) -> None:
         """Twice, as a graph is captured at the second call."""
+        start, skipped = time.perf_counter(), torch_compat.num_skipped_cudagraphs()
         for _ in range(2):
             cache = self._new_cache(prompts)
             self._step(prompts, cache)
             self._step(tokens[:, :1].clone(), cache)
             self._step(tokens[:, :1].clone(), cache)
         wait()
+        self.stages_s["compile"] += time.perf_counter() - start
+        skipped = torch_compat.num_skipped_cudagraphs() - skipped
+        if skipped:
+            self.ran_as = f"{_described(self.mode)}; {count_of(skipped, 'graph')} left out by torch"
 
     def _new_cache(self, prompts: torch.Tensor) -> Any:
         """An empty cache; the same memory for the same size where code was compiled for its addresses."""
@@ -120,3 +131,7 @@ class TransformersRunner:
             self._model(input_ids=prompts[:, :1], past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         self._cache.reset()
         return self._cache
+
+
+def _described(mode: Mode) -> str:
+    return f"torch.compile, mode={_COMPILE_MODES[mode]}, static cache"

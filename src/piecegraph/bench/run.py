@@ -16,7 +16,7 @@ import torch
 from piecegraph.base.plan import Decision
 from piecegraph.base.progress import Bar, Progress
 from piecegraph.bench.config import WARM_UPS, BenchConfig, Cell
-from piecegraph.bench.floors import floor, kernel_floors
+from piecegraph.bench.floors import floor, kernels_of
 from piecegraph.bench.language import LanguageModel
 from piecegraph.bench.machine import bandwidth_bytes_s, fingerprint
 from piecegraph.bench.modules import AnyModule
@@ -196,7 +196,7 @@ class _Sampler:
             torch.cuda.reset_peak_memory_stats()
             self._runner.sample_s(self._phase, inputs)
             self.memory_bytes = self.contender.held_bytes + torch.cuda.max_memory_allocated() - before
-            self.kernels_ms = kernel_floors(self._runner, cell, inputs, subject.phases).get(self._phase)
+            self.kernels_ms = kernels_of(self._runner, self._phase, cell, inputs)
         self.counts = self._runner.counts(self._phase)
 
     def take(self, inputs: object, *, counts: bool) -> None:
