@@ -14,14 +14,13 @@ import torch
 
 from piecegraph.base.progress import Progress
 from piecegraph.bench import language
-from piecegraph.bench import run as run_module
 from piecegraph.bench.compare import compare_results
 from piecegraph.bench.config import BenchConfig, Cell, resolve
 from piecegraph.bench.ours import LLMRunner, step_seconds
 from piecegraph.bench.result import BenchResult, Fallback, Mode, Phase, Row, Timing, Verdict, result_schema
 from piecegraph.bench.run import run
 from piecegraph.bench.runner import Counts, UnavailableError
-from piecegraph.errors import ConfigError
+from piecegraph.errors import CommandError, ConfigError
 
 SMALL: dict[str, Any] = {"batch_sizes": (2,), "input_lens": (8,), "output_len": 3, "repeats": 1, "device": "cpu"}
 
@@ -150,7 +149,7 @@ class FakeSubject:
 def run_fake(monkeypatch: pytest.MonkeyPatch, *modes: Mode, repeats: int = 2) -> tuple[BenchResult, FakeSubject]:
     config, decisions = resolve("tiny", modes=modes, **{**SMALL, "repeats": repeats})
     subject = FakeSubject(config)
-    monkeypatch.setattr(run_module, "LanguageModel", lambda config: subject)
+    monkeypatch.setattr(language, "LanguageModel", lambda config: subject)
     return run(config, decisions, Progress(False)), subject
 
 
@@ -212,3 +211,10 @@ def test_what_does_not_fit_the_model_is_refused() -> None:
         run(config, decisions, Progress(False))
     with pytest.raises(ConfigError, match="'fast' is no mode"):
         resolve("tiny", modes=("fast",))
+
+
+def test_language_models_need_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config, decisions = resolve("tiny", device="cpu")
+    with pytest.raises(CommandError, match="PG615 .*there is no transformers"):
+        run(config, decisions, Progress(False))

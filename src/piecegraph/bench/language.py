@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,25 +61,20 @@ class LanguageModel:
 
     def __init__(self, config: BenchConfig) -> None:
         self._config = config
-        with contextlib.ExitStack() as stack:
-            self._path = config.model
-            if config.model in shapes.NAMES:
-                self._path = stack.enter_context(tempfile.TemporaryDirectory(prefix="piecegraph-bench-"))
-                shapes.shape_config(config.model).save_pretrained(self._path)
-            start = time.perf_counter()
-            torch.manual_seed(0)  # random weights are then those of every other mode
-            loaded = load(self._path, dtype=config.dtype, device=config.device, load_format=config.load_format)
-            self._load_s = time.perf_counter() - start
-            self._max_positions = loaded.max_positions
-            _check_length(config, self._max_positions)
-            unplug(loaded.model)
-            self._model: Any = loaded.model
-            """As long as a mode of transformers is to be opened."""
-            self._unopened = set(config.modes)
-            self._weights = weight_bytes(self._model)
-            self._references = {cell: self._reference(cell) for cell in config.cells}
-            self._release_model()
-            self._resources = stack.pop_all()
+        self._path = shapes.shape_folder(config.model) if config.model in shapes.NAMES else config.model
+        start = time.perf_counter()
+        torch.manual_seed(0)  # random weights are then those of every other mode
+        loaded = load(self._path, dtype=config.dtype, device=config.device, load_format=config.load_format)
+        self._load_s = time.perf_counter() - start
+        self._max_positions = loaded.max_positions
+        _check_length(config, self._max_positions)
+        unplug(loaded.model)
+        self._model: Any = loaded.model
+        """As long as a mode of transformers is to be opened."""
+        self._unopened = set(config.modes)
+        self._weights = weight_bytes(self._model)
+        self._references = {cell: self._reference(cell) for cell in config.cells}
+        self._release_model()
 
     @property
     def groups(self) -> tuple[tuple[Mode, ...], ...]:
@@ -130,7 +123,6 @@ class LanguageModel:
 
     def close(self) -> None:
         self._model = None
-        self._resources.close()
 
     def _reference(self, cell: Cell) -> Reference:
         eager = TransformersRunner("eager", self._model, self._load_s, cell.output_len)

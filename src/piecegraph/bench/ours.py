@@ -10,7 +10,7 @@ import torch
 from piecegraph.bench.config import BenchConfig
 from piecegraph.bench.result import Fallback, Mode, Phase
 from piecegraph.bench.runner import Counts, UnavailableError
-from piecegraph.bench.timing import seconds_of
+from piecegraph.bench.timing import wait
 from piecegraph.llm import Request, SamplingParams
 from piecegraph.llm.llm import LLM
 from piecegraph.llm.run.results import Completion
@@ -94,7 +94,8 @@ class LLMRunner:
     def sample_s(self, phase: Phase, inputs: torch.Tensor) -> float:
         prompts = inputs.tolist()
         if phase == "prefill":
-            return seconds_of(lambda: self._generate(prompts, 1))
+            # Not until the call is over: what it may record behind the last token is nobody's waiting.
+            return max(answer.metrics.total_s for answer in self._generate(prompts, 1))
         return step_seconds(self._generate(prompts, self._output_len))
 
     def record_missed(self) -> None:
@@ -118,6 +119,7 @@ class LLMRunner:
         self.llm.close()
 
     def _generate(self, prompts: list[list[int]], num_new: int) -> list[Completion]:
+        wait()
         return self.llm.generate(prompts, max_new_tokens=num_new, ignore_eos=True)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,14 +18,12 @@ from piecegraph.base.plan import Decision
 from piecegraph.base.progress import Bar, Progress
 from piecegraph.bench.config import WARM_UPS, BenchConfig, Cell
 from piecegraph.bench.floors import floor, kernels_of
-from piecegraph.bench.language import LanguageModel
 from piecegraph.bench.machine import bandwidth_bytes_s, fingerprint
-from piecegraph.bench.modules import AnyModule
 from piecegraph.bench.ranks import all_say
 from piecegraph.bench.result import BenchResult, Mode, Phase, Row, Startup, Timing, Verdict
 from piecegraph.bench.runner import Runner, Subject, UnavailableError
 from piecegraph.bench.timing import collection_off, wait
-from piecegraph.errors import PiecegraphError
+from piecegraph.errors import CommandError, PiecegraphError
 
 
 def run(config: BenchConfig, decisions: tuple[Decision, ...], progress: Progress) -> BenchResult:
@@ -33,8 +32,10 @@ def run(config: BenchConfig, decisions: tuple[Decision, ...], progress: Progress
     Raises:
         PiecegraphError: the model cannot be loaded, or is not for such sizes. A mode that fails is a row that says so.
     """
+    if config.device.type == "cuda":
+        torch.cuda.set_device(config.device)  # what is waited for, and whose memory is read
     with progress.bar("load", 1):
-        subject: Subject = AnyModule(config) if config.is_module else LanguageModel(config)
+        subject = _subject(config)
     groups = subject.groups
     num_rounds = len(config.cells) * len(subject.phases) * (WARM_UPS + config.repeats)
     num_compared = len(config.modes) * (1 + len(config.cells))
@@ -55,6 +56,19 @@ def run(config: BenchConfig, decisions: tuple[Decision, ...], progress: Progress
         startup=tuple(sweep.startup),
         rows=tuple(sorted(rows, key=place)),
     )
+
+
+def _subject(config: BenchConfig) -> Subject:
+    if config.is_module:
+        from piecegraph.bench.modules import AnyModule
+
+        return AnyModule(config)
+    if importlib.util.find_spec("transformers") is None:  # which a module does not need
+        hint = 'pip install "piecegraph[llm]"'
+        raise CommandError("PG615", "language models cannot be measured", why="there is no transformers", hint=hint)
+    from piecegraph.bench.language import LanguageModel
+
+    return LanguageModel(config)
 
 
 def _turns(groups: Sequence[Sequence[Mode]]) -> Decision:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
+
+from piecegraph.llm.model.model_cache import cached_folder
 
 _QWEN = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960, "dtype": "bfloat16"}
 _QWEN_MOE = {**_QWEN, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
@@ -37,7 +41,18 @@ NAMES = tuple(_SHAPES)
 
 def shape_config(name: str, **changes: Any) -> Any:
     """The configuration of a shape, with some of its fields changed: a few layers of a large model."""
-    import transformers
+    import transformers  # the names of the shapes are known without it
 
     kind, fields = _SHAPES[name]
     return getattr(transformers, kind)(**{**fields, **changes})
+
+
+def shape_folder(name: str) -> str:
+    """A folder with the configuration of a shape: the same at every start, and on every rank."""
+    config = shape_config(name)
+    digest = hashlib.sha256(config.to_json_string().encode()).hexdigest()[:8]
+
+    def make(folder: Path) -> None:
+        config.save_pretrained(folder)
+
+    return str(cached_folder(f"shape-{name}-{digest}", make, num_bytes=1 << 16))
