@@ -88,6 +88,8 @@ def test_only_rank_0_prints_and_writes(asked: list[Any], monkeypatch: pytest.Mon
         (["tiny", "--module", "a:b"], "one of them"),
         (["tiny", "--batch-size", "0"], "no list of positive integers"),
         (["tiny", "--input-len", ""], "no list of positive integers"),
+        (["--module", "a:b", "--dtype", "float16"], "--dtype needs a model"),
+        (["--compare", "a", "b", "--modes", "full"], "--modes needs a model"),
         (["serve"], "Missing argument 'URL'"),
     ],
 )

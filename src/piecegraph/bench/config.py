@@ -14,7 +14,9 @@ from piecegraph.bench.result import Mode
 from piecegraph.errors import ConfigError
 
 MODES: tuple[Mode, ...] = get_args(Mode)
-TRANSFORMERS_MODES: tuple[Mode, ...] = ("eager", "compile", "reduce-overhead")
+COMPILE_MODES: dict[Mode, str] = {"compile": "default", "reduce-overhead": "reduce-overhead"}
+"""As ``torch.compile`` calls them."""
+PEER_MODES: tuple[Mode, ...] = ("eager", *COMPILE_MODES)
 """Modes that are not ours: they share the weights of one model."""
 
 WARM_UPS = 2
@@ -68,6 +70,16 @@ class BenchConfig:
     def has_graphs(self) -> bool:
         return self.device.type == "cuda" or self.graph_device == "simulated"
 
+    def why_not(self, mode: Mode) -> str:
+        """Why there is no such mode here; empty if there is."""
+        if mode == "full" and not self.has_graphs:
+            return "a CPU has no graphs: what would run is what piecewise runs"
+        if mode == "reduce-overhead" and self.device.type != "cuda":
+            return "a CPU has no graphs: what would run is what compile runs"
+        if mode in PEER_MODES and self.tensor_parallel_size > 1:
+            return "each rank would run the whole model; the other modes were compared with it"
+        return ""
+
 
 def resolve(
     model: str,
@@ -86,7 +98,6 @@ def resolve(
     """What will run, and each of its settings with the reason for it. What is empty is left to us."""
     where = _device(device)
     has_gpu = where.type == "cuda"
-    size = "for a GPU" if has_gpu else "small, for a CPU"
     config = BenchConfig(
         model=model,
         is_module=is_module,
@@ -102,20 +113,28 @@ def resolve(
     )
     if config.output_len < 2:
         raise ConfigError("PG101", f"--output-len is {config.output_len}", why="a step of decoding needs two tokens")
-    asked = "asked for"
-    decisions = (
-        Decision("model", model, _about_model(config)),
-        Decision("device", str(where), "found" if device == "auto" else asked),
-        Decision("batch sizes", _listed(config.batch_sizes), asked if batch_sizes else size),
-        Decision("input lengths", _listed(config.input_lens), asked if input_lens else size),
-        Decision("output length", str(config.output_len), asked if output_len else size),
-        Decision("modes", _listed(config.modes), asked if modes else "all"),
-        Decision("repeats", str(config.repeats), f"in turns of the modes, behind {WARM_UPS} that are not counted"),
-    )
+    given = {"device": device != "auto", "batch sizes": batch_sizes, "input lengths": input_lens}
+    given |= {"output length": output_len, "modes": modes}
+    return config, _decisions(config, {name for name, value in given.items() if value})
+
+
+def _decisions(config: BenchConfig, given: set[str]) -> tuple[Decision, ...]:
+    """What will be measured; those that were not given were left to us."""
+    size = "for a GPU" if config.device.type == "cuda" else "small, for a CPU"
+    settings = [
+        ("device", str(config.device), "found"),
+        ("batch sizes", _listed(config.batch_sizes), size),
+        ("input lengths", _listed(config.input_lens), size),
+        ("output length", str(config.output_len), size),
+        ("modes", _listed(config.modes), "all"),
+    ]
+    found = [Decision("model", config.model, _about_model(config))]
+    found += [Decision(name, value, "asked for" if name in given else reason) for name, value, reason in settings]
+    turns = f"in turns of the modes, behind {WARM_UPS} that are not counted"
+    found.append(Decision("repeats", str(config.repeats), turns))
     if config.tensor_parallel_size > 1:
-        ranks = Decision("ranks", str(config.tensor_parallel_size), "the model is split over them")
-        return config, (*decisions, ranks)
-    return config, decisions
+        found.append(Decision("ranks", str(config.tensor_parallel_size), "the model is split over them"))
+    return tuple(found)
 
 
 def _device(name: str) -> torch.device:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from piecegraph.bench import shapes
-from piecegraph.bench.config import TRANSFORMERS_MODES, BenchConfig, Cell
+from piecegraph.bench.config import PEER_MODES, BenchConfig, Cell
 from piecegraph.bench.ours import LLMRunner
 from piecegraph.bench.peers import TransformersRunner
 from piecegraph.bench.result import Comparison, Mode, Phase, Verdict
@@ -79,20 +79,20 @@ class LanguageModel:
     @property
     def groups(self) -> tuple[tuple[Mode, ...], ...]:
         modes = self._config.modes
-        ours = tuple(mode for mode in modes if mode not in TRANSFORMERS_MODES)
+        ours = tuple(mode for mode in modes if mode not in PEER_MODES)
         if self._config.device.type != "cuda" or self._fits(1 + len(ours)):
             return (modes,)
-        theirs = tuple(mode for mode in modes if mode in TRANSFORMERS_MODES)
+        theirs = tuple(mode for mode in modes if mode in PEER_MODES)
         return (*filter(None, (theirs,)), *((mode,) for mode in ours))
 
     def open(self, mode: Mode) -> Runner:
         model = self._model
         self._unopened.discard(mode)
         self._release_model()
-        reason = _why_not(mode, self._config)
+        reason = self._config.why_not(mode)
         if reason:
             raise UnavailableError(reason)
-        if mode in TRANSFORMERS_MODES:
+        if mode in PEER_MODES:
             return TransformersRunner(mode, model, self._load_s, self._config.output_len)
         return LLMRunner(mode, self._path, self._config, self._max_positions, **_ranks_arguments(self._config))
 
@@ -136,7 +136,7 @@ class LanguageModel:
         return Reference(prompts, tokens, logits, of_rounding)
 
     def _release_model(self) -> None:
-        if not self._unopened & set(TRANSFORMERS_MODES):
+        if not self._unopened & set(PEER_MODES):
             self._model = None
 
     def _fits(self, num_models: int) -> bool:
@@ -176,17 +176,6 @@ def _verdict(judged: Sequence[Finding]) -> Verdict:
     reason = f"logits differ by {worst.difference:.2g} of their norm, {worst.allowed:.2g} is allowed"
     state: Comparison = "same" if worst.severity <= 1 else "differs"
     return Verdict(state=state, reason=reason, difference=worst.difference, allowed=worst.allowed)
-
-
-def _why_not(mode: Mode, config: BenchConfig) -> str:
-    """Why there is no such mode here; empty if there is."""
-    if mode == "full" and not config.has_graphs:
-        return "a CPU has no graphs: what would run is what piecewise runs"
-    if mode == "reduce-overhead" and config.device.type != "cuda":
-        return "a CPU has no graphs: what would run is what compile runs"
-    if mode in TRANSFORMERS_MODES and config.tensor_parallel_size > 1:
-        return "each rank would run the whole model; the other modes were compared with it"
-    return ""
 
 
 def _check_length(config: BenchConfig, most: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import random
 import time
 from collections import Counter
@@ -16,7 +15,7 @@ from piecegraph.base.progress import Bar, Progress
 from piecegraph.base.text import to_json
 from piecegraph.bench.client import Answer, Client
 from piecegraph.bench.latency import Latency, latency_of
-from piecegraph.bench.machine import fingerprint
+from piecegraph.bench.machine import fingerprint, now
 from piecegraph.bench.result import SCHEMA, Machine
 from piecegraph.bench.show import aligned
 from piecegraph.bench.workloads import WORKLOADS, Workload
@@ -125,7 +124,7 @@ def run_load(load: Load, progress: Progress | None = None) -> LoadResult:
         times = [answer.times_s for answer in whole]
         latency = latency_of(times, seconds=seconds, num_prompt=num_prompt, num_new=num_new)
     return LoadResult(
-        created=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        created=now(),
         url=load.client.url,
         model=load.model,
         machine=fingerprint(),

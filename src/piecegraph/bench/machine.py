@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import os
@@ -27,6 +28,11 @@ def fingerprint(num_ranks: int = 1) -> Machine:
     }
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
     return Machine(fingerprint=digest, **about)  # type: ignore[arg-type]
+
+
+def now() -> str:
+    """In UTC: ``2026-11-16T12:00:00Z``."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def device_name() -> str:

@@ -14,7 +14,7 @@ import torch
 from piecegraph import api
 from piecegraph.base.compare import first_difference
 from piecegraph.base.structure import flatten
-from piecegraph.bench.config import BenchConfig, Cell
+from piecegraph.bench.config import COMPILE_MODES, BenchConfig, Cell
 from piecegraph.bench.result import Fallback, Mode, Phase, Verdict
 from piecegraph.bench.runner import Counts, UnavailableError
 from piecegraph.bench.timing import seconds_of, wait
@@ -27,7 +27,6 @@ _HOW: dict[Mode, dict[str, Any]] = {
     "piecewise": {"cudagraph_mode": "piecewise"},
     "full": {"cudagraph_mode": "full"},
 }
-_COMPILE_MODES: dict[Mode, str] = {"compile": "default", "reduce-overhead": "reduce-overhead"}
 
 
 class AnyModule:
@@ -58,11 +57,9 @@ class AnyModule:
 
     def open(self, mode: Mode) -> ModuleRunner:
         assert self._module is not None, "it is not closed yet"
-        has_gpu = self._config.device.type == "cuda"
-        if mode == "reduce-overhead" and not has_gpu:
-            raise UnavailableError("a CPU has no graphs: what would run is what compile runs")
-        if mode == "full" and not self._config.has_graphs:
-            raise UnavailableError("a CPU has no graphs: what would run is what piecewise runs")
+        reason = self._config.why_not(mode)
+        if reason:
+            raise UnavailableError(reason)
         return ModuleRunner(mode, self._module, self._load_s, self._config)
 
     def inputs(self, cell: Cell, number: int) -> dict[str, Any]:
@@ -103,9 +100,9 @@ class ModuleRunner:
         self._run: Any = module
         self._ours: Any = None
         self.ran_as = "the module itself"
-        if mode in _COMPILE_MODES:
-            self._run = torch.compile(module, mode=_COMPILE_MODES[mode])
-            self.ran_as = f"torch.compile, mode={_COMPILE_MODES[mode]}"
+        if mode in COMPILE_MODES:
+            self._run = torch.compile(module, mode=COMPILE_MODES[mode])
+            self.ran_as = f"torch.compile, mode={COMPILE_MODES[mode]}"
         elif mode in _HOW:
             options = {"progress": False, "graph_device": config.graph_device}
             self._run = self._ours = api.compile(module, **_HOW[mode], options=options, on_fallback="ignore")

@@ -16,11 +16,10 @@ import transformers
 
 from piecegraph.base import torch_compat
 from piecegraph.base.text import count_of
+from piecegraph.bench.config import COMPILE_MODES
 from piecegraph.bench.result import Fallback, Mode, Phase
 from piecegraph.bench.runner import Counts
 from piecegraph.bench.timing import wait
-
-_COMPILE_MODES: dict[Mode, str] = {"compile": "default", "reduce-overhead": "reduce-overhead"}
 
 
 class TransformersRunner:
@@ -44,9 +43,9 @@ class TransformersRunner:
         self._cache_key: tuple[int, ...] = ()
         self.ran_as = "transformers, eager"
         self._settings = contextlib.ExitStack()
-        if mode in _COMPILE_MODES:
+        if mode in COMPILE_MODES:
             self._settings.enter_context(torch_compat.no_silent_eager())
-            self._forward = torch.compile(model.forward, mode=_COMPILE_MODES[mode])
+            self._forward = torch.compile(model.forward, mode=COMPILE_MODES[mode])
             self.stages_s["compile"] = 0.0
             self.ran_as = _described(mode)
 
@@ -62,7 +61,7 @@ class TransformersRunner:
     @torch.inference_mode()
     def logits(self, prompts: torch.Tensor, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
         """Logits behind prompts and behind each of given tokens but the last: valid until the next are asked for."""
-        if self.mode in _COMPILE_MODES:
+        if self.mode in COMPILE_MODES:
             self._compile(prompts, tokens)
         cache = self._new_cache(prompts)
         yield self._step(prompts, cache)
@@ -95,7 +94,7 @@ class TransformersRunner:
     def close(self) -> None:
         self._cache = self._model = self._forward = None
         self._settings.close()
-        if self.mode in _COMPILE_MODES:
+        if self.mode in COMPILE_MODES:
             torch.compiler.reset()  # what was compiled holds weights
 
     def _step(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
@@ -134,4 +133,4 @@ class TransformersRunner:
 
 
 def _described(mode: Mode) -> str:
-    return f"torch.compile, mode={_COMPILE_MODES[mode]}, static cache"
+    return f"torch.compile, mode={COMPILE_MODES[mode]}, static cache"

@@ -6,7 +6,6 @@ The one invariant: nothing is timed that was not compared before, in the same ce
 from __future__ import annotations
 
 import contextlib
-import datetime
 import gc
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from piecegraph.base.plan import Decision
 from piecegraph.base.progress import Bar, Progress
 from piecegraph.bench.config import WARM_UPS, BenchConfig, Cell
 from piecegraph.bench.floors import floor, kernels_of
-from piecegraph.bench.machine import bandwidth_bytes_s, fingerprint
+from piecegraph.bench.machine import bandwidth_bytes_s, fingerprint, now
 from piecegraph.bench.ranks import all_say
 from piecegraph.bench.result import BenchResult, Mode, Phase, Row, Startup, Timing, Verdict
 from piecegraph.bench.runner import Runner, Subject, UnavailableError
@@ -49,7 +48,7 @@ def run(config: BenchConfig, decisions: tuple[Decision, ...], progress: Progress
         return places.index((cell, row.phase)), config.modes.index(row.mode)
 
     return BenchResult(
-        created=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        created=now(),
         model=config.model,
         machine=fingerprint(config.tensor_parallel_size),
         config=(*decisions, _turns(groups)),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from piecegraph.cli.script import printing_to_stderr
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from piecegraph.bench.result import BenchResult
 
 _INTERRUPTED, _FELL_BACK = 130, 3
+_MODEL_ONLY = ("output_len", "load_format", "dtype", "tensor_parallel_size")
+"""Options that a module has no use for."""
 
 
 class _Names(click.ParamType):  # type: ignore[type-arg]
@@ -88,6 +91,9 @@ def bench(
     """
     if (model is not None) + (module is not None) + (compare is not None) != 1:
         raise click.UsageError("Give MODEL, --module or --compare: one of them.")
+    without = sweep if compare is not None else _MODEL_ONLY if module is not None else ()
+    if wrong := [name for name in without if _is_given(name)]:
+        raise click.UsageError(f"--{wrong[0].replace('_', '-')} needs a model.")
     if compare is not None:
         _compare(*compare, as_json=as_json)
         return
@@ -98,6 +104,10 @@ def bench(
         sys.exit(_INTERRUPTED)
     if strict and result.losses:
         sys.exit(_FELL_BACK)
+
+
+def _is_given(name: str) -> bool:
+    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
 def _measure(
