@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from measure import measure, relative_error
+from piecegraph.base.compare import relative_error
+from piecegraph.bench.machine import hardware
+from piecegraph.bench.timing import measure
 from piecegraph.llm.kernels.attention import reference, triton_paged, varlen
 from piecegraph.llm.kernels.attention.triton_tiles import MAX_SPLITS, Tiles, decode_tiles, prefill_tiles
 from piecegraph.llm.specs import AttentionBatch, AttentionLayer
-from results import hardware
 
 HEADS = {"qwen": (16, 8, 128), "llama": (32, 8, 128)}
 DECODES = list(itertools.product([1, 8, 64], [128, 1024, 8192]))

@@ -25,10 +25,11 @@ import torch
 import transformers
 
 import piecegraph
-from measure import Timing
 from piecegraph.base.progress import Progress
+from piecegraph.bench.machine import hardware
+from piecegraph.bench.result import Timing
 from piecegraph.llm.model.demo_model import demo_folder
-from results import Contender, hardware, save, table
+from results import Contender, save, table
 
 Answers = list[list[int]]
 

@@ -11,7 +11,6 @@ python benchmarks/llm.py --tiny
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
@@ -23,8 +22,12 @@ import torch
 import transformers
 
 import piecegraph
-from measure import Timing, measure
-from results import Contender, hardware, save, table
+from piecegraph.bench.machine import hardware
+from piecegraph.bench.ours import step_seconds
+from piecegraph.bench.result import Timing
+from piecegraph.bench.shapes import shape_config
+from piecegraph.bench.timing import measure
+from results import Contender, save, table
 
 
 @dataclass(frozen=True)
@@ -39,38 +42,10 @@ class Shape:
 
 
 def shapes() -> dict[str, Shape]:
-    qwen = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960, "dtype": "bfloat16"}
-    qwen_small = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
-    llama = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    """Built-in shapes, and a few layers of large ones."""
     return {
-        "qwen3-0.6b": Shape(
-            transformers.Qwen3Config(
-                **qwen, **qwen_small, num_attention_heads=16, num_key_value_heads=8, tie_word_embeddings=True
-            )
-        ),
-        "llama-8b": Shape(
-            transformers.LlamaConfig(
-                **llama,
-                num_attention_heads=32,
-                num_key_value_heads=8,
-                max_position_embeddings=8192,
-                dtype="bfloat16",
-            )
-        ),
-        "qwen3-moe": Shape(
-            transformers.Qwen3MoeConfig(
-                **qwen,
-                hidden_size=2048,
-                intermediate_size=6144,
-                num_hidden_layers=6,
-                num_attention_heads=32,
-                num_key_value_heads=4,
-                num_experts=128,
-                num_experts_per_tok=8,
-                moe_intermediate_size=768,
-                norm_topk_prob=True,
-            )
-        ),
+        **{name: Shape(shape_config(name)) for name in ("qwen3-0.6b", "llama-1b", "llama-8b")},
+        "qwen3-moe": Shape(shape_config("qwen3-30b-a3b", num_hidden_layers=6)),
         "qwen3-next": Shape(
             transformers.Qwen3NextConfig(
                 vocab_size=151936,
@@ -86,20 +61,7 @@ def shapes() -> dict[str, Shape]:
             ),
             prefill=(16, 256, 1024),
         ),
-        "tiny": Shape(
-            transformers.LlamaConfig(
-                vocab_size=512,
-                hidden_size=64,
-                intermediate_size=128,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=512,
-            ),
-            prefill=(16, 64),
-            decode=(1, 4),
-            context=16,
-        ),
+        "tiny": Shape(shape_config("tiny"), prefill=(16, 64), decode=(1, 4), context=16),
     }
 
 
@@ -130,15 +92,12 @@ def compare_captured(llm: piecegraph.LLM, folder: str, prompts: Prompts, argumen
 
 
 def time_decode(llm: piecegraph.LLM, prompts: Prompts, batch: int, context: int, new: int) -> Timing:
-    """Milliseconds of one decode step: the time between a call's first and last tokens, over their number."""
-    steps = []
-    for _ in range(4):
-        out = llm.generate(prompts.make(batch, context), max_new_tokens=new, ignore_eos=True)
-        last = max(completion.metrics.total_s for completion in out)
-        first = max(completion.metrics.time_to_first_token_s for completion in out)
-        steps.append((last - first) / (new - 1) * 1e3)
-    steps = steps[1:]
-    return Timing(statistics.median(steps), min(steps), max(steps), len(steps))
+    """Milliseconds of one decode step while the whole batch runs."""
+    steps = [
+        step_seconds(llm.generate(prompts.make(batch, context), max_new_tokens=new, ignore_eos=True)) * 1e3
+        for _ in range(4)
+    ]
+    return Timing.of(steps[1:])
 
 
 def run(name: str, shape: Shape, options: argparse.Namespace) -> Contender:

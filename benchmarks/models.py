@@ -13,9 +13,11 @@ from pathlib import Path
 import torch
 
 import piecegraph
-from measure import measure, relative_error
+from piecegraph.base.compare import relative_error
 from piecegraph.base.structure import flatten
-from results import Contender, hardware, table
+from piecegraph.bench.machine import hardware
+from piecegraph.bench.timing import measure
+from results import Contender, table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.zoo import ZOO, ZooModel

@@ -17,11 +17,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, LlamaConfig, LlamaModel
+from transformers import AttentionInterface, LlamaModel
 
 import piecegraph
-from measure import Timing, measure, relative_error
-from results import Contender, hardware, save, table
+from piecegraph.base.compare import relative_error
+from piecegraph.bench.machine import hardware
+from piecegraph.bench.result import Timing
+from piecegraph.bench.shapes import shape_config
+from piecegraph.bench.timing import measure
+from results import Contender, save, table
 
 LADDER = [*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64), *range(1280, 2049, 256)]
 TIMED = [16, 128, 256, 512, 1024, 2048]
@@ -61,26 +65,8 @@ AttentionInterface.register("pgbench", attend)
 
 
 def build_model(device: torch.device, *, tiny: bool) -> LlamaModel:
-    shape = (
-        {
-            "vocab_size": 512,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-        }
-        if tiny
-        else {
-            "vocab_size": 128256,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-        }
-    )
-    config = LlamaConfig(
-        **shape, num_key_value_heads=2 if tiny else 8, max_position_embeddings=8192, attn_implementation="pgbench"
-    )
+    shape, changes = ("tiny", {"num_hidden_layers": 3}) if tiny else ("llama-1b", {})
+    config = shape_config(shape, attn_implementation="pgbench", **changes)
     torch.manual_seed(0)
     with torch.device(device):
         return LlamaModel(config).to(torch.bfloat16).eval().requires_grad_(False)

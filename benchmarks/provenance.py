@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 import piecegraph
-from measure import Timing
-from results import Contender, hardware, table
+from piecegraph.bench.machine import hardware
+from piecegraph.bench.result import Timing
+from results import Contender, table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.prefill import Bench, attention, body, requests

@@ -8,7 +8,6 @@ The device is idle before every call and does next to nothing, so what is timed 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import piecegraph
+from piecegraph.bench.result import quantile
 
 CUTS = 16
 ROWS, WIDTH = 8, 64
@@ -58,8 +58,7 @@ def host_us(run: Callable[[], Any], repeats: int) -> tuple[float, float, float]:
         run()
         if number >= repeats // 4:
             times.append((time.perf_counter() - start) * 1e6)
-    cuts = statistics.quantiles(times, n=10)
-    return statistics.median(times), cuts[0], cuts[8]
+    return quantile(times, 0.5), quantile(times, 0.1), quantile(times, 0.9)
 
 
 def main() -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from measure import Timing
+from piecegraph.bench.machine import hardware
+from piecegraph.bench.result import Timing
+from piecegraph.bench.show import aligned
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,7 @@ def table(contenders: Sequence[Contender], *, unit: str = "ms") -> str:
     for contender in contenders:
         cells = [_cell(contender.timings.get(size), baseline.get(size)) for size in columns]
         rows.append([contender.name, *cells, *(str(contender.notes.get(name, "-")) for name in note_names)])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    )
+    return aligned(rows)
 
 
 def _cell(timing: Timing | None, baseline: Timing | None) -> str:
@@ -48,16 +43,6 @@ def _cell(timing: Timing | None, baseline: Timing | None) -> str:
         if baseline
         else f"{timing.median_ms:.2f}"
     )
-
-
-def hardware() -> str:
-    """What the figures were measured on."""
-    device = (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    )
-    return f"{device}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def save(path: str | Path, contenders: Sequence[Contender]) -> None:

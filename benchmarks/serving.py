@@ -21,31 +21,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 
 import piecegraph
 from llm import shapes
-from results import hardware
-from workloads import WORKLOADS, Request, Workload
+from piecegraph.bench.latency import Latency, latency_of
+from piecegraph.bench.machine import hardware
+from piecegraph.bench.show import aligned
+from piecegraph.bench.workloads import WORKLOADS, Request, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
+class Pass(Latency):
     """What one pass over the requests took."""
 
-    seconds: float
-    new_tokens_s: float
-    """New tokens a second."""
-    all_tokens_s: float
-    """The same with those of the prompts."""
-    first_p50_ms: float
-    """Until the first token."""
-    first_p99_ms: float
-    gap_p50_ms: float
-    gap_p99_ms: float
-    gap_worst_ms: float
     padding: float
     """The share of rows that belong to no token."""
     decode_steps: int
@@ -74,21 +64,12 @@ def run_pass(llm: piecegraph.LLM, requests: Sequence[Request]) -> tuple[Pass, li
 
 
 def summary(seconds: float, answers: Sequence[piecegraph.Completion], steps: dict[str, dict[str, int]]) -> Pass:
-    times = [answer.metrics.token_times_s for answer in answers]
-    first = np.array([each[0] for each in times]) * 1e3
-    gaps = np.concatenate([np.diff(each) for each in times]) * 1e3
-    num_new = sum(map(len, times))
     num_prompt = sum(answer.metrics.num_prompt_tokens for answer in answers)
+    times = [answer.metrics.token_times_s for answer in answers]
+    latency = latency_of(times, seconds=seconds, num_prompt=num_prompt, num_new=sum(map(len, times)))
     total = {name: sum(of_kind[name] for of_kind in steps.values()) for name in steps["decode"]}
     return Pass(
-        seconds=seconds,
-        new_tokens_s=num_new / seconds,
-        all_tokens_s=(num_new + num_prompt) / seconds,
-        first_p50_ms=float(np.percentile(first, 50)),
-        first_p99_ms=float(np.percentile(first, 99)),
-        gap_p50_ms=float(np.percentile(gaps, 50)),
-        gap_p99_ms=float(np.percentile(gaps, 99)),
-        gap_worst_ms=float(gaps.max()),
+        **asdict(latency),
         padding=total["num_padding"] / (total["num_padding"] + total["num_tokens"]),
         decode_steps=steps["decode"]["num_steps"],
         mixed_steps=steps["mixed"]["num_steps"],
@@ -116,11 +97,7 @@ def table(passes: Sequence[Pass]) -> str:
         values = [getattr(each, name) for each in passes]
         shown = [f"{value:.1%}" if name == "padding" else f"{value:,.{_digits(value)}f}" for value in values]
         rows.append([name.replace("_", " "), *shown])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    )
+    return aligned(rows)
 
 
 def _digits(value: float) -> int:

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.workloads import WORKLOADS, Workload
+
+from piecegraph.bench.workloads import WORKLOADS, Workload
 
 ROOT = Path(__file__).parents[2]
 

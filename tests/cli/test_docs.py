@@ -64,6 +64,11 @@ CACHE = (
     "piecegraph cache clear",
     "piecegraph cache import plans.tar.gz",
 )
+BENCH = (
+    "piecegraph bench tiny",
+    "piecegraph bench qwen3-0.6b --batch-size 1,8,64 --input-len 128,1024 --output-len 32 -o before.json",
+    "piecegraph bench --compare before.json after.json",
+)
 WHAT_IF = 'piecegraph trace demo --what-if "layers.*.mlp"'
 
 
@@ -163,6 +168,15 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         "piecegraph serve MODEL",
         *TRACE,  # test_piecegraph_trace
         WHAT_IF,  # test_what_if_needs_a_gpu
+        *BENCH,  # test_piecegraph_bench
+        "piecegraph bench serve http://127.0.0.1:8000 --workload chat --requests 200 --concurrency 32",  # tests/serve
+        "piecegraph bench serve http://127.0.0.1:8000 --rate 4",
+        "piecegraph bench MODEL",  # the names of commands
+        "piecegraph bench MODEL -o FILE.json",
+        "piecegraph bench --compare",
+        "piecegraph bench serve",
+        "piecegraph bench serve URL",
+        "piecegraph bench",
         *CACHE,  # test_piecegraph_cache
         "piecegraph warm MODEL",  # tests/cli/test_cache
         "piecegraph warm",
@@ -286,6 +300,22 @@ def test_piecegraph_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "backend: eager" in told[1]
     assert told[3] == "f927e3a0  whole\n"
     assert told[-1] == "f927e3a0\n"
+
+
+def test_piecegraph_bench(tmp_path: Path, python: Callable[..., str]) -> None:
+    """One after the other: what the second has saved is compared with itself. A small model in the place of a large."""
+    told = []
+    for command in BENCH:
+        words = command.replace("qwen3-0.6b --batch-size 1,8,64 --input-len 128,1024", "tiny --batch-size 2").split()[
+            1:
+        ]
+        if "tiny" in words:
+            words += ["--modes", "eager" if "-o" in words else "eager,breakable"]
+        paths = {"before.json": str(tmp_path / "run.json"), "after.json": str(tmp_path / "run.json")}
+        told.append(python("-c", MAIN, *(paths.get(word, word) for word in words)))
+    assert re.search(r"decode +breakable +[\d.]+ ", told[0])
+    assert re.search(r"^batch sizes +2 +asked for$", told[1], re.MULTILINE)
+    assert told[2].splitlines()[-1] == "2 no change"
 
 
 def test_what_if_needs_a_gpu() -> None:

@@ -12,7 +12,7 @@ from piecegraph.errors import ModelError
 from piecegraph.llm import startup
 from piecegraph.llm.cache.paged import CacheGroup, PagedCache
 from piecegraph.llm.kernels.attention import reference
-from piecegraph.llm.run import self_check
+from piecegraph.llm.run import agreement, self_check
 from tests.cases.llm_shelf import Shelf
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -95,14 +95,14 @@ def test_few_rows_behind_a_window_are_judged_by_themselves() -> None:
     errors[243:250] = 0.3
     generation: Any = SimpleNamespace(request=SimpleNamespace(num_prompt=250))
     kinds = self_check._in_kinds(errors, generation, reach=243)
-    found = self_check._findings(kinds, self_check._HALF_TOLERANCES)
+    found = agreement.findings(kinds, torch.bfloat16)
     assert {finding.kind for finding in found if finding.severity > 1} == {"prompts behind a window"}
 
 
 def test_numbers_that_are_none_are_far_off() -> None:
     rows = torch.ones(3, 4)
     rows[1, 2] = torch.nan
-    assert (self_check._row_errors(torch.ones(3, 4), rows) > 1).tolist() == [False, True, False]
+    assert (agreement.row_errors(torch.ones(3, 4), rows) > 1).tolist() == [False, True, False]
 
 
 def test_an_error_leaves_counts_and_events_as_they_were(models: Shelf) -> None:
@@ -126,7 +126,7 @@ def test_in_float32_single_rows_may_differ_by_more_than_most() -> None:
     """As those of Zamba2 do, whose layers compute one token by another formula than many."""
 
     def is_right(*rows: float) -> bool:
-        findings = self_check._findings({"decode steps": torch.tensor(rows)}, self_check._TOLERANCES)
+        findings = agreement.findings({"decode steps": torch.tensor(rows)}, torch.float32)
         return all(finding.severity <= 1 for finding in findings)
 
     assert is_right(1e-4, 7e-4, 8e-4, 2.2e-3)

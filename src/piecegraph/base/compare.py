@@ -38,6 +38,12 @@ def difference(found: Any, expected: Any) -> str | None:
     return None if error <= limit else f"a relative difference of {error:.1e}"
 
 
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference over the norm of what is expected."""
+    wide = expected.double()
+    return float((found.double() - wide).norm() / wide.norm().clamp_min(1e-30))
+
+
 def first_difference(found: Sequence[Any], expected: Sequence[Any]) -> str | None:
     """The first difference in two lists of values."""
     for index, (a, b) in enumerate(zip(found, expected, strict=True)):

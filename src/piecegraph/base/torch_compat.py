@@ -1573,3 +1573,24 @@ def _setting_text(value: Any) -> str:
 
 _PLACES = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"})
 """Variables that say where and how fast, not what."""
+
+
+# --- torch.compile, for comparison
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def no_silent_eager() -> contextlib.AbstractContextManager[None]:
+    """Have ``torch.compile`` compile for many sizes, and raise where it would give up and run eagerly."""
+    import torch._dynamo
+
+    settings: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(  # type: ignore[attr-defined]
+        recompile_limit=64, fail_on_recompile_limit_hit=True
+    )
+    return settings
+
+
+def num_skipped_cudagraphs() -> int:
+    """How many graphs ``mode="reduce-overhead"`` has left out until now: such code is launched kernel by kernel."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"]["cudagraph_skips"])

@@ -9,6 +9,7 @@ import traceback
 import click
 
 from piecegraph.base.version import VERSION
+from piecegraph.cli.bench import bench
 from piecegraph.cli.cache import cache
 from piecegraph.cli.doctor import doctor
 from piecegraph.cli.env import env
@@ -29,6 +30,7 @@ def group(debug: bool) -> None:
     """Piecewise CUDA graphs for any PyTorch model."""
 
 
+group.add_command(bench)
 group.add_command(cache)
 group.add_command(doctor)
 group.add_command(env)

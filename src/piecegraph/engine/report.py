@@ -41,6 +41,10 @@ def stats_of(engine: Engine) -> dict[str, Any]:
         "coverage": _coverage(engine),
         "compiles": engine.planner.num_compiles,
         "events": engine.events.counts,
+        "losses": [
+            {"code": event.code, "subject": event.subject, "reason": event.reason, "count": times}
+            for event, times in engine.events.distinct
+        ],
         "plans": [_plan_stats(runner) for runner in engine.plans],
     }
 

@@ -207,3 +207,13 @@ def without_plugs(model: Any) -> Iterator[None]:
         model.set_attn_implementation(_for_text(model.config, plug.NAME))
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation(plug.NAME)
+
+
+def unplug(model: Any) -> None:
+    """Have a model run as transformers runs it if it is not told otherwise: for benchmarks."""
+    set_experts: Any = getattr(model, "set_experts_implementation", None)
+    for choose, names in ((model.set_attn_implementation, ("sdpa", "eager")), (set_experts, ("grouped_mm", "eager"))):
+        for name in names if choose else ():
+            with contextlib.suppress(ValueError):  # not every model has both
+                choose(_for_text(model.config, name))
+                break

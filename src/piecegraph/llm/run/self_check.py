@@ -3,24 +3,15 @@
 Steps that give every row are compared with transformers, row by row; then the steps that most requests take, which give
 the rows with logits alone, are compared with them.
 
-Note [How much may differ]
-~~~~~~~~~~~~~~~~~~~~~~~~~~
-In half precision two right answers differ by what rounding makes of them, and that depends on the model: routers on the
-fence send a token to another expert, recurrences carry errors on. So the model itself is asked how much it makes of
-rounding: its embeddings are jittered by half a rounding step, and its logits may differ by a multiple of what that does
-to them. A model that is wrong is off by about the norm of its logits.
-
-Single rows may be on the other side of a fence, so the rows are judged together: half of them must be close, and most
-must not be far off. Prompts, what is behind the reach of a layer, and steps of decoding are other kernels, or other
-ways through them, so each is judged by itself: few rows of one would be lost among many of another.
+How much may differ: see Note [How much may differ] in :mod:`piecegraph.llm.run.agreement`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +22,7 @@ from piecegraph.base.plan import Decision
 from piecegraph.errors import ModelError
 from piecegraph.llm.model.loader import without_plugs
 from piecegraph.llm.model.rotations import are_for_short, own_rotations
+from piecegraph.llm.run.agreement import Errors, Finding, findings, jittered, row_errors, widened
 from piecegraph.llm.run.engine import LLMEngine
 from piecegraph.llm.run.generation import Generation
 from piecegraph.llm.run.request import Request, SamplingParams
@@ -41,38 +33,7 @@ _FIRST_LEN, _SECOND_LEN, _LONG_LEN = 6, 18, 250
 """Of prompts. The second is longer than a block; a long one in its place is longer than windows of up to 242 tokens. A
 step of both is of a size that is recorded for others, too: 32 tokens, also with the first once more, or 256."""
 
-_TOLERANCES = ((0.5, 2e-3), (1.0, 1e-2))
-"""In float32: a share of the rows, and what is allowed for them, of the norm of a row of logits. Some layers (Zamba2's)
-compute one token by another formula than many, so that single rows of a right model differ by a little more.
-"""
-_HALF_TOLERANCES = ((0.5, 0.05), (0.8, 0.15))
-"""In half precision: the same, if the model itself does not make more of rounding."""
-_MOST_TOLERANCE = 0.6
-"""What is never allowed, whatever the model makes of rounding."""
-_ROUNDINGS = 4
-"""Rounding happens in every layer, the jitter once."""
-
-_FAR_OFF = 1e3
-"""Of what is no number."""
-
 _PROMPTS, _BEYOND, _STEPS, _PLAIN = "prompts", "prompts behind a window", "decode steps", "steps without hidden states"
-
-Errors = Mapping[str, torch.Tensor]
-"""By how much of their norm rows of logits differ, for each kind of rows. See Note [How much may differ]."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Finding:
-    """How much some share of the rows of a kind differ at most, and what is allowed."""
-
-    kind: str
-    share: float
-    difference: float
-    allowed: float
-
-    @property
-    def severity(self) -> float:
-        return self.difference / self.allowed
 
 
 def self_check(model: Any, engine: LLMEngine) -> Decision:
@@ -166,7 +127,7 @@ def _plain_logits(engine: LLMEngine, requests: Sequence[Request]) -> list[torch.
 
 def _judge(
     model: Any, engine: LLMEngine, generations: Sequence[Generation], plain: Sequence[torch.Tensor]
-) -> list[_Finding]:
+) -> list[Finding]:
     """How much the rows of each kind differ from those of transformers, and how much may."""
     reach, length = _smallest_reach(engine), engine.scheduler.limits.max_model_len
     with _as_transformers(model, length):
@@ -176,34 +137,16 @@ def _judge(
         | {_PLAIN: _plain_errors(engine, generation, rows)}
         for generation, logits, rows in zip(generations, expected, plain, strict=True)
     )
-    if model.dtype.itemsize > 2:
-        return _findings(errors, _TOLERANCES)
-    found = _findings(errors, _HALF_TOLERANCES)
-    if all(finding.severity <= 1 for finding in found):
+    found = findings(errors, model.dtype)
+    if model.dtype.itemsize > 2 or all(finding.severity <= 1 for finding in found):
         return found
-    with _as_transformers(model, length), _jittered(model):
-        jittered = [_reference(model, generation) for generation in generations]
+    with _as_transformers(model, length), jittered(model):
+        disturbed = [_reference(model, generation) for generation in generations]
     of_rounding = _together(
-        _in_kinds(_row_errors(other, logits), generation, reach)
-        for generation, other, logits in zip(generations, jittered, expected, strict=True)
+        _in_kinds(row_errors(other, logits), generation, reach)
+        for generation, other, logits in zip(generations, disturbed, expected, strict=True)
     )
-    return [
-        replace(finding, allowed=_allowed(finding, float(of_rounding[finding.kind].quantile(finding.share))))
-        for finding in found
-    ]
-
-
-def _findings(errors: Errors, tolerances: Sequence[tuple[float, float]]) -> list[_Finding]:
-    return [
-        _Finding(kind, share, float(rows.quantile(share)), allowed)
-        for kind, rows in errors.items()
-        for share, allowed in tolerances
-        if len(rows)
-    ]
-
-
-def _allowed(finding: _Finding, of_rounding: float) -> float:
-    return min(_MOST_TOLERANCE, max(finding.allowed, _ROUNDINGS * of_rounding))
+    return widened(found, of_rounding)
 
 
 @contextlib.contextmanager
@@ -244,18 +187,12 @@ def _errors(engine: LLMEngine, hidden: torch.Tensor, expected: torch.Tensor) -> 
     """Of the logits of hidden states: not of all at once, as a vocabulary is wide."""
     size = rows_at_once(expected.shape[-1])
     pairs = zip(hidden.split(size), expected.split(size), strict=True)
-    return torch.cat([_row_errors(engine.forward.step.head(rows.to(logits.device)), logits) for rows, logits in pairs])
+    return torch.cat([row_errors(engine.forward.step.head(rows.to(logits.device)), logits) for rows, logits in pairs])
 
 
 def _plain_errors(engine: LLMEngine, generation: Generation, plain: torch.Tensor) -> torch.Tensor:
     hidden = _hidden(generation)[generation.request.num_prompt - 1 :][: len(plain)]
     return _errors(engine, hidden, plain)
-
-
-def _row_errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    norms: torch.Tensor = expected.float().norm(dim=-1).clamp(min=1e-6)
-    differences: torch.Tensor = (found.float() - expected.float()).norm(dim=-1)
-    return (differences / norms).nan_to_num(nan=_FAR_OFF, posinf=_FAR_OFF)
 
 
 def _positions_of_an_image(num_tokens: int) -> NDArray[np.integer]:
@@ -274,19 +211,3 @@ def _positions(generation: Generation, device: torch.device) -> dict[str, torch.
     following = np.arange(request.num_prompt, len(request.tokens) - 1) + request.mrope_delta
     positions = np.concatenate((request.mrope_positions, np.broadcast_to(following, (3, len(following)))), axis=1)
     return {"position_ids": torch.from_numpy(positions)[:, None].to(device)}
-
-
-@contextlib.contextmanager
-def _jittered(model: Any) -> Iterator[None]:
-    """Embeddings are off by half a rounding step at most. See Note [How much may differ]."""
-    step = torch.finfo(model.dtype).eps / 2
-
-    def jitter(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        noise = torch.rand(output.shape, generator=torch.Generator().manual_seed(0)).to(output.device) * 2 - 1
-        return (output.float() * (1 + step * noise)).to(output.dtype)
-
-    hook = model.get_input_embeddings().register_forward_hook(jitter)
-    try:
-        yield
-    finally:
-        hook.remove()
