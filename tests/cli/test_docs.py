@@ -283,15 +283,14 @@ def test_piecegraph_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert told[-1] == "f927e3a0\n"
 
 
-def test_what_if_needs_a_gpu() -> None:
-    command = [sys.executable, "-c", MAIN, *shlex.split(WHAT_IF)[1:], "--device", "cpu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+def test_what_if_needs_a_gpu(forked: ForkServer) -> None:
+    done = forked.run("-c", MAIN, *shlex.split(WHAT_IF)[1:], "--device", "cpu", cwd=ROOT)
     assert done.returncode == 1
     assert "error: PG731 what a part of demo costs cannot be measured" in done.stderr
 
 
-def test_piecegraph_env() -> None:
-    assert "piecegraph" in run(sys.executable, "-c", MAIN, "env")
+def test_piecegraph_env(python: Callable[..., str]) -> None:
+    assert "piecegraph" in python("-c", MAIN, "env")
 
 
 @pytest.mark.parametrize(
@@ -394,7 +393,7 @@ class Model(torch.nn.Module):
 build_model, tokens = Model, torch.ones(5)
 """
     source = before + after.replace(".cuda()", "") + "assert hidden.tolist() == [3.0] * 5\n"
-    printed = run(sys.executable, "-c", _with_source(source))
+    printed = python("-c", _with_source(source))
     assert "cut my::attention" in printed
     assert "1 replayed, coverage 100.0%" in printed
 
