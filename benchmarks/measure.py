@@ -26,6 +26,25 @@ class Timing:
         return f"{self.median_ms:.2f}"
 
 
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How often something is run."""
+
+    warmup_s: float = 0.3
+    repeats: int = 60
+
+    def __str__(self) -> str:
+        return f"medians of {self.repeats} runs after {self.warmup_s} s of warm-up"
+
+
+QUICK = Effort(0.0, 5)
+"""For a run of a benchmark that only shows that it works."""
+
+
+def measure_with(effort: Effort, run: Callable[[], Any]) -> Timing:
+    return measure(run, warmup_s=effort.warmup_s, repeats=effort.repeats)
+
+
 def measure(run: Callable[[], Any], *, warmup_s: float = 0.3, repeats: int = 60) -> Timing:
     """Time single runs from call to finished result: the device is waited for before and after each one.
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, LlamaConfig, LlamaModel
 
 import piecegraph
-from measure import Timing, measure, relative_error
+from measure import QUICK, Effort, Timing, measure_with, relative_error
 from results import Contender, hardware, save, table
 
 LADDER = [*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64), *range(1280, 2049, 256)]
@@ -91,6 +91,7 @@ class Bench:
 
     def __init__(self, device: torch.device, sizes: list[int], ladder: list[int], *, tiny: bool) -> None:
         self.model = build_model(device, tiny=tiny)
+        self.effort = QUICK if tiny else Effort()
         self.device = device
         self.sizes = sizes
         self.ids = torch.randint(0, 500, (max(sizes),), device=device)
@@ -120,7 +121,7 @@ class Bench:
         worst = max(relative_error(run(n), self.expected[n]) for n in self.sizes)
         if not worst <= MAX_ERROR:
             raise SystemExit(f"{name}: outputs differ from eager by {worst:.3g}")
-        timings: dict[str, Timing] = {str(n): measure(lambda n=n: run(n)) for n in self.sizes}
+        timings: dict[str, Timing] = {str(n): measure_with(self.effort, lambda n=n: run(n)) for n in self.sizes}
         return Contender(name, timings, {**notes, "error": f"{worst:.1e}"})
 
 
@@ -268,9 +269,7 @@ def main() -> None:
                 gc.collect()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-    print(
-        f"\nprefill, {hardware()}; columns are tokens; medians of 60 runs after 0.3 s of warm-up\n{table(contenders)}"
-    )
+    print(f"\nprefill, {hardware()}; columns are tokens; {bench.effort}\n{table(contenders)}")
     if options.output:
         save(options.output, contenders)
 
