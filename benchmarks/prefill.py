@@ -66,7 +66,7 @@ def build_model(device: torch.device, *, tiny: bool) -> LlamaModel:
             "vocab_size": 512,
             "hidden_size": 64,
             "intermediate_size": 128,
-            "num_hidden_layers": 3,
+            "num_hidden_layers": 2,
             "num_attention_heads": 4,
         }
         if tiny

@@ -192,7 +192,7 @@ def test_pip_install(command: str, tmp_path: Path) -> None:
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
     target = tmp_path / "site"
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", str(target)]
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-compile", "--target", str(target)]
     pip = [sys.executable, "-m", *shlex.split(command), *options]
     done = subprocess.run(pip, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
