@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from piecegraph.base.compare import relative_error
 from piecegraph.bench.machine import hardware
-from piecegraph.bench.timing import measure
+from piecegraph.bench.timing import Effort, measure
 from piecegraph.llm.kernels.attention import reference, triton_paged, varlen
 from piecegraph.llm.kernels.attention.triton_tiles import MAX_SPLITS, Tiles, decode_tiles, prefill_tiles
 from piecegraph.llm.specs import AttentionBatch, AttentionLayer
@@ -110,7 +110,7 @@ def captured_us(call: Callable[[int], object]) -> float:
     with torch.cuda.graph(graph):
         for i in range(NUM_CALLS):
             call(i)
-    return measure(graph.replay, warmup_s=0.1, repeats=30).median_ms * 1e3 / NUM_CALLS
+    return measure(graph.replay, Effort(0.1, 30)).median_ms * 1e3 / NUM_CALLS
 
 
 def eager_us(call: Callable[[int], object]) -> float:
@@ -120,7 +120,7 @@ def eager_us(call: Callable[[int], object]) -> float:
         for i in range(NUM_CALLS):
             call(i)
 
-    return measure(run, warmup_s=0.1, repeats=10).median_ms * 1e3 / NUM_CALLS
+    return measure(run, Effort(0.1, 10)).median_ms * 1e3 / NUM_CALLS
 
 
 def sdpa(case: Case) -> Callable[[int], object]:

@@ -16,7 +16,7 @@ import piecegraph
 from piecegraph.base.compare import relative_error
 from piecegraph.base.structure import flatten
 from piecegraph.bench.machine import hardware
-from piecegraph.bench.timing import measure
+from piecegraph.bench.timing import QUICK, Effort, measure
 from results import Contender, table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -25,7 +25,7 @@ from benchmarks.zoo import ZOO, ZooModel
 MAX_ERROR = 5e-3  # float32 with TF32 convolutions, against eager
 
 
-def run(model: ZooModel, device: torch.device, *, tiny: bool) -> list[Contender]:
+def run(model: ZooModel, device: torch.device, effort: Effort, *, tiny: bool) -> list[Contender]:
     torch.manual_seed(0)
     module = model.make(tiny).eval().requires_grad_(False).to(device)
     inputs = {name: tensor.to(device) for name, tensor in model.inputs(1, tiny).items()}
@@ -36,7 +36,7 @@ def run(model: ZooModel, device: torch.device, *, tiny: bool) -> list[Contender]
         error = relative_error(flatten(way(**inputs))[0][0], expected)
         if not error <= MAX_ERROR:
             raise SystemExit(f"{model.name}, {name}: outputs differ from eager by {error:.3g}")
-        contenders.append(Contender(name, {model.name: measure(lambda way=way: way(**inputs))}))
+        contenders.append(Contender(name, {model.name: measure(lambda way=way: way(**inputs), effort)}))
     stats = fast.stats()
     contenders[-1].notes.update({"coverage": f"{stats['coverage']:.0%}", "losses": sum(stats["events"].values())})
     return contenders
@@ -47,15 +47,16 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small shapes")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    effort = QUICK if options.tiny else Effort()
     merged: dict[str, Contender] = {}
     with torch.inference_mode():
         for model in ZOO:
-            for contender in run(model, device, tiny=options.tiny):
+            for contender in run(model, device, effort, tiny=options.tiny):
                 into = merged.setdefault(contender.name, Contender(contender.name, {}))
                 into.timings.update(contender.timings)
                 for note, value in contender.notes.items():
                     into.notes[note] = f"{into.notes[note]}, {value}" if note in into.notes else str(value)
-    print(f"batch 1, {hardware()}; medians of 60 runs after 0.3 s of warm-up\n{table(list(merged.values()))}")
+    print(f"batch 1, {hardware()}; {effort}\n{table(list(merged.values()))}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from piecegraph.base.compare import relative_error
 from piecegraph.bench.machine import hardware
 from piecegraph.bench.result import Timing
 from piecegraph.bench.shapes import shape_config
-from piecegraph.bench.timing import measure
+from piecegraph.bench.timing import QUICK, Effort, measure
 from results import Contender, save, table
 
 LADDER = [*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64), *range(1280, 2049, 256)]
@@ -65,7 +65,7 @@ AttentionInterface.register("pgbench", attend)
 
 
 def build_model(device: torch.device, *, tiny: bool) -> LlamaModel:
-    shape, changes = ("tiny", {"num_hidden_layers": 3}) if tiny else ("llama-1b", {})
+    shape, changes = ("tiny", {"num_hidden_layers": 2}) if tiny else ("llama-1b", {})
     config = shape_config(shape, attn_implementation="pgbench", **changes)
     torch.manual_seed(0)
     with torch.device(device):
@@ -77,6 +77,7 @@ class Bench:
 
     def __init__(self, device: torch.device, sizes: list[int], ladder: list[int], *, tiny: bool) -> None:
         self.model = build_model(device, tiny=tiny)
+        self.effort = QUICK if tiny else Effort()
         self.device = device
         self.sizes = sizes
         self.ids = torch.randint(0, 500, (max(sizes),), device=device)
@@ -106,7 +107,7 @@ class Bench:
         worst = max(relative_error(run(n), self.expected[n]) for n in self.sizes)
         if not worst <= MAX_ERROR:
             raise SystemExit(f"{name}: outputs differ from eager by {worst:.3g}")
-        timings: dict[str, Timing] = {str(n): measure(lambda n=n: run(n)) for n in self.sizes}
+        timings: dict[str, Timing] = {str(n): measure(lambda n=n: run(n), self.effort) for n in self.sizes}
         return Contender(name, timings, {**notes, "error": f"{worst:.1e}"})
 
 
@@ -254,9 +255,7 @@ def main() -> None:
                 gc.collect()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-    print(
-        f"\nprefill, {hardware()}; columns are tokens; medians of 60 runs after 0.3 s of warm-up\n{table(contenders)}"
-    )
+    print(f"\nprefill, {hardware()}; columns are tokens; {bench.effort}\n{table(contenders)}")
     if options.output:
         save(options.output, contenders)
 

@@ -107,7 +107,7 @@ def main() -> None:
         bench = Bench(device, sizes, ladder, tiny=options.tiny)
         for backend in options.backends.split(","):
             contenders += contend(bench, ladder, backend, simulated, options.rounds)
-    what = f"the least of {options.rounds} medians of 60 replays; {len(ladder)} sizes recorded"
+    what = f"the least of {options.rounds} medians of {bench.effort.repeats} replays; {len(ladder)} sizes recorded"
     print(f"{hardware()}; {what}\n{table(contenders)}")
 
 

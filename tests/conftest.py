@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 
 # One thread for each worker of pytest, and for each program it starts: threads that wait for each other spin, and two
 # workers of two threads each took twice as long on two cores. Torch reads it when it is imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Tests start hundreds of processes, and each would compile all of piecegraph again where the machine keeps no bytecode.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Plans of earlier runs are not for tests, but for those that are about them.
 os.environ["PIECEGRAPH_CACHE"] = "off"
@@ -20,12 +25,22 @@ from tests.cases.browser import Browser, browser, missing_browser
 from tests.cases.forked import ForkServer, fork_server
 
 
+def pytest_configure() -> None:
+    sys.dont_write_bytecode = False  # as for the processes that tests start
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection need walk through those million objects again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from piecegraph.bench.workloads import WORKLOADS, Workload
+from tests.cases.forked import ForkServer
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,11 +26,9 @@ def test_a_workload_depends_on_its_seed_alone() -> None:
     assert WORKLOADS["long"].max_model_len == 32768 + 256
 
 
-def test_both_passes_are_told() -> None:
-    command = [sys.executable, "benchmarks/serving.py", "--tiny", "--json"]
-    command += ["--arguments", '{"options": {"graph_device": "simulated"}}']
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+def test_both_passes_are_told(forked: ForkServer) -> None:
+    arguments = ["--tiny", "--json", "--arguments", '{"options": {"graph_device": "simulated"}}']
+    done = forked.run("benchmarks/serving.py", *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     first, second = found["passes"]

@@ -7,12 +7,14 @@ import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from piecegraph.base.version import VERSION
 from piecegraph.cli.main import main
 from piecegraph.errors import ModelError
+from tests.cases.forked import ForkServer
 
 
 def run(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -51,8 +53,9 @@ def test_version() -> None:
     assert run("--version").stdout == f"piecegraph, version {VERSION}\n"
 
 
-def test_env_is_a_table_and_json() -> None:
-    table, document = run("env"), run("env", "--json")
+def test_env_is_a_table_and_json(forked: ForkServer) -> None:
+    code = "from piecegraph.cli.main import main; main()"
+    table, document = (forked.run("-c", code, "env", *how, cwd=Path()) for how in ([], ["--json"]))
     assert table.returncode == document.returncode == 0
     found = json.loads(document.stdout)
     assert found["piecegraph"] == VERSION

@@ -209,7 +209,7 @@ def test_pip_install(command: str, tmp_path: Path) -> None:
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
     target = tmp_path / "site"
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", str(target)]
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-compile", "--target", str(target)]
     pip = [sys.executable, "-m", *shlex.split(command), *options]
     done = subprocess.run(pip, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -318,15 +318,14 @@ def test_piecegraph_bench(tmp_path: Path, python: Callable[..., str]) -> None:
     assert told[2].splitlines()[-1] == "2 no change"
 
 
-def test_what_if_needs_a_gpu() -> None:
-    command = [sys.executable, "-c", MAIN, *shlex.split(WHAT_IF)[1:], "--device", "cpu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+def test_what_if_needs_a_gpu(forked: ForkServer) -> None:
+    done = forked.run("-c", MAIN, *shlex.split(WHAT_IF)[1:], "--device", "cpu", cwd=ROOT)
     assert done.returncode == 1
     assert "error: PG731 what a part of demo costs cannot be measured" in done.stderr
 
 
-def test_piecegraph_env() -> None:
-    assert "piecegraph" in run(sys.executable, "-c", MAIN, "env")
+def test_piecegraph_env(python: Callable[..., str]) -> None:
+    assert "piecegraph" in python("-c", MAIN, "env")
 
 
 @pytest.mark.parametrize(
@@ -429,7 +428,7 @@ class Model(torch.nn.Module):
 build_model, tokens = Model, torch.ones(5)
 """
     source = before + after.replace(".cuda()", "") + "assert hidden.tolist() == [3.0] * 5\n"
-    printed = run(sys.executable, "-c", _with_source(source))
+    printed = python("-c", _with_source(source))
     assert "cut my::attention" in printed
     assert "1 replayed, coverage 100.0%" in printed
 

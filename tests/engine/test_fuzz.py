@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +65,9 @@ def test_a_fault_becomes_a_script_that_runs_by_itself(forked: ForkServer, tmp_pa
     assert (ran.stdout.strip(), ran.returncode) == ("breakable, simulated: same", 0), ran.stderr
 
 
-def test_the_script_runs_and_tells_what_it_found(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "scripts/fuzz.py",
-        "--minutes",
-        "60",
-        "--jobs",
-        "2",
-        "--rounds",
-        "0",
-        "--out",
-        str(tmp_path),
-    ]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_the_script_runs_and_tells_what_it_found(forked: ForkServer, tmp_path: Path) -> None:
+    script = str(Path(__file__).parents[2] / "scripts" / "fuzz.py")
+    arguments = ["--minutes", "60", "--jobs", "2", "--rounds", "0", "--out", str(tmp_path)]
+    ran = forked.run(script, *arguments, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "0 programs, 0 calls, 0 faults, 0 crashes" in ran.stdout

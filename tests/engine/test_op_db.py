@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cases.forked import ForkServer
 
 ROOT = Path(__file__).parents[2]
 NUM_SAMPLES = {"trace": 1, "breakable": 2}
@@ -27,10 +27,10 @@ def test_no_op_is_wrong_or_crashes(frontend: str, part: int) -> None:
     assert sum(verdict.verdict == "equal" for verdict in verdicts) > 0.85 * len(ops)
 
 
-def test_the_script_tells_a_verdict_for_each_op(tmp_path: Path) -> None:
+def test_the_script_tells_a_verdict_for_each_op(forked: ForkServer, tmp_path: Path) -> None:
     arguments = ["--frontend", "breakable", "--only", "T,item,empty", "--samples", "1"]
-    command = [sys.executable, "scripts/op_db.py", *arguments, "-o", str(tmp_path / "ops.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    script = str(ROOT / "scripts" / "op_db.py")
+    done = forked.run(script, *arguments, "-o", str(tmp_path / "ops.json"), cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     verdicts = {verdict["op"]: verdict for verdict in json.loads((tmp_path / "ops.json").read_text())["ops"]}
     assert {op: verdict["verdict"] for op, verdict in verdicts.items()} == {

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
 from piecegraph.explain.ranks import evidence_of_ranks, write_failure
+from tests.cases.forked import ForkServer
 
 JOB = """
 import sys
@@ -52,12 +52,22 @@ dist.destroy_process_group()
 """
 
 
+LAUNCH = """
+import runpy, sys
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+# As torchrun --standalone, but for the ranks, which are forked: each would import torch again.
+how = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "start_method": "fork"}
+config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=3, **how)
+elastic_launch(config, lambda: runpy.run_path(sys.argv[1], run_name="__main__") and None)()
+"""
+
+
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+def job(forked: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
     script = tmp_path_factory.mktemp("job") / "job.py"
     script.write_text(JOB)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return forked.run("-c", LAUNCH, str(script), cwd=script.parent, seconds=120)
 
 
 def printed(job: subprocess.CompletedProcess[str], name: str) -> list[str]:
@@ -105,7 +115,7 @@ def test_equal_failures_are_printed_once() -> None:
     assert [process.rank for process in evidence.processes] == [0, 1, 2, 3]
 
 
-def test_a_store_that_hangs_does_not_hang_us() -> None:
+def test_a_store_that_hangs_does_not_hang_us(forked: ForkServer, tmp_path: Path) -> None:
     script = """
         import time
         import torch.distributed as dist
@@ -118,13 +128,11 @@ def test_a_store_that_hangs_does_not_hang_us() -> None:
         ranks.report_failure("forward", ValueError())
         print("on we go")
         """
-    done = subprocess.run(
-        [sys.executable, "-c", dedent(script)], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = forked.run("-c", dedent(script), cwd=tmp_path, seconds=60)
     assert done.stdout == "on we go\n", done.stderr
 
 
-def test_our_commands_leave_the_job(tmp_path: Path) -> None:
+def test_our_commands_leave_the_job(forked: ForkServer, tmp_path: Path) -> None:
     script = f"""
         import atexit
         import torch.distributed as dist
@@ -137,6 +145,5 @@ def test_our_commands_leave_the_job(tmp_path: Path) -> None:
         atexit.register(lambda: print(dist.is_initialized()))
         m.main()
         """
-    command = [sys.executable, "-c", dedent(script), "fail"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = forked.run("-c", dedent(script), "fail", cwd=tmp_path, seconds=60)
     assert (done.returncode, done.stdout, done.stderr) == (2, "False\n", "error: PG101 it failed\n")

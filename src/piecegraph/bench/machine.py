@@ -12,7 +12,7 @@ import torch
 
 from piecegraph.base.environment import describe_environment
 from piecegraph.bench.result import Machine
-from piecegraph.bench.timing import measure
+from piecegraph.bench.timing import Effort, measure
 
 _COPY_BYTES = 2 << 30
 """Many times any cache of a device."""
@@ -54,5 +54,5 @@ def bandwidth_bytes_s(device: torch.device) -> float | None:
         return None
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    timing = measure(lambda: target.copy_(source), warmup_s=0.1, repeats=10)
+    timing = measure(lambda: target.copy_(source), Effort(0.1, 10))
     return 2 * _COPY_BYTES / timing.median_ms * 1e3

@@ -6,6 +6,8 @@ Nothing of a model is rewritten. The functions here are what Dynamo sees when it
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -134,6 +136,15 @@ def number_experts(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
 
 def _modules_with_experts(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     return (module for module in model.modules() if hasattr(type(module), "_apply_gate"))
+
+
+def source_in_transformers(kind: type) -> str:
+    """The source of a class that is in a model of transformers; empty for any other class."""
+    return _class_source(kind) if kind.__module__.startswith("transformers.models.") else ""
+
+
+# A model has many modules of few classes, and to find the source of a class Python parses the whole file.
+_class_source = functools.cache(inspect.getsource)
 
 
 AttentionInterface.register(NAME, attention_forward)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from piecegraph.errors import ModelError
 from piecegraph.llm.kernels.linear import other_product
+from piecegraph.llm.model.plug import source_in_transformers
 from piecegraph.llm.specs import StateLayer
 
 _WRONG_FAMILIES = {
@@ -64,7 +65,7 @@ def refuse_model(model: torch.nn.Module) -> None:
 
 def refuse_attention(model: torch.nn.Module) -> None:
     """Raise if the attention of a model cannot be given a paged cache. Not for layers that keep a state instead."""
-    if not any(_uses_interface(type(module)) for module in model.modules()):
+    if not any(_INTERFACE in source_in_transformers(type(module)) for module in model.modules()):
         path = next((path for path, module in model.named_modules() if "Attention" in type(module).__name__), "")
         raise no_interface(type(model).__name__, path)
     inner = ((path, module) for path, module in model.named_modules() if path)
@@ -81,7 +82,7 @@ def refuse_embeddings(model: torch.nn.Module) -> None:
         kind, why = type(module), ""
         if _DEEP_FEATURES in inspect.signature(kind.forward).parameters:
             why = f"images also reach the layers of {kind.__name__} as {_DEEP_FEATURES}"
-        elif _is_of_transformers(kind) and _BOTH_WAYS in inspect.getsource(kind):
+        elif _BOTH_WAYS in source_in_transformers(kind):
             why = f"the tokens of an image attend to each other both ways in {kind.__name__}"
         if why:
             what = f"{type(model).__name__} cannot take embeddings in the place of tokens"
@@ -105,14 +106,6 @@ def _cannot_run(model: torch.nn.Module, why: str, where: str = "") -> ModelError
 
 def _takes_positions(module: torch.nn.Module) -> bool:
     return "position_ids" in inspect.signature(type(module).forward).parameters
-
-
-def _uses_interface(kind: type) -> bool:
-    return _is_of_transformers(kind) and _INTERFACE in inspect.getsource(kind)
-
-
-def _is_of_transformers(kind: type) -> bool:
-    return kind.__module__.startswith("transformers.models.")
 
 
 def refuse_deterministic(

@@ -25,7 +25,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from piecegraph.base.plan import Decision
 from piecegraph.errors import ModelError
-from piecegraph.llm.model.plug import LATENT, UnsupportedCallError
+from piecegraph.llm.model.plug import LATENT, UnsupportedCallError, source_in_transformers
 
 LinearForm = Literal["auto", "fine", "opaque"]
 
@@ -85,11 +85,9 @@ def cache_for(
     opaque: list[tuple[str, torch.nn.Module]] = []
     latent: list[torch.nn.Module] = []
     decisions: dict[type, Decision] = {}
-    # Each class once: to find its source, Python parses the whole file.
-    stateful = {kind for kind in set(map(type, decoder.modules())) if _keeps_state(kind)}
     for path, module in decoder.named_modules():
         kind = type(module)
-        if kind in stateful:
+        if _keeps_state(kind):
             reason = _why_opaque(kind) if linear_attention != "opaque" else "asked for"
             if reason:
                 _check_may_be_opaque(path, kind, linear_attention, reason)
@@ -123,16 +121,14 @@ def _replaced(names: dict[str, Any], name: str, value: Any) -> Iterator[None]:
 
 
 def _keeps_state(kind: type) -> bool:
-    if not kind.__module__.startswith("transformers.models."):
-        return False
-    source = inspect.getsource(kind)
+    source = source_in_transformers(kind)
     return "update_conv_state" in source or "update_recurrent_state" in source
 
 
 def _why_opaque(kind: Any) -> str:
     """Why the layers of a class have no fine form; empty if they have one."""
     forward = inspect.unwrap(kind.forward)
-    used, source = forward.__code__.co_names, inspect.getsource(kind)
+    used, source = forward.__code__.co_names, source_in_transformers(kind)
     for update, function in (("update_conv_state", _CONVOLUTION), ("update_recurrent_state", _DELTA_RULE)):
         if update not in source:
             continue
