@@ -55,7 +55,8 @@ def test_calls_of_a_module_are_measured() -> None:
     ours = result.rows[1]
     assert ours.timing is not None
     assert ours.tokens_s == pytest.approx(2 / ours.timing.median_ms * 1e3)
-    assert ours.coverage == 1.0
+    assert ours.coverage == 0.0, "there are no graphs"
+    assert "output length" not in {each.subject for each in result.config}
     stages = {each.mode: each.stages_s for each in result.startup}
     assert stages["breakable"].keys() > {"load", "record"}
 

@@ -128,6 +128,8 @@ def _decisions(config: BenchConfig, given: set[str]) -> tuple[Decision, ...]:
         ("output length", str(config.output_len), size),
         ("modes", _listed(config.modes), "all"),
     ]
+    if config.is_module:
+        del settings[3]  # it generates nothing
     found = [Decision("model", config.model, _about_model(config))]
     found += [Decision(name, value, "asked for" if name in given else reason) for name, value, reason in settings]
     turns = f"in turns of the modes, behind {WARM_UPS} that are not counted"

@@ -96,6 +96,7 @@ class ModuleRunner:
 
     def __init__(self, mode: Mode, module: torch.nn.Module, load_s: float, config: BenchConfig) -> None:
         self.mode = mode
+        self._has_graphs = config.has_graphs
         self.weight_bytes = sum(parameter.nbytes for parameter in module.parameters())
         self._run: Any = module
         self._ours: Any = None
@@ -129,7 +130,8 @@ class ModuleRunner:
         if self._ours is None:
             return Counts()
         stats = self._ours.stats()
-        return Counts(num_steps=stats["calls"], num_replays=stats["replayed"])
+        # Without graphs a plan's calls are counted as replayed, too.
+        return Counts(num_steps=stats["calls"], num_replays=stats["replayed"] if self._has_graphs else 0)
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:

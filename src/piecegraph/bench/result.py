@@ -81,8 +81,9 @@ class Verdict:
     reason: str
     """By how much outputs differ and may differ; or why there is nothing to compare."""
     difference: float | None = None
-    """Of the rows of logits, the median over rows of what they are off by, relative to their norm."""
+    """Of rows of logits: by how much of their norm a share of them is off, the share that is closest to its limit."""
     allowed: float | None = None
+    """That limit."""
 
     @property
     def is_timed(self) -> bool:
