@@ -125,11 +125,9 @@ def _decisions(config: BenchConfig, given: set[str]) -> tuple[Decision, ...]:
         ("device", str(config.device), "found"),
         ("batch sizes", _listed(config.batch_sizes), size),
         ("input lengths", _listed(config.input_lens), size),
-        ("output length", str(config.output_len), size),
+        *(() if config.is_module else (("output length", str(config.output_len), size),)),
         ("modes", _listed(config.modes), "all"),
     ]
-    if config.is_module:
-        del settings[3]  # it generates nothing
     found = [Decision("model", config.model, _about_model(config))]
     found += [Decision(name, value, "asked for" if name in given else reason) for name, value, reason in settings]
     turns = f"in turns of the modes, behind {WARM_UPS} that are not counted"
