@@ -26,7 +26,7 @@ from piecegraph.bench.machine import hardware
 from piecegraph.bench.ours import step_seconds
 from piecegraph.bench.result import Timing
 from piecegraph.bench.shapes import shape_config
-from piecegraph.bench.timing import measure
+from piecegraph.bench.timing import Effort, measure
 from results import Contender, save, table
 
 
@@ -115,7 +115,8 @@ def run(name: str, shape: Shape, options: argparse.Namespace) -> Contender:
     for length in shape.prefill:
         asked = iter(prompts.make(400, length))
         timings[f"prefill {length}"] = measure(
-            lambda asked=asked: llm.generate([next(asked)], max_new_tokens=1, ignore_eos=True), repeats=options.repeats
+            lambda asked=asked: llm.generate([next(asked)], max_new_tokens=1, ignore_eos=True),
+            Effort(repeats=options.repeats),
         )
     for batch in shape.decode:
         timings[f"decode {batch}"] = time_decode(llm, prompts, batch, shape.context, options.new)

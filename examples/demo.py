@@ -17,10 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piecegraph
+from piecegraph.base.compare import relative_error
+from piecegraph.bench.machine import hardware
+from piecegraph.bench.result import Timing
+from piecegraph.bench.timing import Effort, measure
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from measure import Timing, measure, relative_error
-from results import Contender, hardware, table
+from results import Contender, table
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WIDTH, HEADS, LAYERS, SIZES = (1024, 16, 12, [16, 64, 256]) if DEVICE.type == "cuda" else (256, 4, 6, [16, 64, 128])
@@ -84,7 +87,7 @@ def compare() -> None:
             for contender, way in zip(contenders, (model, compiled, fast), strict=True):
                 error = relative_error(way(tokens), expected)
                 assert error < 1e-2, f"{contender.name} differs from eager by {error:.2g}"
-                timing: Timing = measure(lambda way=way, tokens=tokens: way(tokens), repeats=REPEATS)
+                timing: Timing = measure(lambda way=way, tokens=tokens: way(tokens), Effort(repeats=REPEATS))
                 contender.timings[f"{size} tokens"] = timing
         contenders[2].notes["coverage"] = f"{fast.stats()['coverage']:.0%}"
     print(f"\n{hardware()}\n{table(contenders)}\n\n{fast.explain()}")
