@@ -37,9 +37,13 @@ def test_files_are_written_by_their_suffix(tmp_path: Path) -> None:
     result = made_result()
     write(result, tmp_path / "a.json")
     write(result, tmp_path / "a.md")
+    write(result, tmp_path / "a.html")
     assert read_result(tmp_path / "a.json") == result
     assert (tmp_path / "a.md").read_text() == as_markdown(result)
+    report = (tmp_path / "a.html").read_text()
+    assert report.startswith("<!DOCTYPE html>")
+    assert '<b>"quoted"' not in report
     with pytest.raises(InputError, match="no such folder"):
         check_output(tmp_path / "there" / "a.json")
-    with pytest.raises(InputError, match=r"end its name with one of \.json, \.md"):
+    with pytest.raises(InputError, match=r"end its name with one of \.json, \.md, \.html"):
         check_output(tmp_path / "a.txt")

@@ -67,6 +67,7 @@ CACHE = (
 BENCH = (
     "piecegraph bench tiny",
     "piecegraph bench qwen3-0.6b --batch-size 1,8,64 --input-len 128,1024 --output-len 32 -o before.json",
+    "piecegraph bench tiny -o report.html",
     "piecegraph bench --compare before.json after.json",
 )
 WHAT_IF = 'piecegraph trace demo --what-if "layers.*.mlp"'
@@ -306,16 +307,17 @@ def test_piecegraph_bench(tmp_path: Path, python: Callable[..., str]) -> None:
     """One after the other: what the second has saved is compared with itself. A small model in the place of a large."""
     told = []
     for command in BENCH:
-        words = command.replace("qwen3-0.6b --batch-size 1,8,64 --input-len 128,1024", "tiny --batch-size 2").split()[
-            1:
-        ]
+        small = command.replace("qwen3-0.6b", "tiny").replace("1,8,64", "2").replace("128,1024", "16")
+        words = small.split()[1:]
         if "tiny" in words:
             words += ["--modes", "eager" if "-o" in words else "eager,breakable"]
-        paths = {"before.json": str(tmp_path / "run.json"), "after.json": str(tmp_path / "run.json")}
+        paths = {name: str(tmp_path / "run.json") for name in ("before.json", "after.json")}
+        paths["report.html"] = str(tmp_path / "report.html")
         told.append(python("-c", MAIN, *(paths.get(word, word) for word in words)))
     assert re.search(r"decode +breakable +[\d.]+ ", told[0])
     assert re.search(r"^batch sizes +2 +asked for$", told[1], re.MULTILINE)
-    assert told[2].splitlines()[-1] == "2 no change"
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+    assert told[3].splitlines()[-1] == "2 no change"
 
 
 def test_what_if_needs_a_gpu(forked: ForkServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from piecegraph.base.plan import Decision
@@ -64,7 +65,19 @@ def as_markdown(result: BenchResult) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-WRITERS: dict[str, Callable[[BenchResult], str]] = {".json": BenchResult.to_json, ".md": as_markdown}
+def as_html(result: BenchResult) -> str:
+    """A report to share: one file without references to others."""
+    from piecegraph.report.bench import bench_report
+    from piecegraph.report.page import to_html
+
+    return to_html(bench_report(asdict(result)))
+
+
+WRITERS: dict[str, Callable[[BenchResult], str]] = {
+    ".json": BenchResult.to_json,
+    ".md": as_markdown,
+    ".html": as_html,
+}
 """What writes a file, by its suffix. A further format is one more entry."""
 
 

@@ -70,7 +70,9 @@ class _Bench(click.Command):
 @click.option("--compare", nargs=2, type=click.Path(path_type=Path), metavar="A B", help="Compare two saved results.")
 @click.option("--strict", is_flag=True, help="End with 3 if anything did not run as asked.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-@click.option("-o", "--output", "outputs", multiple=True, type=click.Path(path_type=Path), help="Write .json or .md.")
+@click.option(
+    "-o", "--output", "outputs", multiple=True, type=click.Path(path_type=Path), help="Write .json, .md or .html."
+)
 def bench(
     model: str | None,
     module: str | None,
