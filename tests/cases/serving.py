@@ -64,8 +64,8 @@ class Served:
 def http(path: str, body: Any) -> bytes:
     """A request as it goes over the wire."""
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    return head.encode() + data
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return head.encode() + f"Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 @contextmanager

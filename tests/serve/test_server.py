@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import select
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -17,7 +19,7 @@ import pytest
 import piecegraph
 from piecegraph.errors import CommandError, ConfigError, ModelError
 from piecegraph.llm.async_llm import AsyncLLM
-from piecegraph.serve import guards
+from piecegraph.serve import guards, protocol
 from piecegraph.serve.server import listen
 from piecegraph.serve.settings import ServeSettings
 from tests.cases.serving import Served, http, served
@@ -135,13 +137,105 @@ def test_bodies_that_are_too_large_or_too_slow(tiny: piecegraph.LLM, monkeypatch
         status, answer, _ = running.post("/v1/completions", {**BODY, "prompt": "ax " * 1000})
         assert (status, answer["error"]["code"]) == (413, "body_too_large")
         with running.connect() as client:  # one that does not say how long it is
-            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
             client.sendall(head.encode() + b"7d0\r\n" + b" " * 2000 + b"\r\n")
             assert b" 413 " in client.recv(4096)
         with running.connect() as client:
             client.sendall(http("/v1/completions", BODY)[:-5])
             assert b" 408 " in client.recv(4096)
         assert running.post("/v1/completions", BODY)[0] == 200
+
+
+def test_pages_of_other_sites(running: Served, tiny: piecegraph.LLM) -> None:
+    port = running.address.rpartition(":")[2]
+    for host in (
+        "site.example",
+        f"site.example:{port}",
+        "localhost.site.example",
+        "127.0.0.1.site.example",
+        "[",
+        "10.0.0.1",
+    ):
+        for path in ("/v1/completions", "/v1/messages"):
+            status, answer, _ = running.post(path, BODY, Host=host)
+            assert (status, "Host header" in answer["error"]["message"]) == (403, True), host
+        assert running.get("/", Host=host)[0] == running.get("/stats", Host=host)[0] == 403
+    for host in ("localhost", f"LOCALHOST:{port}", "127.0.0.1", f"[::1]:{port}", "127.1.2.3"):
+        assert running.post("/v1/completions", BODY, Host=host)[0] == 200, host
+    # A page may send a text to any server, without asking first.
+    assert running.post("/v1/completions", BODY, **{"Content-Type": "text/plain"})[0] == 400
+    with running.connect() as client:
+        client.sendall(b"GET /stats HTTP/1.1\r\nHost: localhost\r\nHost: site.example\r\n\r\n")
+        assert b" 403 " in client.recv(4096)
+    with served(tiny, api_keys=(KEY,)) as other:  # which no page has
+        assert other.post("/v1/completions", BODY, Host="site.example", Authorization=f"Bearer {KEY}")[0] == 200
+
+
+def test_bodies_that_trickle(tiny: piecegraph.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "_BODY_S", 0.3)
+    monkeypatch.setattr(protocol, "_LINGER_S", 0.1)
+    with served(tiny) as running, running.connect() as client:
+        client.sendall(http("/v1/completions", {**BODY, "prompt": "x" * 10_000})[:-9_000])
+        assert trickled(client, b"x") == 408
+
+
+def test_headers_that_trickle(tiny: piecegraph.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_HEAD_S", 0.3)
+    with served(tiny) as running:
+        for begin, more, status in (
+            (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ", b"x", 408),
+            (b"", b"\r\n", 0),  # which come before a request
+        ):
+            with running.connect() as client:
+                client.sendall(begin)
+                assert trickled(client, more) == status
+        with running.connect() as client:  # the one before is answered, though its successor never comes
+            client.sendall(http("/v1/completions", {**BODY, "stream": True}) + b"GET /")
+            text = b""
+            while new := client.recv(4096):
+                text += new
+            assert b"[DONE]" in text
+
+
+def trickled(client: socket.socket, more: bytes) -> int:
+    """Send a little until the connection is closed; the status of what was answered, 0 for nothing."""
+    client.settimeout(0.02)
+    found, end = b"", time.monotonic() + 30
+    while time.monotonic() < end:
+        try:
+            client.sendall(more)
+            new = client.recv(4096)
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            break
+        if not new:
+            break
+        found += new
+    else:
+        raise AssertionError("the connection is still there")
+    return int(found.split()[1]) if found else 0
+
+
+def test_headers_that_do_not_end(running: Served) -> None:
+    with running.connect() as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        for _ in range(100):
+            client.sendall(b"x" * 1000)
+            time.sleep(0.001)
+            if select.select([client], [], [], 0)[0]:
+                break
+        assert b" 431 " in client.recv(4096)
+
+
+def test_connections_are_kept(running: Served) -> None:
+    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with running.connect() as client:
+        for sent, num_answers in ((health, 1), (http("/v1/completions", BODY), 1), (health + health, 2)):
+            client.sendall(sent)
+            text = b""
+            while text.count(b"HTTP/1.1 200 OK") < num_answers or not text.endswith(b"}"):
+                text += client.recv(4096)
 
 
 def test_a_queue_that_is_full(tiny: piecegraph.LLM, monkeypatch: pytest.MonkeyPatch) -> None:

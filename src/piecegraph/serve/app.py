@@ -212,7 +212,7 @@ async def _tell_invalid(request: Request, error: Any) -> Response:
 
 
 async def _tell_http(request: Request, error: Any) -> Response:
-    codes = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+    codes = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "body_too_large"}
     messages = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not for this path"}
     message = messages.get(error.status_code, str(error.detail))
     return await _tell(request, ApiError(error.status_code, message, code=codes.get(error.status_code)))

@@ -1,11 +1,20 @@
-"""What every request passes: its record, its key, the size of its body."""
+"""What every request passes: its record, its key, the host it names, the size and the pace of its body.
+
+Note [Pages of other sites]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A server that only this machine reaches may do without a key. But a browser on this machine runs pages of others, and
+whoever owns a name can have it resolve to 127.0.0.1: to the browser, the server is then a part of that site. What such
+a request cannot change is the name in its Host header.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import hmac
+import time
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -14,11 +23,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from piecegraph.serve.failures import ApiError
 from piecegraph.serve.metrics import Metrics
 from piecegraph.serve.record import Record
-from piecegraph.serve.settings import ServeSettings
+from piecegraph.serve.settings import ServeSettings, is_loopback
 from piecegraph.serve.streams import Json
 
 _BODY_S = 30
-"""Seconds in which some more of a body must come."""
+"""Seconds in which a body must come,"""
+_LEAST_BYTES_PER_S = 2**14
+"""and what has come of it buys further ones, so that no client holds on for long with a few bytes."""
 
 _OPEN = ("/health", "/ready", "/")
 """What asks for no key: those who restart a server have none, and a browser asks for the page before it has one."""
@@ -37,6 +48,7 @@ class Guards:
         self._app = app
         self._max_bytes = settings.max_body_bytes
         self._metrics = metrics
+        self._is_for_this_machine = settings.is_for_this_machine
         self._digests = tuple(_digest(key) for key in settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,6 +78,9 @@ class Guards:
             record.write()
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+        if self._is_for_this_machine and not all(map(_names_this_machine, headers.getlist("host"))):
+            message = "without an API key, only requests to localhost are answered: the Host header names another"
+            return ApiError(403, message, code="host_not_allowed")
         if self._digests and scope["path"] not in _OPEN and not self._has_key(headers):
             return ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         length = headers.get("content-length", "0")
@@ -88,16 +103,29 @@ def _is_one_of(given: bytes, known: Sequence[bytes]) -> bool:
     return sum(hmac.compare_digest(given, each) for each in known) > 0
 
 
+def _names_this_machine(host: str) -> bool:
+    """Whether a Host header does. See Note [Pages of other sites].
+
+    >>> [_names_this_machine(host) for host in ("localhost:8000", "127.0.0.1", "[::1]:8000", "localhost.example")]
+    [True, True, True, False]
+    """
+    try:
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return False
+
+
 def _counted(receive: Receive, max_bytes: int) -> Receive:
     """The same, but no body is longer than it may be, whatever its header said, and none is waited for too long."""
-    num_bytes, is_whole = 0, False
+    num_bytes, is_whole, begun = 0, False, time.monotonic()
 
     async def receive_counted() -> Message:
         nonlocal num_bytes, is_whole
+        left_s = begun + _BODY_S + num_bytes / _LEAST_BYTES_PER_S - time.monotonic()
         try:
-            message = await asyncio.wait_for(receive(), None if is_whole else _BODY_S)
+            message = await asyncio.wait_for(receive(), None if is_whole else left_s)
         except TimeoutError as error:
-            raise HTTPException(408, f"nothing of the body has come for {_BODY_S} seconds") from error
+            raise HTTPException(408, f"{num_bytes} bytes of the body have come, which is too slow") from error
         is_whole = not message.get("more_body", False)
         num_bytes += len(message.get("body", b""))
         if num_bytes > max_bytes:

@@ -15,6 +15,7 @@ import uvicorn
 from piecegraph.errors import CommandError
 from piecegraph.llm.async_llm import AsyncLLM
 from piecegraph.serve.app import make_app
+from piecegraph.serve.protocol import HttpProtocol
 from piecegraph.serve.service import Service
 from piecegraph.serve.settings import ServeSettings
 
@@ -50,6 +51,8 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 make_app(service),
+                http=HttpProtocol,
+                ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,

@@ -36,9 +36,17 @@ class ServeSettings:
     @property
     def is_open_to_others(self) -> bool:
         """Whether other machines can reach it, and nothing is asked of them."""
-        if self.api_keys:
-            return False
-        try:
-            return not ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host != "localhost"
+        return not self.api_keys and not is_loopback(self.host)
+
+    @property
+    def is_for_this_machine(self) -> bool:
+        """Whether whoever reaches it is trusted because they are on this machine."""
+        return not self.api_keys and is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or a name, is this machine's own and nobody else's."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,83 @@
+"""Connections whose requests come too slowly, or never end: uvicorn waits for headers as long as it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from piecegraph.serve.failures import ApiError
+
+_HEAD_S = 30
+"""Seconds in which the headers of a request must come."""
+_HEAD_BYTES = 2**16
+_LINGER_S = 5
+"""Seconds in which the rest of a body that was refused is let in: a client that still writes does not read."""
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """uvicorn's, with a time and a size for headers. Its own timer is stopped by every byte; this one is not."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _is_in_head = False
+    _num_head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_within(_HEAD_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect_nothing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_in_head:
+            self._num_head_bytes += len(data)
+        super().data_received(data)
+        if self._is_in_head and self._num_head_bytes > _HEAD_BYTES:
+            self._refuse(ApiError(431, f"the headers are larger than {_HEAD_BYTES} bytes", code="headers_too_large"))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_head, self._num_head_bytes = True, 0
+        self._expect_within(_HEAD_S)
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._expect_nothing()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self.cycle.response_complete:
+            self._expect_within(self.timeout_keep_alive)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self._is_in_head:  # otherwise there is another request
+            self._expect_within(_LINGER_S if self.cycle.more_body else self.timeout_keep_alive)
+
+    def _expect_within(self, seconds: float) -> None:
+        self._expect_nothing()
+        self._timer = self.loop.call_later(seconds, self._give_up)
+
+    def _expect_nothing(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False  # it is answered; what was begun behind it is not
+        elif self._is_in_head:
+            self._refuse(ApiError(408, f"the headers have not come in {_HEAD_S} seconds", code="timeout"))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Tell what is wrong with headers. Which API they are for is not known yet: the shape is OpenAI's."""
+        body = json.dumps(error.body("")).encode()
+        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
+        self.transport.close()
