@@ -8,13 +8,14 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import piecegraph
 from piecegraph.llm.async_llm import AsyncLLM
+from piecegraph.serve.models import Models, ModelSpec
 from piecegraph.serve.server import HttpServer, address_of, listen
 from piecegraph.serve.service import Service
 from piecegraph.serve.settings import ServeSettings
@@ -30,7 +31,7 @@ class Served:
 
     @property
     def service(self) -> Service:
-        return self.server.service
+        return self.server.models.find(None)
 
     def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, dict[str, str]]:
         """Status, body and headers of an answer."""
@@ -69,15 +70,22 @@ def http(path: str, body: Any) -> bytes:
 
 
 @contextmanager
-def served(llm: piecegraph.LLM, *, load: Callable[[], AsyncLLM] | None = None, **settings: Any) -> Iterator[Served]:
-    """Serve a model on a port that is free."""
-    chosen = ServeSettings(**{"model_name": "tiny", "port": 0, **settings})
-    server, is_ready = HttpServer(Service(chosen)), threading.Event()
-    make = load or (lambda: AsyncLLM(llm, max_queue=chosen.max_queue))
+def served(
+    llm: piecegraph.LLM,
+    *,
+    load: Callable[[ModelSpec], AsyncLLM] | None = None,
+    names: Sequence[str] = ("tiny",),
+    **settings: Any,
+) -> Iterator[Served]:
+    """Serve a model on a port that is free; or several, each of which ``load`` finds by its name."""
+    chosen = ServeSettings(**{"port": 0, **settings})
+    make = load or (lambda _: AsyncLLM(llm, max_queue=chosen.max_queue))
+    server, is_ready = HttpServer(Models(chosen, make)), threading.Event()
+    specs = [ModelSpec(name=name, path=name) for name in names]
     with listen(chosen.host, chosen.port) as listening:
 
         def run() -> None:
-            asyncio.run(server.serve_model(listening, make, lambda _: is_ready.set()))
+            asyncio.run(server.serve_models(listening, specs, lambda _: is_ready.set()))
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()

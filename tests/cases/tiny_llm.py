@@ -20,8 +20,8 @@ WORDS = [
 CHAT = "{% for m in messages %}<user> {{ m['content'] }} {% endfor %}<assistant>"
 
 
-def tiny_model() -> Any:
-    torch.manual_seed(0)
+def tiny_model(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
     config = hf.LlamaConfig(
         vocab_size=len(WORDS),
         hidden_size=32,
@@ -50,8 +50,8 @@ def tiny_tokenizer(*, chat: bool) -> Any:
     return tokenizer
 
 
-def write_tiny_llm(folder: Path, *, chat: bool = True) -> str:
+def write_tiny_llm(folder: Path, *, chat: bool = True, seed: int = 0) -> str:
     """Write both as transformers would; returns the path."""
-    tiny_model().save_pretrained(folder)
+    tiny_model(seed).save_pretrained(folder)
     tiny_tokenizer(chat=chat).save_pretrained(folder)
     return str(folder)

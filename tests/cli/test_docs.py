@@ -164,6 +164,7 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         *EXPLAIN,  # test_piecegraph_explain
         GENERATE,  # test_piecegraph_generate
         "piecegraph serve demo",  # tests/cli/test_serve, with a smaller model
+        "piecegraph serve path/to/first --model-name first --model second=path/to/second --memory-fraction 0.6,0.3",
         "piecegraph serve --help",
         "piecegraph serve",
         "piecegraph serve MODEL",

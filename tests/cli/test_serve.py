@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from piecegraph.cli.main import group
 from piecegraph.errors import ModelError
 from piecegraph.llm import async_llm
+from piecegraph.serve import server
 from tests.cases.tiny_llm import write_tiny_llm
 
 
@@ -99,8 +100,30 @@ def test_help_is_one_screen_and_imports_no_server() -> None:
 
 
 def test_wrong_calls() -> None:
-    for words in (["serve"], ["serve", "m", "--port", "70000"], ["serve", "m", "--max-queue", "0"]):
-        assert CliRunner().invoke(group, words).exit_code == 2
+    for words in (
+        [],
+        ["m", "--port", "70000"],
+        ["m", "--max-queue", "0"],
+        ["m", "--model", "path"],
+        ["m", "--model", "m=path"],
+        ["m", "--model", "n=path", "--memory-fraction", "0.5"],
+        ["m", "--model", "n=path", "--memory-fraction", "0.9,0.2"],
+        ["m", "--memory-fraction", "all"],
+    ):
+        assert CliRunner().invoke(group, ["serve", *words]).exit_code == 2, words
+
+
+def test_models_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def given(*words: str) -> list[tuple[str, str, float | None]]:
+        found: list[Any] = []
+        monkeypatch.setattr(server, "serve", lambda _, specs, load, on_ready: found.extend(specs) or True)
+        assert CliRunner().invoke(group, ["serve", "a/b", *words, "--device", "cpu"]).exit_code == 0
+        return [(spec.name, spec.path, spec.memory_fraction) for spec in found]
+
+    assert given() == [("a/b", "a/b", None)]
+    assert given("--model", "n=c=d") == [("a/b", "a/b", 0.125), ("n", "c=d", 0.125)]
+    both = "--model-name first --model second=path/to/second --memory-fraction 0.6,0.3"  # as docs/serve.md has it
+    assert given(*both.split()) == [("first", "a/b", 0.6), ("second", "path/to/second", 0.3)]
 
 
 def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:

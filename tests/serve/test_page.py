@@ -89,7 +89,7 @@ def test_the_page_needs_no_key_and_its_numbers_do(tiny: piecegraph.LLM) -> None:
 def test_there_are_no_numbers_of_a_model_that_is_not_there(tiny: piecegraph.LLM) -> None:
     was_asked = threading.Event()
 
-    def load() -> AsyncLLM:
+    def load(_: object) -> AsyncLLM:
         assert was_asked.wait(60)
         return AsyncLLM(tiny)
 
@@ -97,7 +97,7 @@ def test_there_are_no_numbers_of_a_model_that_is_not_there(tiny: piecegraph.LLM)
         stats = running.get("/stats")[1]
         was_asked.set()
         assert stats.pop("time_s") > 0
-        assert stats == {"status": "loading", "model": "tiny", "version": piecegraph.__version__}
+        assert stats == {"status": "loading", "models": ["tiny"], "model": "tiny", "version": piecegraph.__version__}
         until(lambda: running.get("/ready")[0] == 200)
 
 

@@ -270,7 +270,7 @@ def test_a_request_that_takes_too_long(tiny: piecegraph.LLM, monkeypatch: pytest
 def test_it_answers_while_the_model_is_loaded(tiny: piecegraph.LLM) -> None:
     gate = threading.Event()
 
-    def load() -> AsyncLLM:
+    def load(_: Any) -> AsyncLLM:
         assert gate.wait(60)
         return AsyncLLM(tiny)
 
@@ -290,7 +290,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(tiny: piecegraph.LLM, mon
     raised: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", lambda told: raised.append(told.exc_value))
 
-    def load() -> AsyncLLM:
+    def load(_: Any) -> AsyncLLM:
         raise ModelError("PG661", "there is no model at nowhere")
 
     with served(tiny, load=load) as running:
@@ -331,13 +331,13 @@ def test_the_schema_names_every_endpoint(running: Served) -> None:
 
 
 def test_settings() -> None:
-    assert not ServeSettings(model_name="m").is_open_to_others
-    assert not ServeSettings(model_name="m", host="::1").is_open_to_others
-    assert not ServeSettings(model_name="m", host="localhost").is_open_to_others
-    assert not ServeSettings(model_name="m", host="0.0.0.0", api_keys=("k",)).is_open_to_others
-    assert ServeSettings(model_name="m", host="0.0.0.0").is_open_to_others
-    assert ServeSettings(model_name="m", host="machine.example").is_open_to_others
+    assert not ServeSettings().is_open_to_others
+    assert not ServeSettings(host="::1").is_open_to_others
+    assert not ServeSettings(host="localhost").is_open_to_others
+    assert not ServeSettings(host="0.0.0.0", api_keys=("k",)).is_open_to_others
+    assert ServeSettings(host="0.0.0.0").is_open_to_others
+    assert ServeSettings(host="machine.example").is_open_to_others
     with pytest.raises(ConfigError, match="PG101 an API key is empty"):
-        ServeSettings(model_name="m", api_keys=(" ",))
+        ServeSettings(api_keys=(" ",))
     with listen("127.0.0.1", 0) as taken, pytest.raises(CommandError, match="PG614 .* cannot be listened at: address"):
         listen("127.0.0.1", taken.getsockname()[1])

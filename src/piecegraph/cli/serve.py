@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +15,8 @@ from piecegraph.errors import CommandError
 
 if TYPE_CHECKING:
     from piecegraph.llm.async_llm import AsyncLLM
+    from piecegraph.serve.models import Load, ModelSpec
+    from piecegraph.serve.settings import ServeSettings
 
 _INTERRUPTED = 130
 
@@ -28,7 +31,10 @@ _INTERRUPTED = 130
     envvar="PIECEGRAPH_API_KEY",
     help="One that requests must bring. [env: PIECEGRAPH_API_KEY]",
 )
+@click.option("--admin-key", multiple=True, envvar="PIECEGRAPH_ADMIN_KEY", help="One that may load and unload models.")
 @click.option("--model-name", help="What requests call the model; MODEL by default.")
+@click.option("--model", "others", multiple=True, metavar="NAME=PATH", help="One more model, by its name.")
+@click.option("--memory-fraction", metavar="LIST", help="Of each model, such as 0.6,0.3.  [0.9 in all; 0.25 on a CPU]")
 @click.option("--max-queue", type=click.IntRange(min=1), default=1024, show_default=True, help="Requests that wait.")
 @click.option("--max-num-seqs", type=click.IntRange(min=1), help="Requests that run together.  [256; 16 on a CPU]")
 @click.option("--max-model-len", type=click.IntRange(min=2), help="Tokens of prompt and answer at most.")
@@ -43,14 +49,17 @@ def serve(
     host: str,
     port: int,
     api_key: tuple[str, ...],
+    admin_key: tuple[str, ...],
     model_name: str | None,
+    others: tuple[str, ...],
+    memory_fraction: str | None,
     max_queue: int,
     max_body_mb: float,
     timeout: float | None,
     drain_timeout: float | None,
     **how: Any,
 ) -> None:
-    """Serve a language model over HTTP, as OpenAI's API has it.
+    """Serve language models over HTTP, as OpenAI's API has it.
 
     MODEL is a folder with a transformers model, a name that transformers can find, or "demo". GET /ready tells when it
     is loaded. SIGTERM and Ctrl-C let the requests that were accepted end.
@@ -59,11 +68,13 @@ def serve(
     from piecegraph.serve.server import serve as run_server
     from piecegraph.serve.settings import ServeSettings
 
+    named = _named(model_name or model, model, others)
+    fractions = _fractions(memory_fraction, len(named), on_gpu=is_gpu(how["device"]))
     settings = ServeSettings(
-        model_name=model_name or model,
         host=host,
         port=port,
         api_keys=api_key,
+        admin_keys=admin_key,
         max_queue=max_queue,
         max_body_bytes=int(max_body_mb * 2**20),
         timeout_s=timeout,
@@ -74,18 +85,70 @@ def serve(
     _log_requests()
 
     def on_ready(address: str) -> None:
-        click.echo(f"ready: {settings.model_name} at {address}")
+        click.echo(f"ready: {', '.join(named)} at {address}")
 
-    if not run_server(settings, lambda: _load(model, max_queue, how), on_ready=on_ready):
+    specs, load = _specs(named, fractions, how), _loader(settings, len(named) == 1, how)
+    if not run_server(settings, specs, load, on_ready=on_ready):
         os._exit(_INTERRUPTED)  # a model cannot be stopped while it is loaded
 
 
-def _load(model: str, max_queue: int, how: dict[str, Any]) -> AsyncLLM:
-    from piecegraph.llm.async_llm import AsyncLLM
+def _named(name: str, path: str, others: Sequence[str]) -> dict[str, str]:
+    """The paths of all models by their names."""
+    found = {name: path}
+    for other in others:
+        name, _, path = other.partition("=")
+        if not name or not path or name in found:
+            raise click.BadParameter(f"{other!r} is not NAME=PATH with a name of its own", param_hint="--model")
+        found[name] = path
+    return found
 
-    backend = how.pop("backend")
-    chosen = ("inductor" if is_gpu(how["device"]) else "eager") if backend == "auto" else backend
-    return AsyncLLM(model, max_queue=max_queue, records_idle=True, backend=chosen, **how)
+
+def _fractions(given: str | None, num_models: int, *, on_gpu: bool) -> list[float | None]:
+    """The share of the memory that each model has."""
+    if given is None:
+        return [None if num_models == 1 else (0.9 if on_gpu else 0.25) / num_models] * num_models
+    try:
+        found = [float(each) for each in given.split(",")]
+    except ValueError:
+        found = []
+    if len(found) != num_models or not all(each > 0 for each in found) or sum(found) > 1:
+        why = f"it must be {num_models} positive numbers that are at most 1 together"
+        raise click.BadParameter(f"{given!r}: {why}", param_hint="--memory-fraction")
+    return list(found)
+
+
+def _specs(named: dict[str, str], fractions: Sequence[float | None], how: dict[str, Any]) -> list[ModelSpec]:
+    from piecegraph.serve.models import ModelSpec
+
+    limits = {name: how[name] for name in ("max_model_len", "max_num_seqs", "dtype")}
+    return [
+        ModelSpec(name=name, path=path, memory_fraction=fraction, **limits)
+        for (name, path), fraction in zip(named.items(), fractions, strict=True)
+    ]
+
+
+def _loader(settings: ServeSettings, is_alone: bool, how: dict[str, Any]) -> Load:
+    """What makes a model of the server."""
+    device, backend = how["device"], how["backend"]
+
+    def load(spec: ModelSpec) -> AsyncLLM:
+        from piecegraph.llm.async_llm import AsyncLLM
+        from piecegraph.serve.models import fraction_beside_others
+
+        on_gpu, fraction = is_gpu(device), spec.memory_fraction
+        return AsyncLLM(
+            spec.path,
+            max_queue=settings.max_queue,
+            records_idle=not on_gpu or (is_alone and not settings.admin_keys),
+            memory_fraction=None if fraction is None else fraction_beside_others(device, fraction),
+            backend=("inductor" if on_gpu else "eager") if backend == "auto" else backend,
+            device=device,
+            dtype=spec.dtype,
+            max_model_len=spec.max_model_len,
+            max_num_seqs=spec.max_num_seqs,
+        )
+
+    return load
 
 
 def _check_installed() -> None:

@@ -6,32 +6,34 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from piecegraph.base.version import VERSION
 from piecegraph.errors import PiecegraphError
-from piecegraph.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from piecegraph.serve.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from piecegraph.serve.chat import ChatCall
 from piecegraph.serve.completions import CompletionCall
 from piecegraph.serve.embeddings import EmbeddingBody, EmbeddingCall
 from piecegraph.serve.failures import ApiError, of_piecegraph, of_validation
 from piecegraph.serve.guards import Guards
 from piecegraph.serve.messages import CountBody, MessagesBody, MessagesCall, read
+from piecegraph.serve.models import Models, ModelSpec
 from piecegraph.serve.page import page, stats_of
 from piecegraph.serve.record import Record
 from piecegraph.serve.responses import ResponsesBody, ResponsesCall
-from piecegraph.serve.service import Service
+from piecegraph.serve.service import Service, accepted
 from piecegraph.serve.streams import EventStream, Json, while_connected
 
 router = APIRouter()
 
 
-def make_app(service: Service) -> ASGIApp:
-    """All endpoints of a service. No page fetches anything from elsewhere, so there is none of FastAPI's."""
+def make_app(models: Models) -> ASGIApp:
+    """All endpoints of a server. No page fetches anything from elsewhere, so there is none of FastAPI's."""
     app = FastAPI(title="piecegraph", version=VERSION, docs_url=None, redoc_url=None, default_response_class=Json)
-    app.state.service = service
+    app.state.models = models
     app.include_router(router)
     for kind, tell in (
         (ApiError, _tell),
@@ -41,16 +43,16 @@ def make_app(service: Service) -> ASGIApp:
         (Exception, _tell_unexpected),
     ):
         app.add_exception_handler(kind, tell)
-    return Guards(app, service.settings, service.metrics)
+    return Guards(app, models.settings, models.metrics)
 
 
-def _service(request: Request) -> Service:
-    found: Service = request.app.state.service
+def _models(request: Request) -> Models:
+    found: Models = request.app.state.models
     return found
 
 
-def _parts(request: Request) -> tuple[Service, Record]:
-    return _service(request), request.scope["record"]
+def _parts(request: Request, name: str) -> tuple[Service, Record]:
+    return _models(request).find(name), request.scope["record"]
 
 
 # -- of OpenAI's API
@@ -59,53 +61,42 @@ def _parts(request: Request) -> tuple[Service, Record]:
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
-    return await _answer(request, await ChatCall.ask(*_parts(request), body), body.stream)
+    return await _answer(request, await ChatCall.ask(*_parts(request, body.model), body), body.stream)
 
 
 @router.post("/v1/completions")
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Go on from texts."""
-    return await _answer(request, CompletionCall(*_parts(request), body), body.stream)
+    return await _answer(request, CompletionCall(*_parts(request, body.model), body), body.stream)
 
 
 async def _answer(request: Request, call: Any, streams: bool | None) -> Response:
-    await _service(request).accepted(call.asked)
+    await accepted(call.asked)
     return EventStream(call.events()) if streams else Json(await while_connected(request, call.whole()))
 
 
 @router.post("/v1/responses")
 async def responses(body: ResponsesBody, request: Request) -> Response:
     """Answer a conversation."""
-    return await _answer(request, await ResponsesCall.ask(*_parts(request), body), body.stream)
+    return await _answer(request, await ResponsesCall.ask(*_parts(request, body.model), body), body.stream)
 
 
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingBody, request: Request) -> Response:
     """Vectors of texts."""
-    return await _answer(request, EmbeddingCall(*_parts(request), body), False)
+    return await _answer(request, EmbeddingCall(*_parts(request, body.model), body), False)
 
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
-    """The one that is served."""
-    return {"object": "list", "data": [_model(_service(request))]}
+    """Those that are served."""
+    return {"object": "list", "data": [service.card() for service in _models(request).all()]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> dict[str, Any]:
-    """The same by its name."""
-    _service(request).check_model(name)
-    return _model(_service(request))
-
-
-def _model(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.settings.model_name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "piecegraph",
-        "max_model_len": service.llm.llm.started.limits.max_model_len,
-    }
+    """One of them by its name."""
+    return _models(request).find(name).card()
 
 
 # -- of Anthropic's
@@ -114,13 +105,13 @@ def _model(service: Service) -> dict[str, Any]:
 @router.post("/v1/messages")
 async def messages(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation."""
-    return await _answer(request, await MessagesCall.ask(*_parts(request), body), body.stream)
+    return await _answer(request, await MessagesCall.ask(*_parts(request, body.model), body), body.stream)
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountBody, request: Request) -> dict[str, int]:
     """How long a conversation is."""
-    return {"input_tokens": len(await read(_service(request), body))}
+    return {"input_tokens": len(await read(_models(request).find(body.model), body))}
 
 
 # -- of vLLM's
@@ -129,8 +120,7 @@ async def count_tokens(body: CountBody, request: Request) -> dict[str, int]:
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
     """The tokens of a text, or of a conversation."""
-    service = _service(request)
-    service.check_model(body.model)
+    service = _models(request).find(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give a prompt or messages", code="invalid_value", param="prompt")
     if body.messages is not None:
@@ -145,8 +135,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
     """The text of tokens."""
-    service = _service(request)
-    service.check_model(body.model)
+    service = _models(request).find(body.model)
     vocab_size = service.llm.llm.started.limits.vocab_size
     if not all(0 <= token < vocab_size for token in body.tokens):
         message = f"the vocabulary has tokens 0 to {vocab_size - 1}"
@@ -160,27 +149,58 @@ async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
 @router.get("/health")
 async def health(request: Request) -> Response:
     """Whether there is hope: a server that loads its model, or drains, is well."""
-    is_well, word = _service(request).health
+    is_well, word = _models(request).health
     return Json({"status": word}, 200 if is_well else 503)
 
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """Whether requests are answered now."""
-    is_well, word = _service(request).health
+    is_well, word = _models(request).health
     return Json({"status": word}, 200 if is_well and word == "ready" else 503)
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Counters for Prometheus."""
-    return Response(_service(request).metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(_models(request).metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/stats")
-async def stats(request: Request) -> dict[str, Any]:
-    """What the engine does now, and has done."""
-    return stats_of(_service(request))
+async def stats(request: Request, model: str | None = None) -> dict[str, Any]:
+    """What the engine of a model does now, and has done."""
+    return stats_of(_models(request), model)
+
+
+class LoadBody(Body):
+    """Of ``/v1/models/load``."""
+
+    model: str = Field(min_length=1)
+    path: str = Field(min_length=1)
+    memory_fraction: float | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    dtype: str = "auto"
+
+
+class UnloadBody(Body):
+    """Of ``/v1/models/unload``."""
+
+    model: str
+
+
+@router.post("/v1/models/load")
+async def load(body: LoadBody, request: Request) -> dict[str, Any]:
+    """Load one more model, and answer when it is there."""
+    values = body.model_dump()
+    return (await _models(request).load(ModelSpec(name=values.pop("model"), **values))).card()
+
+
+@router.post("/v1/models/unload")
+async def unload(body: UnloadBody, request: Request) -> dict[str, Any]:
+    """Unload a model, and answer when its requests have ended."""
+    await _models(request).unload(body.model)
+    return {"id": body.model, "object": "model", "deleted": True}
 
 
 @router.get("/", include_in_schema=False)

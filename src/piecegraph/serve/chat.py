@@ -31,14 +31,13 @@ class ChatCall:
         self._head = {
             "id": f"chatcmpl-{record.id}",
             "created": int(time.time()),
-            "model": service.settings.model_name,
+            "model": service.name,
         }
 
     @staticmethod
     async def ask(service: Service, record: Record, body: ChatBody) -> ChatCall:
         """Read the conversation and ask for its answers."""
         body.check()
-        service.check_model(body.model)
         tools, template = body.tool_values(), service.response_template
         if tools and template is None and not body.forces_call:
             raise unsupported(

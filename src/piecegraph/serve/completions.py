@@ -21,7 +21,6 @@ class CompletionCall:
 
     def __init__(self, service: Service, record: Record, body: CompletionBody) -> None:
         body.check()
-        service.check_model(body.model)
         if body.echo and body.stream and body.logprobs is not None:
             raise unsupported("echo", "log-probabilities of a prompt are told at the end, and not in a stream")
         self._service, self._body, self._record = service, body, record
@@ -41,7 +40,7 @@ class CompletionCall:
             "id": f"cmpl-{record.id}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": service.settings.model_name,
+            "model": service.name,
         }
 
     async def whole(self) -> dict[str, Any]:

@@ -36,7 +36,6 @@ class EmbeddingCall:
     """One call; its texts are read when it is made."""
 
     def __init__(self, service: Service, record: Record, body: EmbeddingBody) -> None:
-        service.check_model(body.model)
         prompts = prompts_of(body.input)
         if not prompts:
             raise ApiError(400, "input is empty", code="invalid_value", param="input")
@@ -49,7 +48,7 @@ class EmbeddingCall:
         num_tokens = sum(answer.metrics.num_prompt_tokens for answer in answers)
         return {
             "object": "list",
-            "model": self._service.settings.model_name,
+            "model": self._service.name,
             "data": [
                 {"object": "embedding", "index": index, "embedding": self._encoded(answer)}
                 for index, answer in enumerate(answers)

@@ -35,6 +35,10 @@ _OPEN = ("/health", "/ready", "/")
 """What asks for no key: those who restart a server have none, and a browser asks for the page before it has one."""
 
 
+_OF_ADMINS = "/v1/models/"
+"""What may be posted below it changes the server for everybody."""
+
+
 class Guards:
     """Around the application.
 
@@ -50,6 +54,7 @@ class Guards:
         self._metrics = metrics
         self._is_for_this_machine = settings.is_for_this_machine
         self._digests = tuple(_digest(key) for key in settings.api_keys)
+        self._admin_digests = tuple(_digest(key) for key in settings.admin_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,17 +86,23 @@ class Guards:
         if self._is_for_this_machine and not all(map(_names_this_machine, headers.getlist("host"))):
             message = "without an API key, only requests to localhost are answered: the Host header names another"
             return ApiError(403, message, code="host_not_allowed")
-        if self._digests and scope["path"] not in _OPEN and not self._has_key(headers):
+        if scope["method"] == "POST" and scope["path"].startswith(_OF_ADMINS):
+            if not self._admin_digests:
+                return ApiError(403, "models are loaded and unloaded only where there is an admin key", code="no_admin")
+            if not _has_key(headers, self._admin_digests):
+                return ApiError(401, "the admin key is missing or wrong", code="invalid_api_key")
+        elif self._digests and scope["path"] not in _OPEN and not _has_key(headers, self._digests):
             return ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_bytes:
             return _too_large(self._max_bytes)
         return None
 
-    def _has_key(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        return _is_one_of(_digest(given), self._digests)
+
+def _has_key(headers: Headers, known: Sequence[bytes]) -> bool:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    given = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    return _is_one_of(_digest(given), known)
 
 
 def _digest(key: str) -> bytes:

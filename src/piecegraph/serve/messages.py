@@ -92,7 +92,7 @@ class MessagesCall:
             "id": f"msg_{record.id}",
             "type": "message",
             "role": "assistant",
-            "model": service.settings.model_name,
+            "model": service.name,
         }
 
     @staticmethod
@@ -132,7 +132,6 @@ class MessagesCall:
 
 async def read(service: Service, body: CountBody) -> list[int]:
     """The tokens of a conversation."""
-    service.check_model(body.model)
     return await service.chat_prompt(body.conversation(), {})
 
 

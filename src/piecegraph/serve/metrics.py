@@ -43,26 +43,24 @@ _TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2,
 
 
 class Metrics:
-    """The counters of one server."""
+    """The counters of one server: of each of its models, by name."""
 
-    def __init__(self, model_name: str) -> None:
-        self._name = model_name
+    def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._llm: AsyncLLM | None = None
+        self._llms: dict[str, AsyncLLM] = {}
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, ("model_name", *labels), registry=self._registry)
+            return Counter(name, text, labels or ("model_name",), registry=self._registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            family = Histogram(name, text, ("model_name",), buckets=buckets, registry=self._registry)
-            return family.labels(model_name)
+            return Histogram(name, text, ("model_name",), buckets=buckets, registry=self._registry)
 
-        self._prompt = counter("vllm:prompt_tokens", "Tokens of prompts.").labels(model_name)
-        self._new = counter("vllm:generation_tokens", "Generated tokens.").labels(model_name)
-        self._cached = counter("vllm:prefix_cache_hits", "Tokens of prompts found in the cache.").labels(model_name)
-        self._queried = counter("vllm:prefix_cache_queries", "Tokens of prompts looked for.").labels(model_name)
-        self._ends = counter("vllm:request_success", "Answers, by why they ended.", "finished_reason")
-        self._preempted = counter("vllm:num_preemptions", "Requests that gave their blocks back.").labels(model_name)
+        self._prompt = counter("vllm:prompt_tokens", "Tokens of prompts.")
+        self._new = counter("vllm:generation_tokens", "Generated tokens.")
+        self._cached = counter("vllm:prefix_cache_hits", "Tokens of prompts found in the cache.")
+        self._queried = counter("vllm:prefix_cache_queries", "Tokens of prompts looked for.")
+        self._ends = counter("vllm:request_success", "Answers, by why they ended.", "model_name", "finished_reason")
+        self._preempted = counter("vllm:num_preemptions", "Requests that gave their blocks back.")
         self._first = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
         self._between = histogram(
             "vllm:inter_token_latency_seconds", "A token after the first, on average.", _PER_TOKEN
@@ -71,31 +69,40 @@ class Metrics:
         self._prompts = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self._answers = histogram("vllm:request_generation_tokens", "Tokens of an answer.", _TOKENS)
         self._responses = counter("piecegraph:http_responses", "Answers of the server, by status.", "status")
+        counters = (self._prompt, self._new, self._cached, self._queried, self._preempted)
+        histograms = (self._first, self._between, self._total, self._prompts, self._answers)
+        self._of_models: tuple[Counter | Histogram, ...] = (*counters, *histograms)
         self._registry.register(self)
 
-    def watch(self, llm: AsyncLLM) -> None:
+    def watch(self, name: str, llm: AsyncLLM) -> None:
         """Tell about a model from now on."""
-        self._llm = llm
+        self._llms[name] = llm
+        for family in self._of_models:  # they are there from the beginning, at 0
+            family.labels(name)
 
-    def observe(self, answer: Completion) -> None:
-        """An answer has come to its end."""
+    def forget(self, name: str) -> None:
+        """The model is about to go. What it has done stays counted."""
+        self._llms.pop(name, None)
+
+    def observe(self, name: str, answer: Completion) -> None:
+        """An answer of a model has come to its end."""
         metrics = answer.metrics
-        self._prompt.inc(metrics.num_prompt_tokens)
-        self._queried.inc(metrics.num_prompt_tokens)
-        self._cached.inc(metrics.num_cached_tokens)
-        self._new.inc(metrics.num_new_tokens)
-        self._preempted.inc(metrics.num_preemptions)
-        self._ends.labels(self._name, answer.finish_reason).inc()
-        self._prompts.observe(metrics.num_prompt_tokens)
-        self._answers.observe(metrics.num_new_tokens)
-        self._total.observe(metrics.total_s)
+        self._prompt.labels(name).inc(metrics.num_prompt_tokens)
+        self._queried.labels(name).inc(metrics.num_prompt_tokens)
+        self._cached.labels(name).inc(metrics.num_cached_tokens)
+        self._new.labels(name).inc(metrics.num_new_tokens)
+        self._preempted.labels(name).inc(metrics.num_preemptions)
+        self._ends.labels(name, answer.finish_reason).inc()
+        self._prompts.labels(name).observe(metrics.num_prompt_tokens)
+        self._answers.labels(name).observe(metrics.num_new_tokens)
+        self._total.labels(name).observe(metrics.total_s)
         if metrics.time_to_first_token_s is not None:
-            self._first.observe(metrics.time_to_first_token_s)
+            self._first.labels(name).observe(metrics.time_to_first_token_s)
         if metrics.seconds_per_token is not None:
-            self._between.observe(metrics.seconds_per_token)
+            self._between.labels(name).observe(metrics.seconds_per_token)
 
     def count_response(self, status: int) -> None:
-        self._responses.labels(self._name, str(status)).inc()
+        self._responses.labels(str(status)).inc()
 
     def page(self) -> bytes:
         """As Prometheus reads it."""
@@ -103,32 +110,40 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """What is read when it is asked for."""
-        if self._llm is None:
-            return
-        load, engine = self._llm.load(), self._llm.llm.started.engine
-        library = engine.forward.library
-        gauges = {
-            "vllm:num_requests_running": ("Requests in the batch.", load.num_running),
-            "vllm:num_requests_waiting": ("Requests that wait for a place in it.", load.num_waiting),
-            "vllm:kv_cache_usage_perc": ("Share of the blocks that requests hold, from 0 to 1.", load.cache_usage),
-            "piecegraph:recorded_sizes": ("Steps that are recorded.", len(library.tapes)),
-        }
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            gauge.add_metric([self._name], value)
-            yield gauge
-        failed = CounterMetricFamily("piecegraph:failed_steps", "Steps that failed.", labels=["model_name"])
-        failed.add_metric([self._name], load.num_failed_steps)
-        yield failed
-        for name, (field, text) in _OF_STEPS.items():
-            count = CounterMetricFamily(name, text, labels=["model_name", "kind"])
-            for kind, counts in engine.counts.kinds.items():
-                count.add_metric([self._name, kind], getattr(counts, field))
-            yield count
-        losses = CounterMetricFamily("piecegraph:fallbacks", "What was lost, by code.", labels=["model_name", "code"])
-        codes: dict[str, int] = {}
-        for event, number in self._llm.llm.events.distinct:
-            codes[event.code] = codes.get(event.code, 0) + number
-        for code, number in codes.items():
-            losses.add_metric([self._name, code], number)
-        yield losses
+        families: dict[str, Metric] = {}
+        for name, llm in self._llms.items():
+            for family in _read(name, llm):
+                families.setdefault(family.name, family)
+                if families[family.name] is not family:
+                    families[family.name].samples += family.samples
+        yield from families.values()
+
+
+def _read(name: str, llm: AsyncLLM) -> Iterator[Metric]:
+    """What a model's own counters say now."""
+    load, engine = llm.load(), llm.llm.started.engine
+    gauges = {
+        "vllm:num_requests_running": ("Requests in the batch.", load.num_running),
+        "vllm:num_requests_waiting": ("Requests that wait for a place in it.", load.num_waiting),
+        "vllm:kv_cache_usage_perc": ("Share of the blocks that requests hold, from 0 to 1.", load.cache_usage),
+        "piecegraph:recorded_sizes": ("Steps that are recorded.", len(engine.forward.library.tapes)),
+    }
+    for family, (text, value) in gauges.items():
+        gauge = GaugeMetricFamily(family, text, labels=["model_name"])
+        gauge.add_metric([name], value)
+        yield gauge
+    failed = CounterMetricFamily("piecegraph:failed_steps", "Steps that failed.", labels=["model_name"])
+    failed.add_metric([name], load.num_failed_steps)
+    yield failed
+    for family, (field, text) in _OF_STEPS.items():
+        count = CounterMetricFamily(family, text, labels=["model_name", "kind"])
+        for kind, counts in engine.counts.kinds.items():
+            count.add_metric([name, kind], getattr(counts, field))
+        yield count
+    losses = CounterMetricFamily("piecegraph:fallbacks", "What was lost, by code.", labels=["model_name", "code"])
+    codes: dict[str, int] = {}
+    for event, number in llm.llm.events.distinct:
+        codes[event.code] = codes.get(event.code, 0) + number
+    for code, number in codes.items():
+        losses.add_metric([name, code], number)
+    yield losses

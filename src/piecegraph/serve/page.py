@@ -14,7 +14,7 @@ from typing import Any
 from starlette.responses import Response
 
 from piecegraph.base.version import VERSION
-from piecegraph.serve.service import Service
+from piecegraph.serve.models import Models
 
 
 def page() -> Response:
@@ -52,11 +52,16 @@ def _hash_of(tag: str, html: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def stats_of(service: Service) -> dict[str, Any]:
-    """What the engine does, as numbers: for the page, and for whoever has no Prometheus."""
-    _, word = service.health
-    found = {"status": word, "model": service.settings.model_name, "version": VERSION, "time_s": time.monotonic()}
-    if service.state in ("loading", "failed"):
+def stats_of(models: Models, name: str | None) -> dict[str, Any]:
+    """What the engine of a model does, as numbers: for the page, and for whoever has no Prometheus."""
+    _, word = models.health
+    names = [each.name for each in models.all()]
+    found = {"status": word, "models": names, "version": VERSION, "time_s": time.monotonic()}
+    if name is None and not names:
+        return found
+    service = models.find(name)
+    found["model"] = service.name
+    if service.state != "ready":
         return found
     llm = service.llm
     load = dataclasses.asdict(llm.load())

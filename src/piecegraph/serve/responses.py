@@ -107,7 +107,7 @@ class ResponsesCall:
             "id": f"resp_{record.id}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": service.settings.model_name,
+            "model": service.name,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
@@ -127,7 +127,6 @@ class ResponsesCall:
     @staticmethod
     async def ask(service: Service, record: Record, body: ResponsesBody) -> ResponsesCall:
         """Read the conversation and ask for its answer."""
-        service.check_model(body.model)
         prompt = await service.chat_prompt(body.conversation(), {})
         given = {"temperature": body.temperature, "top_p": body.top_p}
         num_new = body.max_output_tokens or service.most_new(len(prompt))

@@ -7,16 +7,15 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 import uvicorn
 
 from piecegraph.errors import CommandError
-from piecegraph.llm.async_llm import AsyncLLM
 from piecegraph.serve.app import make_app
+from piecegraph.serve.models import Load, Models, ModelSpec
 from piecegraph.serve.protocol import HttpProtocol
-from piecegraph.serve.service import Service
 from piecegraph.serve.settings import ServeSettings
 
 _BACKLOG = 2048
@@ -24,33 +23,34 @@ _KEEP_ALIVE_S = 65
 """Longer than the clients' own pools keep a connection: whoever closes first must not be the one who listens."""
 
 
-def serve(settings: ServeSettings, load: Callable[[], AsyncLLM], *, on_ready: Callable[[str], None]) -> bool:
+def serve(settings: ServeSettings, specs: Sequence[ModelSpec], load: Load, *, on_ready: Callable[[str], None]) -> bool:
     """Serve until a signal comes, and then until all that was accepted is answered.
 
     Args:
         settings: see there.
-        load: makes the model. It is called on another thread.
-        on_ready: called with the address once the model is there.
+        specs: the models that are loaded first.
+        load: makes a model. It is called on another thread.
+        on_ready: called with the address once these models are there.
 
     Returns:
-        Whether the model was there: otherwise the signal came before, and a thread is still loading it.
+        Whether they were: otherwise the signal came before, and a thread is still loading one.
 
     Raises:
         CommandError: PG614, the address cannot be listened at.
         PiecegraphError: what ``load`` raised.
     """
     with listen(settings.host, settings.port) as listening, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(HttpServer(Service(settings)).serve_model(listening, load, on_ready))
+        return runner.run(HttpServer(Models(settings, load)).serve_models(listening, specs, on_ready))
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn's, which stops accepting and lets connections end. A signal is no reason to die of it afterwards."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def __init__(self, models: Models) -> None:
+        self.models = models
         super().__init__(
             uvicorn.Config(
-                make_app(service),
+                make_app(models),
                 http=HttpProtocol,
                 ws="none",
                 lifespan="off",
@@ -59,33 +59,34 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=service.settings.drain_s,  # type: ignore[arg-type] # it is waited for as it is
+                timeout_graceful_shutdown=models.settings.drain_s,  # type: ignore[arg-type] # it is waited for as it is
             )
         )
 
-    async def serve_model(
-        self, listening: socket.socket, load: Callable[[], AsyncLLM], on_ready: Callable[[str], None]
+    async def serve_models(
+        self, listening: socket.socket, specs: Sequence[ModelSpec], on_ready: Callable[[str], None]
     ) -> bool:
         """See :func:`serve`."""
-        loaded = _in_thread(load)
+        loading = asyncio.ensure_future(self.models.begin(specs))
 
-        def begin(done: asyncio.Future[AsyncLLM]) -> None:
+        def begin(done: asyncio.Future[None]) -> None:
             if done.exception() is not None:
-                self.service.state, self.should_exit = "failed", True
+                self.should_exit = True
             else:
-                self.service.begin(done.result())
                 on_ready(address_of(listening))
 
-        loaded.add_done_callback(begin)
+        loading.add_done_callback(begin)
         await self.serve(sockets=[listening])
-        if not loaded.done():
-            loaded.remove_done_callback(begin)
+        if not loading.done():
+            loading.remove_done_callback(begin)
+            loading.cancel()
             return False
-        await self.service.end(loaded.result())
+        await self.models.end()
+        loading.result()
         return True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.service.drain()
+        self.models.drain()
         super().handle_exit(sig, frame)
 
     @contextlib.contextmanager
@@ -123,27 +124,6 @@ def address_of(listening: socket.socket) -> str:
     """Where clients find it."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _in_thread(load: Callable[[], AsyncLLM]) -> asyncio.Future[AsyncLLM]:
-    """Call something on a thread that nobody waits for when the process ends: a model takes its time."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[AsyncLLM] = loop.create_future()
-
-    def tell(set_it: Callable[..., None], value: AsyncLLM | BaseException) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is gone
-            loop.call_soon_threadsafe(lambda: None if done.done() else set_it(value))
-
-    def run() -> None:
-        try:
-            found = load()
-        except BaseException as error:  # noqa: BLE001 - whoever waits is told
-            tell(done.set_exception, error)
-        else:
-            tell(done.set_result, found)
-
-    threading.Thread(target=run, name="piecegraph-load", daemon=True).start()
-    return done
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -20,19 +20,24 @@ from piecegraph.serve.parsing import response_template_of
 from piecegraph.serve.record import Record
 from piecegraph.serve.settings import ServeSettings
 
-State = Literal["loading", "ready", "draining", "failed"]
+State = Literal["loading", "ready", "draining"]
 
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class Service:
-    """What answers requests, once it is there."""
+    """A model that answers requests, once it is there.
 
-    def __init__(self, settings: ServeSettings) -> None:
-        self.settings = settings
+    Args:
+        name: what requests call it.
+        settings: of the server.
+        metrics: where its answers are counted.
+    """
+
+    def __init__(self, name: str, settings: ServeSettings, metrics: Metrics) -> None:
+        self.name, self.settings, self.metrics = name, settings, metrics
         self.created = int(time.time())
         self.state: State = "loading"
-        self.metrics = Metrics(settings.model_name)
         self._llm: AsyncLLM | None = None
         self.response_template: dict[str, Any] | None = None
         """How the model marks tool calls and reasoning, if that is known."""
@@ -47,37 +52,32 @@ class Service:
         if loaded.tokenizer is not None:
             self.response_template = response_template_of(loaded.tokenizer, loaded.model)
         self._llm = llm
-        self.metrics.watch(llm)
+        self.metrics.watch(self.name, llm)
         self.state = "ready"
 
-    def drain(self) -> None:
-        """No further requests are wanted; those that come all the same are answered as long as there is a model."""
-        if self.state == "ready":
-            self.state = "draining"
-
-    async def end(self, llm: AsyncLLM) -> None:
-        """No connection is left: let go of the model."""
-        self.drain()
+    async def end(self) -> None:
+        """Take no further requests, let the accepted ones end, and let go of the model."""
+        llm, self._llm, self.state = self.llm, None, "draining"
+        self.metrics.forget(self.name)
         await llm.close(timeout_s=self.settings.drain_s)
 
     @property
     def llm(self) -> AsyncLLM:
         """The model. Raises if it cannot answer now."""
         if self._llm is None:
-            raise ApiError(503, f"the model is {self.state}", code=f"model_{self.state}")
+            raise ApiError(503, f"the model {self.name!r} is {self.state}", code=f"model_{self.state}")
         return self._llm
 
     @property
-    def health(self) -> tuple[bool, str]:
-        """Whether there is hope, and in a word."""
-        if self._llm is not None and not self._llm.load().is_healthy:
-            return False, "failing"
-        return self.state != "failed", self.state
+    def is_healthy(self) -> bool:
+        """Whether there is hope."""
+        return self._llm is None or self._llm.load().is_healthy
 
-    def check_model(self, name: str | None) -> None:
-        """Raise if a request is for another model."""
-        if name not in (None, self.settings.model_name):
-            raise ApiError(404, f"the model {name!r} is not served here", code="model_not_found", param="model")
+    def card(self) -> dict[str, Any]:
+        """What a list of models tells of it."""
+        card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "piecegraph"}
+        length = None if self._llm is None else self._llm.llm.started.limits.max_model_len
+        return {**card, "status": self.state, "max_model_len": length}
 
     # -- prompts
 
@@ -147,19 +147,20 @@ class Service:
                 found[index] = chunk.finished
         return [found[index] for index in sorted(found)]
 
-    async def accepted(self, asked: Sequence[Answers]) -> None:
-        """Return once all are queued: what is refused must have its own status."""
-        try:
-            for answers in asked:
-                await answers.accepted()
-        except PiecegraphError as error:
-            raise of_piecegraph(error) from error
-
     def _note(self, answer: Completion, record: Record) -> None:
-        self.metrics.observe(answer)
+        self.metrics.observe(self.name, answer)
         record.note(answer)
         if answer.finish_reason == "abort":
             raise ApiError(503, "the server was stopped before the answer was done", code="shutting_down")
+
+
+async def accepted(asked: Sequence[Answers]) -> None:
+    """Return once all are queued: what is refused must have its own status."""
+    try:
+        for answers in asked:
+            await answers.accepted()
+    except PiecegraphError as error:
+        raise of_piecegraph(error) from error
 
 
 async def _merged(asked: Sequence[Answers]) -> AsyncIterator[tuple[int, Chunk]]:

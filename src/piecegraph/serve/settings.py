@@ -10,17 +10,17 @@ from piecegraph.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """How a model is served."""
+    """How models are served."""
 
-    model_name: str
-    """What requests call it."""
     host: str = "127.0.0.1"
     port: int = 8000
     """0: any that is free."""
     api_keys: tuple[str, ...] = ()
     """One of them must come with every request; none for no check."""
+    admin_keys: tuple[str, ...] = ()
+    """One of them must come with calls that load and unload models; without any, there are no such calls."""
     max_queue: int = 1024
-    """Requests that wait at most; further ones are told to come back."""
+    """Requests that wait for a model at most; further ones are told to come back."""
     max_body_bytes: int = 16 * 2**20
     timeout_s: float | None = None
     """Of a request, from its arrival to its last token."""
@@ -28,7 +28,7 @@ class ServeSettings:
     """How long requests may take to end once the server was asked to; None for as long as they take."""
 
     def __post_init__(self) -> None:
-        if any(not key.strip() for key in self.api_keys):
+        if any(not key.strip() for key in (*self.api_keys, *self.admin_keys)):
             raise ConfigError("PG101", "an API key is empty", hint="leave --api-key out to ask for none")
         if self.max_body_bytes < 1:
             raise ConfigError("PG101", f"max_body_bytes is {self.max_body_bytes}", why="it must be a positive integer")
