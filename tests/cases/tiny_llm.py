@@ -20,7 +20,7 @@ WORDS = [
 CHAT = "{% for m in messages %}<user> {{ m['content'] }} {% endfor %}<assistant>"
 
 
-def tiny_model(seed: int = 0) -> Any:
+def tiny_model(seed: int = 0, length: int = 64) -> Any:
     torch.manual_seed(seed)
     config = hf.LlamaConfig(
         vocab_size=len(WORDS),
@@ -29,7 +29,7 @@ def tiny_model(seed: int = 0) -> Any:
         num_attention_heads=2,
         num_key_value_heads=1,
         num_hidden_layers=2,
-        max_position_embeddings=64,
+        max_position_embeddings=length,
         bos_token_id=1,
         eos_token_id=None,
         pad_token_id=0,
@@ -50,8 +50,8 @@ def tiny_tokenizer(*, chat: bool) -> Any:
     return tokenizer
 
 
-def write_tiny_llm(folder: Path, *, chat: bool = True, seed: int = 0) -> str:
+def write_tiny_llm(folder: Path, *, chat: bool = True, seed: int = 0, length: int = 64) -> str:
     """Write both as transformers would; returns the path."""
-    tiny_model(seed).save_pretrained(folder)
+    tiny_model(seed, length).save_pretrained(folder)
     tiny_tokenizer(chat=chat).save_pretrained(folder)
     return str(folder)

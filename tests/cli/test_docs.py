@@ -74,7 +74,13 @@ WHAT_IF = 'piecegraph trace demo --what-if "layers.*.mlp"'
 
 
 CPU_TORCH = "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
-INSTALL = ("pip install .", 'pip install ".[llm]"', 'pip install ".[demo]"', 'pip install ".[serve]"')
+INSTALL = (
+    "pip install .",
+    'pip install ".[llm]"',
+    'pip install ".[demo]"',
+    'pip install ".[serve]"',
+    'pip install ".[ray]"',
+)
 
 
 BENCHMARKS = {

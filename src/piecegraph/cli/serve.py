@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +63,7 @@ def serve(
     is loaded. SIGTERM and Ctrl-C let the requests that were accepted end.
     """
     _check_installed()
+    from piecegraph.serve.record import log_to_stderr
     from piecegraph.serve.server import serve as run_server
     from piecegraph.serve.settings import ServeSettings
 
@@ -82,7 +81,7 @@ def serve(
     )
     if settings.is_open_to_others:
         click.echo(f"warning: {host} can be reached by others, and there is no --api-key", err=True)
-    _log_requests()
+    log_to_stderr()
 
     def on_ready(address: str) -> None:
         click.echo(f"ready: {', '.join(named)} at {address}")
@@ -159,11 +158,3 @@ def _check_installed() -> None:
     except ImportError as error:
         what, hint = f"{error.name} is not installed", 'pip install "piecegraph[serve]"'
         raise CommandError("PG615", what, why="the server needs it", hint=hint) from error
-
-
-def _log_requests() -> None:
-    """One line for each request, on standard error."""
-    logger = logging.getLogger("piecegraph.serve.requests")
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    logger.addHandler(logging.StreamHandler(sys.stderr))

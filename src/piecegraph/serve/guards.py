@@ -61,7 +61,8 @@ class Guards:
             await self._app(scope, receive, send)
             return
         client = scope.get("client")
-        record = Record(scope["method"], scope["path"], client[0] if client else "")
+        named = {"id": scope["request_id"]} if "request_id" in scope else {}  # by a front that passes it on
+        record = Record(scope["method"], scope["path"], client[0] if client else "", **named)
         scope["record"] = record
 
         async def send_noted(message: Message) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -12,6 +13,13 @@ from typing import Any
 from piecegraph.llm.run.results import Completion
 
 logger = logging.getLogger("piecegraph.serve.requests")
+
+
+def log_to_stderr() -> None:
+    """One line for each request, on standard error."""
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(logging.StreamHandler(sys.stderr))
 
 
 @dataclass
@@ -28,6 +36,8 @@ class Record:
     error: str | None = None
     is_cut: bool = False
     """Whether the client went away, or the stream ended with an error."""
+    has_begun: bool = False
+    """Whether something was generated."""
     num_answers: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0

@@ -133,6 +133,7 @@ class Service:
                 await stack.enter_async_context(answers)
             try:
                 async for number, chunk in _merged(asked):
+                    record.has_begun = True
                     if chunk.finished is not None:
                         self._note(chunk.finished, record)
                     yield number * each + chunk.index, chunk
