@@ -95,6 +95,16 @@ def test_several_answers_to_a_prompt(llm: piecegraph.LLM) -> None:
     assert [answer.prompt_token_ids for answer in both] == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 3
 
 
+def test_several_answers_read_their_prompt_once(llm: piecegraph.LLM) -> None:
+    prompt, drawn = [(11 * i) % 100 + 5 for i in range(30)], params(n=3, temperature=1.0, seed=7)
+    before = llm.stats()["steps"]["mixed"]["num_tokens"]
+    answers = llm.generate([prompt], drawn)
+    assert [answer.metrics.num_cached_tokens for answer in answers] == [0, 28, 28]
+    assert llm.stats()["steps"]["mixed"]["num_tokens"] - before < 2 * len(prompt)
+    alone = [llm.generate([prompt], params(temperature=1.0, seed=7 + i))[0].token_ids for i in range(3)]
+    assert [answer.token_ids for answer in answers] == alone
+
+
 def test_a_thread_that_calls_the_model_meanwhile(llm: piecegraph.LLM, models: Shelf) -> None:
     async def task(service: piecegraph.AsyncLLM) -> list[list[int]]:
         others = asyncio.to_thread(llm.generate, PROMPTS, params())

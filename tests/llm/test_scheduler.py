@@ -28,6 +28,7 @@ class Arrival:
     ignore_eos: bool
     abort_after: int | None
     wants_every_row: bool
+    num_answers: int
 
 
 # Prompts share beginnings: a stem is one of three, cut anywhere.
@@ -46,6 +47,7 @@ _arrivals = st.builds(
     ignore_eos=st.booleans(),
     abort_after=st.none() | st.none() | st.integers(0, 8),
     wants_every_row=st.sampled_from([False, False, True]),
+    num_answers=st.sampled_from([1, 1, 3]),
 )
 _groups = st.lists(
     st.builds(
@@ -117,10 +119,14 @@ def _run(llm: FakeLLM, arrivals: list[Arrival], num_padded: int) -> list[tuple[A
                 ignore_eos=arrival.ignore_eos,
                 prompt_logprobs=0 if arrival.wants_every_row else None,
             )
-            request = Request(f"request {len(requests)}", arrival.prompt, params)
-            with contextlib.suppress(RequestError):  # it may never fit; that is tested below
-                llm.scheduler.add(request)
-                requests.append((arrival, request))
+            first = None
+            for _ in range(arrival.num_answers):
+                request = Request(f"request {len(requests)}", arrival.prompt, params)
+                request.first_answer = first
+                first = first or request
+                with contextlib.suppress(RequestError):  # it may never fit; that is tested below
+                    llm.scheduler.add(request)
+                    requests.append((arrival, request))
         llm.step(num_padded)
         step += 1
         for arrival, request in requests:
@@ -252,6 +258,18 @@ def test_a_prefix_is_found_again_up_to_a_block_boundary_with_one_token_left_to_c
         llm.scheduler.add(each)
         llm.run()
         assert each.num_cached == cached
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize(("length", "cached"), [(3, 0), (13, 12), (40, 36)])
+def test_several_answers_compute_their_prompt_once(length: int, cached: int, looks_ahead: bool) -> None:
+    llm = make(block_size=4, looks_ahead=looks_ahead)
+    answers = [request(name, length) for name in "abc"]
+    for each in answers:
+        each.first_answer = answers[0] if each is not answers[0] else None
+        llm.scheduler.add(each)
+    llm.run()
+    assert [each.num_cached for each in answers] == [0, cached, cached]
 
 
 def test_generated_tokens_are_found_again_too() -> None:

@@ -574,7 +574,7 @@ class LLM:
         decode = None
         if tokenizer is not None:
             decode = decoder_of(tokenizer, skip_special_tokens=params.skip_special_tokens)
-        return [
+        found = [
             self.started.engine.prepare(
                 tokens,
                 params.of_answer(number),
@@ -588,6 +588,9 @@ class LLM:
             )
             for number in range(params.n)
         ]
+        for each in found[1:]:
+            each.request.first_answer = found[0].request
+        return found
 
     def _guide(self, wanted: StructuredOutputsParams | None) -> Guide | None:
         if wanted is None:

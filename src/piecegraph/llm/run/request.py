@@ -198,6 +198,7 @@ class Request:
         "error",
         "finish_reason",
         "finish_time",
+        "first_answer",
         "guide",
         "id",
         "input_embeds",
@@ -254,6 +255,8 @@ class Request:
             why = "a request that is made by hand has no tokenizer"
             raise ConfigError("PG108", "structured_outputs was given", why=why, hint="use generate()")
         self.guide = guide
+        self.first_answer: Request | None = None
+        """Of the same prompt, if several answers to it were asked for at once."""
         self.stop_ids = frozenset(params.stop_token_ids)
         """Tokens that end it; the scheduler adds those of the model."""
         self.stop_reason: str | int | None = None

@@ -23,6 +23,11 @@ waiting for a place, the last prompt of a step is cut so that nothing is padded,
 served later for that but the request itself, by a step. Where nobody waits, a request has its first token soonest if
 its prompt is not cut.
 
+Note [Several answers]
+~~~~~~~~~~~~~~~~~~~~~~
+Of several answers to one prompt, the first computes it, and the others are let in when it is in the cache, where they
+find it. Until then nobody is let in behind them either: the prompt takes all tokens of a step but those of its last.
+
 Note [Scheduling ahead]
 ~~~~~~~~~~~~~~~~~~~~~~~
 The step behind one that has not been committed is known but for its tokens: which requests reach their length is known,
@@ -342,7 +347,9 @@ class Scheduler:
         request either: admission asks for more than that.
         """
         while budget > 0 and len(works) - num_decodes < MAX_PROMPTS:
-            if (request := self._next_waiting()) is None or not self._may_admit(num_ending) or not self._admit(request):
+            if (request := self._next_waiting()) is None or self._is_being_computed(request):
+                break
+            if not self._may_admit(num_ending) or not self._admit(request):
                 break
             budget -= self._prefill(request, request.num_computed, budget, works)
         if self.waiting and works:
@@ -428,6 +435,13 @@ class Scheduler:
                 return self.waiting[0]
             self.waiting.popleft()
         return None
+
+    def _is_being_computed(self, request: Request) -> bool:
+        """Whether another request is about to put the prompt into the cache: see Note [Several answers]."""
+        first = request.first_answer
+        if first is None or first.state != "running" or first.num_computed >= first.num_prompt:
+            return False
+        return len(self._reusable_digests(request)) > 0
 
     def _admit(self, request: Request) -> bool:
         """Let the front of the queue run, if there is room for all its tokens and for one more block of each other.
