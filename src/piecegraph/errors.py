@@ -76,6 +76,7 @@ CODES: dict[str, str] = {
     "PG516": "a dimension that nothing names turned out to change",
     "PG517": "a change outside the call was noticed late",
     "PG518": "a value has changed that captured code does not see",
+    "PG519": "a token was chosen outside of the recorded step",
     "PG520": "memory that a recorded graph reads has moved",
     "PG521": "an eager op returned something else than when it was recorded",
     "PG601": "an input cannot be read",

@@ -241,6 +241,8 @@ class LLM:
             structured_outputs: the form of an answer, as a dictionary with one of ``json`` (a schema), ``regex``,
                 ``choice``, ``grammar`` and ``json_object``, or :class:`StructuredOutputsParams`. An answer ends when
                 it is complete.
+            logits_processors: functions that are called with the new tokens so far and the logits of the next, which
+                they give back changed. Also those of transformers.
             seed: fixes what is sampled, up to rounding; with ``deterministic=True``, wholly.
             stop: texts at which an answer ends.
             stop_token_ids: tokens at which an answer ends, besides those of the model.

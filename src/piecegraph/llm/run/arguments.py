@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict
 from piecegraph.base.coerce import as_list
 from piecegraph.errors import ConfigError
 from piecegraph.llm.run.prompts import check_lengths
-from piecegraph.llm.run.request import SamplingParams
+from piecegraph.llm.run.request import LogitsProcessor, SamplingParams
 from piecegraph.llm.run.structured import StructuredOutputsParams
 
 OnError = Literal["raise", "return"]
@@ -36,6 +36,7 @@ class SamplingArguments(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     bad_words: Sequence[str | Sequence[int]] | None
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None
+    logits_processors: Sequence[LogitsProcessor] | None
     seed: int | Sequence[int | None] | None
     stop: str | Iterable[str] | None
     stop_token_ids: Sequence[int] | None
@@ -61,6 +62,7 @@ _OTHER_NAMES = {
     "guided_grammar": "structured_outputs={'grammar': ...}",
     "guided_json": "structured_outputs={'json': ...}",
     "guided_regex": "structured_outputs={'regex': ...}",
+    "logits_processor": "logits_processors",
     "min_new_tokens": "min_tokens",
     "num_return_sequences": "n",
     "sequence_bias": "logit_bias",

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from piecegraph.base.events import EventLog
+from piecegraph.base.events import Event, EventLog
 from piecegraph.base.text import count_of
 from piecegraph.engine.eager_interception import unintercepted
 from piecegraph.engine.variants import Variants
@@ -46,6 +46,7 @@ from piecegraph.llm.run.batch import BatchBuffers
 from piecegraph.llm.run.forward import Forward
 from piecegraph.llm.run.generation import Generation, text_behind, token_logprobs
 from piecegraph.llm.run.model_step import StepKey
+from piecegraph.llm.run.processors import choose_token
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.results import StepResult
 from piecegraph.llm.run.scheduler import Scheduler
@@ -277,7 +278,9 @@ class LLMEngine:
             return
         launched.is_committed = True
         tokens = launched.read_tokens()
-        self._collect_details(launched, tokens)
+        if self._num_detailed:
+            self._process_logits(launched, tokens)
+            self._collect_details(launched, tokens)
         self._emit_tokens(launched, self.scheduler.commit(launched.plan, tokens))
 
     def _launch(
@@ -383,10 +386,20 @@ class LLMEngine:
             request.finish_reason, request.error = "error", error  # also where it had just ended otherwise
             return ""
 
+    def _process_logits(self, launched: _Launched, tokens: list[int]) -> None:
+        """Choose the tokens of requests with logits processors of their own: see ``run/processors.py``."""
+        for row, work in enumerate(launched.plan.works):
+            request = work.request
+            if not request.params.logits_processors or not work.samples or request.is_done:
+                continue
+            self.events.emit(Event("PG519", "a step", "logits_processors of a request run in Python"))
+            try:
+                tokens[row] = choose_token(request, launched.result.logits[row])
+            except RequestError as error:
+                self.fail(self._generations[request.id], error)
+
     def _collect_details(self, launched: _Launched, tokens: Sequence[int]) -> None:
         """Log-probabilities and hidden states, where they were asked for. Before the tokens are committed."""
-        if not self._num_detailed:
-            return
         result, vocab_size = launched.result, self.scheduler.limits.vocab_size
         described: dict[int, Generation] = {}
         first = 0
@@ -476,6 +489,8 @@ class LLMEngine:
         shape = (request.num_prompt, self._embed_width)
         if request.blocks is None:
             return f"request {request.id!r} is not running"
+        if request.params.logits_processors:
+            return f"request {request.id!r} has logits_processors, which whoever reads the logits has to call"
         if request.mrope_positions is not None and not self.has_mrope:
             return f"request {request.id!r} has positions in three dimensions, and the model takes them in one"
         if request.input_embeds is not None and self.forward.sizes.only is not None:

@@ -52,7 +52,7 @@ class Generation:
         params = self.request.params
         self.num_read = self.num_streamed = self.request.num_prompt
         self.is_watched = (self.on_new is not None and self.is_streamed) or bool(params.stop)
-        self.wants_details = params.logprobs is not None or params.wants_every_row
+        self.wants_details = params.logprobs is not None or params.wants_every_row or bool(params.logits_processors)
 
     @property
     def is_done(self) -> bool:

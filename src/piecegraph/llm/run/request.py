@@ -26,6 +26,9 @@ from piecegraph.llm.cache.paged import SequenceBlocks
 from piecegraph.llm.run.adjustments import Adjustments
 from piecegraph.llm.run.structured import Guide, StructuredOutputsParams
 
+LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor] | Callable[..., Any]
+"""Takes the new tokens so far, and the logits [vocabulary] of the next one, which it gives back changed."""
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 RequestState = Literal["waiting", "running", "finished", "failed"]
 
@@ -69,6 +72,10 @@ class SamplingParams:
     """Texts, or lists of tokens, that the answer may not hold, also where one begins in the prompt."""
     structured_outputs: StructuredOutputsParams | None = None
     """The form of the answer, which ends when it is complete, whatever ``min_tokens`` says. Also as a dictionary."""
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    """Called with the new tokens so far and the logits of the next, which they give back changed; outside of recorded
+    steps. Also those of transformers.
+    """
     seed: int | None = None
     """Fixes the random numbers that tokens are drawn by. None: the engine chooses one."""
     stop: tuple[str, ...] = ()
@@ -104,6 +111,7 @@ class SamplingParams:
             "logit_bias": _biases(self.logit_bias),
             "bad_words": _bad_words(self.bad_words),
             "structured_outputs": StructuredOutputsParams.of(self.structured_outputs),
+            "logits_processors": _processors(self.logits_processors),
             "stop": _stop_texts(self.stop),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
         }
@@ -116,6 +124,11 @@ class SamplingParams:
                 raise _bad(name, getattr(self, name), "True or False")
         for name, value in plain.items():
             object.__setattr__(self, name, value)
+        if self.logits_processors and (self.adjusts or self.structured_outputs is not None):
+            why = "the model's own logits are processed, without penalties, biases, forbidden tokens, or a form"
+            raise ConfigError(
+                "PG108", "logits_processors was given with one of these", why=why, hint="process them, too"
+            )
 
     def of_answer(self, number: int) -> SamplingParams:
         """The same for one of the ``n`` answers."""
@@ -418,6 +431,13 @@ def _bad_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
     found = tuple(word if isinstance(word, str) else _token_ids("bad_words", word) for word in words)
     if not all(found):
         raise _bad("bad_words", given, "a list of texts, or of lists of token ids, none of them empty")
+    return found
+
+
+def _processors(given: Any) -> tuple[LogitsProcessor, ...]:
+    found = tuple(as_list(given) or ()) if given is not None else ()
+    if not all(map(callable, found)) or (given and not found):
+        raise _bad("logits_processors", given, "a list of functions")
     return found
 
 
