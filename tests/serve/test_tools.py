@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -112,6 +113,55 @@ def test_what_is_refused(client: openai.OpenAI, running: Served) -> None:
     status, answer, _ = running.post("/v1/chat/completions", body)  # a model whose calls nobody can read
     assert (status, answer["error"]["param"]) == (400, "tools")
     assert "has no response_template" in answer["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def claude(talker: Served) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=talker.address, api_key="none", max_retries=0, timeout=60) as found:
+        yield found
+
+
+ASKED: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 40, "extra_body": {"temperature": 0}}
+ASKED["tools"] = [{"name": "f", "description": "a tool", "input_schema": {"type": "object", "properties": {}}}]
+
+
+def blocks_of(message: Any) -> list[tuple[Any, ...]]:
+    """What the blocks of a message say."""
+    told = {"thinking": ("thinking",), "text": ("text",), "tool_use": ("name", "input")}
+    found = [(block.type, *(getattr(block, name) for name in told[block.type])) for block in message.content]
+    return [tuple(each.strip() if isinstance(each, str) else each for each in block) for block in found]
+
+
+def test_calls_and_reasoning_as_anthropic_has_them(claude: anthropic.Anthropic) -> None:
+    expected = [("thinking", "hmm so"), ("text", "sunny then"), ("tool_use", "f", {"x": 1})]
+    answer = claude.messages.create(**ASKED)
+    assert (blocks_of(answer), answer.stop_reason) == (expected, "tool_use")
+    with claude.messages.stream(**ASKED) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    assert (blocks_of(final), final.stop_reason) == (expected, "tool_use")
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
+    # The next turn: all of it comes back, with what came of the call.
+    call = next(block for block in answer.content if block.type == "tool_use")
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "result"}]}
+    said = [block.model_dump(exclude_none=True) for block in answer.content]
+    again: Any = [*MESSAGES, {"role": "assistant", "content": said}, {"role": "user", "content": [result]}]
+    assert claude.messages.create(**{**ASKED, "messages": again}).stop_reason == "tool_use"
+    counted = claude.messages.count_tokens(model="tiny", messages=again, tools=ASKED["tools"])
+    assert counted.input_tokens > claude.messages.count_tokens(model="tiny", messages=MESSAGES).input_tokens
+
+
+def test_calls_that_an_anthropic_client_does_not_want(claude: anthropic.Anthropic) -> None:
+    answer = claude.messages.create(**ASKED, tool_choice={"type": "none"})
+    assert [block.type for block in answer.content] == ["thinking", "text"]
+    assert answer.stop_reason == "end_turn"
+    for choice, why in (
+        ({"type": "tool", "name": "g"}, "none of the tools"),
+        ({"type": "tool"}, "a name comes with"),
+        ({"type": "auto", "disable_parallel_tool_use": True}, "parallel_tool_calls"),
+    ):
+        with pytest.raises(anthropic.BadRequestError, match=why):
+            claude.messages.create(**ASKED, tool_choice=choice)
 
 
 def read(pieces: list[str]) -> tuple[str, list[Any]]:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from piecegraph.llm.run.request import SamplingParams
 from piecegraph.serve.failures import ApiError, unsupported
-from piecegraph.serve.tool_choice import any_calls, one_call
+from piecegraph.serve.tool_choice import ToolUse
 
 _SAMPLING = (
     "temperature",
@@ -295,52 +295,29 @@ class ChatBody(SamplingBody):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs", code="invalid_value", param="top_logprobs")
-        self._check_tools()
+        self.tool_use().check()
         forms = {
             "response_format": self.response_format is not None and self.response_format.form() is not None,
             "structured_outputs": self.structured_outputs is not None,
-            "tools": bool(self.tool_values()),
+            "tools": bool(self.tool_use().values),
         }
         if len(given := [name for name, is_given in forms.items() if is_given]) > 1:
             raise unsupported(given[0], f"an answer has one form, and {' and '.join(given)} were given")
 
-    def _check_tools(self) -> None:
-        names = [tool.function.name for tool in self.tools or ()]
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            message = f"tool_choice names {self.tool_choice.function.name!r}, which is none of the tools"
-            raise ApiError(400, message, code="invalid_value", param="tool_choice")
-        if self.tool_choice == "required" and not names:
-            raise ApiError(400, "tool_choice is 'required' without tools", code="invalid_value", param="tool_choice")
-        if self.forces_call or self.tool_choice == "none":
-            return
-        if self.parallel_tool_calls is False and names:
-            raise unsupported("parallel_tool_calls", "calls are only counted where tool_choice demands one")
-        if any(tool.function.strict for tool in self.tools or ()):
-            raise unsupported(
-                "tools.strict", "arguments are only kept to their schema where tool_choice demands a call"
-            )
-
-    @property
-    def forces_call(self) -> bool:
-        """Whether the answer is to be a call."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+    def tool_use(self) -> ToolUse:
+        """What is said of tools."""
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        choice = "required" if isinstance(self.tool_choice, NamedTool) else self.tool_choice or "auto"
+        functions = [tool.function.model_dump(exclude_none=True) for tool in self.tools or ()]
+        return ToolUse(functions=functions, choice=choice, named=named, several=self.parallel_tool_calls is not False)
 
     def form(self) -> dict[str, Any] | None:
         """Of the answer, for the engine; None for any text."""
-        functions = [tool["function"] for tool in self.tool_values()]
-        if isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            return one_call(next(function for function in functions if function["name"] == name))
-        if self.tool_choice == "required":
-            return any_calls(functions, several=self.parallel_tool_calls is not False)
+        if (of_calls := self.tool_use().form()) is not None:
+            return of_calls
         if self.structured_outputs is not None:
             return self.structured_outputs
         return None if self.response_format is None else self.response_format.form()
-
-    def tool_values(self) -> list[dict[str, Any]]:
-        """As chat templates have them."""
-        wanted = self.tools if self.tools and self.tool_choice != "none" else []
-        return [tool.model_dump(exclude_none=True) for tool in wanted]
 
     @property
     def num_new(self) -> int | None:

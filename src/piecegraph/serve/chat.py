@@ -8,14 +8,13 @@ from typing import Any
 
 from piecegraph.llm.run.answers import Answers
 from piecegraph.llm.run.results import Chunk, Completion
-from piecegraph.serve.bodies import ChatBody, NamedTool
-from piecegraph.serve.failures import ApiError, unsupported
+from piecegraph.serve.bodies import ChatBody
+from piecegraph.serve.failures import ApiError
 from piecegraph.serve.logprobs import TokenTexts
-from piecegraph.serve.parsing import AnswerParser, ParsedAnswer
+from piecegraph.serve.parsing import ParsedAnswer, deltas
 from piecegraph.serve.record import Record
 from piecegraph.serve.service import Service
 from piecegraph.serve.streams import event
-from piecegraph.serve.tool_choice import AnyCalls, OneCall
 from piecegraph.serve.usage import Usage
 
 
@@ -27,7 +26,8 @@ class ChatCall:
         self.asked = [asked]
         self._each = body.n or 1
         self._texts = TokenTexts(service.llm.llm.tokenizer)
-        self._parsers = [self._parser(prompt) for _ in range(self._each)]
+        use, has_form = body.tool_use(), body.form() is not None
+        self._parsers = [service.reader(use, prompt, has_form=has_form) for _ in range(self._each)]
         self._head = {
             "id": f"chatcmpl-{record.id}",
             "created": int(time.time()),
@@ -38,33 +38,18 @@ class ChatCall:
     async def ask(service: Service, record: Record, body: ChatBody) -> ChatCall:
         """Read the conversation and ask for its answers."""
         body.check()
-        tools, template = body.tool_values(), service.response_template
-        if tools and template is None and not body.forces_call:
-            raise unsupported(
-                "tools", "how this model writes its calls is not known: its tokenizer has no response_template"
-            )
-        values = body.template_values() | ({"tools": tools} if tools else {})
-        prompt = await service.chat_prompt([each.for_template() for each in body.messages], values)
+        use = body.tool_use()
+        messages = [each.for_template() for each in body.messages]
+        prompt = await service.chat_prompt(messages, body.template_values(), use)
         params = body.sampling(
             service.defaults,
             max_new_tokens=body.num_new or service.most_new(len(prompt)),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             structured_outputs=body.form(),
-            **{} if template is None else {"skip_special_tokens": False},  # they may be the marks
+            **service.marks_are_text(),
         )
         asked = service.ask(prompt, params, record, streams=body.stream, priority=body.priority)
         return ChatCall(service, record, body, asked, prompt)
-
-    def _parser(self, prompt: list[int]) -> AnswerParser | OneCall | AnyCalls | None:
-        template, choice = self._service.response_template, self._body.tool_choice
-        if isinstance(choice, NamedTool):
-            return OneCall(choice.function.name)
-        if choice == "required":
-            return AnyCalls()
-        if template is None or self._body.form() is not None:  # what has a form is the answer and nothing else
-            return None
-        text = self._service.llm.llm.tokenizer.decode(prompt)
-        return AnswerParser(template, text, self._body.tool_values())
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one."""
@@ -75,7 +60,7 @@ class ChatCall:
 
     def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
         parsed = ParsedAnswer()
-        for delta in [*self._deltas(index, answer.text or ""), *self._last_deltas(index)]:
+        for delta in deltas(self._parsers[index], answer.text or "", is_last=True):
             parsed.add(delta)
         return {
             "index": index,
@@ -84,14 +69,6 @@ class ChatCall:
             "finish_reason": self._finish_reason(index, answer),
             "stop_reason": answer.stop_reason,
         }
-
-    def _deltas(self, index: int, text: str) -> list[dict[str, Any]]:
-        parser = self._parsers[index]
-        return parser.feed(text) if parser is not None else [{"content": text}] if text else []
-
-    def _last_deltas(self, index: int) -> list[dict[str, Any]]:
-        parser = self._parsers[index]
-        return [] if parser is None else parser.finish()
 
     def _finish_reason(self, index: int, answer: Completion) -> str:
         parser = self._parsers[index]
@@ -121,13 +98,12 @@ class ChatCall:
 
     def _parts(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
         """What a chunk tells of its answer."""
-        answer, deltas = chunk.finished, self._deltas(index, chunk.text)
-        if answer is not None:
-            deltas += self._last_deltas(index)
+        answer = chunk.finished
+        found = deltas(self._parsers[index], chunk.text, is_last=answer is not None)
         logprobs = None if chunk.logprobs is None else self._texts.for_chat(chunk.logprobs)
-        if logprobs is not None and not deltas:
-            deltas = [{"content": ""}]
-        parts = [_part(index, delta) for delta in deltas]
+        if logprobs is not None and not found:
+            found = [{"content": ""}]
+        parts = [_part(index, delta) for delta in found]
         if logprobs is not None:
             parts[0]["logprobs"] = logprobs
         if answer is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from typing import Any, Literal
+import json
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -11,9 +12,11 @@ from piecegraph.llm.run.answers import Answers
 from piecegraph.llm.run.results import Completion
 from piecegraph.serve.bodies import Body, sampling_params
 from piecegraph.serve.failures import ApiError
+from piecegraph.serve.parsing import deltas
 from piecegraph.serve.record import Record
 from piecegraph.serve.service import Service
 from piecegraph.serve.streams import event
+from piecegraph.serve.tool_choice import ToolUse
 from piecegraph.serve.usage import Usage
 
 
@@ -32,11 +35,82 @@ class TextBlock(Body):
     cache_control: CacheControl | None = None
 
 
+class ToolUseBlock(Body):
+    """A call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+
+class ToolResultBlock(Body):
+    """What came of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[TextBlock] = ""
+    is_error: bool = False
+    cache_control: CacheControl | None = None
+
+
+class ThinkingBlock(Body):
+    """What a model thought before an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")]
+
+
 class Turn(Body):
     """One turn of a conversation."""
 
     role: Literal["user", "assistant"]
-    content: str | list[TextBlock]
+    content: str | list[Block]
+
+    def for_template(self) -> list[dict[str, Any]]:
+        """As chat templates have it: what came of calls is said by tools, each in a turn of its own."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        said: dict[str, Any] = {"role": self.role, "content": _text(self.content)}
+        if thought := "".join(block.thinking for block in self.content if isinstance(block, ThinkingBlock)):
+            said["reasoning_content"] = thought
+        if calls := [_call(block) for block in self.content if isinstance(block, ToolUseBlock)]:
+            said["tool_calls"] = calls
+        results = [_result(block) for block in self.content if isinstance(block, ToolResultBlock)]
+        return [*results, said] if said["content"] or len(said) > 2 or not results else results
+
+
+def _call(block: ToolUseBlock) -> dict[str, Any]:
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+
+
+def _result(block: ToolResultBlock) -> dict[str, Any]:
+    text = block.content if isinstance(block.content, str) else _text(block.content)
+    said = f"Error: {text}" if block.is_error else text
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": said}
+
+
+class ToolBody(Body):
+    """A tool that may be called."""
+
+    type: Literal["custom"] = "custom"
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+
+class ToolChoice(Body):
+    """Whether it is to be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
 
 
 class Metadata(Body):
@@ -46,9 +120,9 @@ class Metadata(Body):
 
 
 class Thinking(Body):
-    """Whether a model shows what it thinks."""
+    """Whether a model thinks before it answers, where its chat template can tell it so."""
 
-    type: Literal["disabled"]
+    type: Literal["disabled", "adaptive"]
 
 
 class CountBody(Body):
@@ -58,11 +132,32 @@ class CountBody(Body):
     messages: list[Turn] = Field(min_length=1)
     system: str | list[TextBlock] | None = None
     thinking: Thinking | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: ToolChoice | None = None
 
     def conversation(self) -> list[dict[str, Any]]:
         """As chat templates have it."""
         first = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
-        return [*first, *({"role": turn.role, "content": _text(turn.content)} for turn in self.messages)]
+        return [*first, *(said for turn in self.messages for said in turn.for_template())]
+
+    def template_values(self) -> dict[str, Any]:
+        """What the chat template is given besides."""
+        return {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+
+    def tool_use(self) -> ToolUse:
+        """What is said of tools."""
+        given = self.tool_choice or ToolChoice(type="auto")
+        if (given.name is not None) != (given.type == "tool"):
+            raise ApiError(400, "tool_choice: a name comes with 'tool', and only with that", param="tool_choice")
+        functions = [
+            {"name": tool.name, "parameters": tool.input_schema}
+            | ({} if tool.description is None else {"description": tool.description})
+            for tool in self.tools or ()
+        ]
+        choice = {"any": "required", "tool": "required"}.get(given.type, given.type)
+        return ToolUse(
+            functions=functions, choice=choice, named=given.name, several=not given.disable_parallel_tool_use
+        )
 
 
 class MessagesBody(CountBody):
@@ -77,70 +172,147 @@ class MessagesBody(CountBody):
     metadata: Metadata | None = None
 
 
-def _text(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)
+def _text(content: str | Sequence[Body]) -> str:
+    return (
+        content if isinstance(content, str) else "".join(each.text for each in content if isinstance(each, TextBlock))
+    )
 
 
 class MessagesCall:
     """One call, once its conversation is asked for."""
 
-    def __init__(self, service: Service, record: Record, asked: Answers, num_prompt: int) -> None:
+    def __init__(self, service: Service, record: Record, body: MessagesBody, asked: Answers, prompt: list[int]) -> None:
         self._service, self._record = service, record
         self.asked = [asked]
-        self._num_prompt = num_prompt
-        self._head = {
-            "id": f"msg_{record.id}",
-            "type": "message",
-            "role": "assistant",
-            "model": service.name,
-        }
+        self._num_prompt = len(prompt)
+        self._blocks = _Blocks()
+        self._reader = service.reader(body.tool_use(), prompt, has_form=False)
+        self._head = {"id": f"msg_{record.id}", "type": "message", "role": "assistant", "model": service.name}
 
     @staticmethod
     async def ask(service: Service, record: Record, body: MessagesBody) -> MessagesCall:
         """Read the conversation and ask for its answer."""
         prompt = await read(service, body)
         given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "stop": body.stop_sequences}
-        params = sampling_params(service.defaults, given, max_new_tokens=body.max_tokens)
-        return MessagesCall(service, record, service.ask(prompt, params, record, streams=body.stream), len(prompt))
+        params = sampling_params(
+            service.defaults,
+            given,
+            max_new_tokens=body.max_tokens,
+            structured_outputs=body.tool_use().form(),
+            **service.marks_are_text(),
+        )
+        asked = service.ask(prompt, params, record, streams=body.stream)
+        return MessagesCall(service, record, body, asked, prompt)
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one."""
         (answer,) = await self._service.whole(self.asked, self._record)
-        content = [{"type": "text", "text": answer.text}]
-        return {**self._head, "content": content, **_ending(answer), "usage": Usage.of([answer]).for_anthropic()}
+        for _ in self._told(answer.text or "", answer):
+            pass  # the blocks are what it is all about
+        usage = Usage.of([answer]).for_anthropic()
+        return {**self._head, "content": self._blocks.content, **self._ending(answer), "usage": usage}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as it comes."""
         begun: dict[str, Any] = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
         usage = Usage(self._num_prompt, 0, 0).for_anthropic()
         yield _event("message_start", message={**begun, "usage": usage})
-        yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
         try:
             async for _, chunk in self._service.stream(self.asked, self._record):
-                if chunk.text:
-                    yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": chunk.text})
+                for name, data in self._told(chunk.text, chunk.finished):
+                    yield _event(name, **data)
                 if chunk.finished is not None:
-                    yield _event("content_block_stop", index=0)
                     usage = Usage.of([chunk.finished]).for_anthropic()
-                    yield _event("message_delta", delta=_ending(chunk.finished), usage=usage)
+                    yield _event("message_delta", delta=self._ending(chunk.finished), usage=usage)
         except ApiError as error:
             self._record.cut(error.message)
             yield event(error.body("/v1/messages"), "error")
         else:
             yield _event("message_stop")
 
+    def _told(self, text: str, finished: Completion | None) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The events of new text."""
+        for delta in deltas(self._reader, text, is_last=finished is not None):
+            yield from self._blocks.add(delta)
+        if finished is not None:
+            yield from self._blocks.end()
+
+    def _ending(self, answer: Completion) -> dict[str, Any]:
+        if isinstance(answer.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_reason}
+        has_called = self._reader is not None and self._reader.num_calls > 0
+        reason = "max_tokens" if answer.finish_reason == "length" else "tool_use" if has_called else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": None}
+
+
+class _Blocks:
+    """The blocks of an answer, as what is said adds to them."""
+
+    def __init__(self) -> None:
+        self.content: list[dict[str, Any]] = []
+        self._is_open = False
+        self._arguments = self._space = ""
+
+    def add(self, delta: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What a ``delta`` of OpenAI's adds, as events."""
+        for name, kind, field in (("reasoning_content", "thinking", "thinking"), ("content", "text", "text")):
+            if text := delta.get(name):
+                if not self._is_open or self.content[-1]["type"] != kind:
+                    text, self._space = self._space + text, ""
+                    if text.isspace():  # between parts; it makes no block of its own
+                        self._space = text
+                        continue
+                    yield from self.close()
+                    yield self._opened({"type": kind, field: "", **({"signature": ""} if kind == "thinking" else {})})
+                self.content[-1][field] += text
+                yield self._delta({"type": f"{kind}_delta", field: text})
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                self._space = ""
+                yield from self.close()
+                name, use_id = call["function"]["name"], call["id"].replace("call_", "toolu_", 1)
+                yield self._opened({"type": "tool_use", "id": use_id, "name": name, "input": {}})
+            self._arguments += call["function"]["arguments"]
+            yield self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
+
+    def end(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """All is said. An answer has one block at least."""
+        if not self.content:
+            yield self._opened({"type": "text", "text": self._space})
+        yield from self.close()
+
+    def close(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The block that is open is complete."""
+        if self._is_open:
+            if self.content[-1]["type"] == "tool_use":
+                self.content[-1]["input"] = _object(self._arguments)
+            self._is_open, self._arguments = False, ""
+            yield "content_block_stop", {"index": len(self.content) - 1}
+
+    def _opened(self, block: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        self.content.append(block)
+        self._is_open = True
+        return "content_block_start", {"index": len(self.content) - 1, "content_block": dict(block)}
+
+    def _delta(self, delta: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        return "content_block_delta", {"index": len(self.content) - 1, "delta": delta}
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Arguments by name. Those that were cut off are none."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
 
 async def read(service: Service, body: CountBody) -> list[int]:
     """The tokens of a conversation."""
-    return await service.chat_prompt(body.conversation(), {})
+    use = body.tool_use()
+    use.check()
+    return await service.chat_prompt(body.conversation(), body.template_values(), use)
 
 
 def _event(name: str, **data: Any) -> bytes:
     return event({"type": name, **data}, name)
-
-
-def _ending(answer: Completion) -> dict[str, Any]:
-    if isinstance(answer.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_reason}
-    reason = "max_tokens" if answer.finish_reason == "length" else "end_turn"
-    return {"stop_reason": reason, "stop_sequence": None}

@@ -11,7 +11,7 @@ import json
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from piecegraph.serve.families import family_template
 
@@ -57,6 +57,25 @@ class ParsedAnswer:
         else:
             found["content"] = self.content
         return found
+
+
+class Reader(Protocol):
+    """What tells calls and reasoning from an answer."""
+
+    num_calls: int
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        """What new text adds to the message: each is a ``delta`` of OpenAI's."""
+
+    def finish(self) -> list[dict[str, Any]]:
+        """The same, at the end."""
+
+
+def deltas(reader: Reader | None, text: str, *, is_last: bool) -> list[dict[str, Any]]:
+    """What new text of an answer adds to its message; without a reader, all of it is the answer's."""
+    if reader is None:
+        return [{"content": text}] if text else []
+    return [*reader.feed(text), *(reader.finish() if is_last else ())]
 
 
 class AnswerParser:

@@ -14,11 +14,12 @@ from piecegraph.llm.async_llm import AsyncLLM
 from piecegraph.llm.run.answers import Answers
 from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.results import Chunk, Completion
-from piecegraph.serve.failures import ApiError, of_piecegraph
+from piecegraph.serve.failures import ApiError, of_piecegraph, unsupported
 from piecegraph.serve.metrics import Metrics
-from piecegraph.serve.parsing import response_template_of
+from piecegraph.serve.parsing import Reader, response_template_of
 from piecegraph.serve.record import Record
 from piecegraph.serve.settings import ServeSettings
+from piecegraph.serve.tool_choice import ToolUse
 
 State = Literal["loading", "ready", "draining"]
 
@@ -81,14 +82,35 @@ class Service:
 
     # -- prompts
 
-    async def chat_prompt(self, messages: Sequence[dict[str, Any]], values: dict[str, Any]) -> list[int]:
-        """The tokens of a conversation."""
+    async def chat_prompt(
+        self, messages: Sequence[dict[str, Any]], values: dict[str, Any], use: ToolUse | None = None
+    ) -> list[int]:
+        """The tokens of a conversation.
+
+        Args:
+            messages: as chat templates have them.
+            values: what the template is given besides.
+            use: tools that may be called.
+        """
         if "chat_template" in values:
             raise ApiError(400, "a request brings no template of its own", code="invalid_value", param="chat_template")
+        if use is not None and use.values:
+            if self.response_template is None and not use.is_forced:
+                why = "how this model writes its calls is not known: its tokenizer has no response_template"
+                raise unsupported("tools", why)
+            values = {**values, "tools": use.values}
         try:
             return await self.llm.chat_prompt(messages, **values)
         except PiecegraphError as error:
             raise of_piecegraph(error) from error
+
+    def reader(self, use: ToolUse, prompt: list[int], *, has_form: bool) -> Reader | None:
+        """What reads an answer: see :meth:`ToolUse.reader`."""
+        return use.reader(self.response_template, self.llm.llm.tokenizer.decode(prompt), has_form=has_form)
+
+    def marks_are_text(self) -> dict[str, bool]:
+        """Settings of a request whose answer is read: special tokens may be the marks."""
+        return {} if self.response_template is None else {"skip_special_tokens": False}
 
     def most_new(self, num_prompt: int) -> int:
         """Tokens that can be generated behind a prompt, by the model's length and by its cache."""

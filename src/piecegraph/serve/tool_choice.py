@@ -1,7 +1,8 @@
-"""Calls that a client demands: of one tool, or of any. The answer is then JSON and nothing else, whatever the model.
+"""Which tools a model may call, or has to, and how what it says is read by that.
 
-Of one tool it is the arguments alone; of any, a list of calls, as vLLM has it. The model was told of its tools in its
-own words, and reads the calls back in these in the next turn.
+Of calls that a client demands, of one tool or of any, the answer is JSON and nothing else, whatever the model. Of one
+tool it is the arguments alone; of any, a list of calls, as vLLM has it. The model was told of its tools in its own
+words, and reads the calls back in these in the next turn.
 """
 
 from __future__ import annotations
@@ -9,9 +10,76 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from piecegraph.serve.failures import ApiError, unsupported
+from piecegraph.serve.parsing import AnswerParser, Reader
+
 _ANY_ARGUMENTS = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """What a client says of tools."""
+
+    functions: Sequence[dict[str, Any]] = ()
+    """Each with its name, and description and parameters if there are any."""
+    choice: str = "auto"
+    """``"none"``, ``"auto"`` or ``"required"``; with ``named``, the last."""
+    named: str | None = None
+    """The function that is to be called."""
+    several: bool = True
+    """Whether one answer may call more than once."""
+
+    def check(self, *, param: str = "tool_choice") -> None:
+        """Raise what contradicts itself."""
+        names = [function["name"] for function in self.functions]
+        if self.named is not None and self.named not in names:
+            message = f"{param} names {self.named!r}, which is none of the tools"
+            raise ApiError(400, message, code="invalid_value", param=param)
+        if self.is_forced and not names:
+            raise ApiError(400, f"{param} demands a call without tools", code="invalid_value", param=param)
+        if self.is_forced or self.choice == "none":
+            return
+        if not self.several and names:
+            raise unsupported("parallel_tool_calls", "calls are only counted where tool_choice demands one")
+        if any(function.get("strict") for function in self.functions):
+            raise unsupported(
+                "tools.strict", "arguments are only kept to their schema where tool_choice demands a call"
+            )
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer is to be a call."""
+        return self.choice == "required"
+
+    @property
+    def values(self) -> list[dict[str, Any]]:
+        """As chat templates have them."""
+        if self.choice == "none":
+            return []
+        return [{"type": "function", "function": function} for function in self.functions]
+
+    def form(self) -> dict[str, Any] | None:
+        """Of the answer, for the engine; None for any."""
+        if self.named is not None:
+            return one_call(next(each for each in self.functions if each["name"] == self.named))
+        return any_calls(self.functions, several=self.several) if self.is_forced else None
+
+    def reader(self, template: dict[str, Any] | None, prompt: str, *, has_form: bool) -> Reader | None:
+        """What tells calls and reasoning from the answer; None if all of it is text.
+
+        Args:
+            template: how the model marks them, see :func:`~piecegraph.serve.parsing.response_template_of`.
+            prompt: the text before the answer.
+            has_form: whether the answer is of a given form, and nothing else.
+        """
+        if self.named is not None:
+            return OneCall(self.named)
+        if self.is_forced:
+            return AnyCalls()
+        return None if template is None or has_form else AnswerParser(template, prompt, self.values)
 
 
 def one_call(function: dict[str, Any]) -> dict[str, Any]:
