@@ -279,7 +279,7 @@ def test_what_responses_refuse(client: openai.OpenAI) -> None:
     for arguments, why in (
         ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
-        ({"tools": []}, "tools is not supported"),
+        ({"tools": [{"type": "function", "name": "f"}]}, "tools is not supported"),
         ({"reasoning": {"effort": "low"}}, "reasoning is not supported"),
         ({"text": {"format": {"type": "json_schema"}}}, "a name and a schema come with 'json_schema'"),
     ):

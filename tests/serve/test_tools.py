@@ -115,6 +115,50 @@ def test_what_is_refused(client: openai.OpenAI, running: Served) -> None:
     assert "has no response_template" in answer["error"]["message"]
 
 
+FUNCTIONS: Any = [
+    {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}, "strict": False}
+]
+
+
+def items_of(response: Any) -> list[tuple[Any, ...]]:
+    """What the items of a response say."""
+    return [
+        (item.type, item.name, json.loads(item.arguments))
+        if item.type == "function_call"
+        else (item.type, item.content[0].text.strip())
+        for item in response.output
+    ]
+
+
+def test_calls_and_reasoning_as_responses_have_them(client: openai.OpenAI) -> None:
+    expected = [("reasoning", "hmm so"), ("message", "sunny then"), ("function_call", "f", {"x": 1})]
+    asked: Any = {"model": "tiny", "tools": FUNCTIONS, "temperature": 0}
+    answer = client.responses.create(**asked, input="hi")
+    assert (items_of(answer), answer.status) == (expected, "completed")
+    with client.responses.stream(**asked, input="hi") as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert items_of(final) == expected
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3
+    assert {"response.reasoning_text.delta", "response.function_call_arguments.done"} <= set(kinds)
+    # The next turn: all of it comes back, with what came of the call.
+    call = answer.output[-1]
+    assert call.type == "function_call"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "result"}
+    before = [item.model_dump(exclude_none=True) for item in answer.output]
+    again: Any = [{"role": "user", "content": "hi"}, *before, result]
+    assert items_of(client.responses.create(**asked, input=again)) == expected
+    for arguments, why in (
+        ({"tool_choice": {"type": "function", "name": "g"}}, "none of the tools"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=why):
+            client.responses.create(**asked, input="hi", **arguments)
+    nothing = client.responses.create(**{**asked, "tool_choice": "none"}, input="hi")
+    assert [item.type for item in nothing.output] == ["reasoning", "message"]
+
+
 @pytest.fixture(scope="module")
 def claude(talker: Served) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=talker.address, api_key="none", max_retries=0, timeout=60) as found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -12,7 +12,7 @@ from piecegraph.llm.run.answers import Answers
 from piecegraph.llm.run.results import Completion
 from piecegraph.serve.bodies import Body, sampling_params
 from piecegraph.serve.failures import ApiError
-from piecegraph.serve.parsing import deltas
+from piecegraph.serve.parts import Happening, Part, Parts, happenings, parts_of
 from piecegraph.serve.record import Record
 from piecegraph.serve.service import Service
 from piecegraph.serve.streams import event
@@ -185,7 +185,6 @@ class MessagesCall:
         self._service, self._record = service, record
         self.asked = [asked]
         self._num_prompt = len(prompt)
-        self._blocks = _Blocks()
         self._reader = service.reader(body.tool_use(), prompt, has_form=False)
         self._head = {"id": f"msg_{record.id}", "type": "message", "role": "assistant", "model": service.name}
 
@@ -207,20 +206,19 @@ class MessagesCall:
     async def whole(self) -> dict[str, Any]:
         """The answer in one."""
         (answer,) = await self._service.whole(self.asked, self._record)
-        for _ in self._told(answer.text or "", answer):
-            pass  # the blocks are what it is all about
+        content = [_block(part) for part in parts_of(self._reader, answer.text or "")]
         usage = Usage.of([answer]).for_anthropic()
-        return {**self._head, "content": self._blocks.content, **self._ending(answer), "usage": usage}
+        return {**self._head, "content": content, **self._ending(answer), "usage": usage}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as it comes."""
         begun: dict[str, Any] = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
-        usage = Usage(self._num_prompt, 0, 0).for_anthropic()
+        parts, usage = Parts(), Usage(self._num_prompt, 0, 0).for_anthropic()
         yield _event("message_start", message={**begun, "usage": usage})
         try:
             async for _, chunk in self._service.stream(self.asked, self._record):
-                for name, data in self._told(chunk.text, chunk.finished):
-                    yield _event(name, **data)
+                for happening in happenings(parts, self._reader, chunk.text, is_last=chunk.finished is not None):
+                    yield _block_event(happening)
                 if chunk.finished is not None:
                     usage = Usage.of([chunk.finished]).for_anthropic()
                     yield _event("message_delta", delta=self._ending(chunk.finished), usage=usage)
@@ -230,13 +228,6 @@ class MessagesCall:
         else:
             yield _event("message_stop")
 
-    def _told(self, text: str, finished: Completion | None) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The events of new text."""
-        for delta in deltas(self._reader, text, is_last=finished is not None):
-            yield from self._blocks.add(delta)
-        if finished is not None:
-            yield from self._blocks.end()
-
     def _ending(self, answer: Completion) -> dict[str, Any]:
         if isinstance(answer.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_reason}
@@ -245,57 +236,27 @@ class MessagesCall:
         return {"stop_reason": reason, "stop_sequence": None}
 
 
-class _Blocks:
-    """The blocks of an answer, as what is said adds to them."""
+def _block(part: Part) -> dict[str, Any]:
+    """A part as far as it is said."""
+    if part.kind == "call":
+        return {"type": "tool_use", "id": f"toolu_{part.number}", "name": part.name, "input": _object(part.text)}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    return {"type": "text", "text": part.text}
 
-    def __init__(self) -> None:
-        self.content: list[dict[str, Any]] = []
-        self._is_open = False
-        self._arguments = self._space = ""
 
-    def add(self, delta: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """What a ``delta`` of OpenAI's adds, as events."""
-        for name, kind, field in (("reasoning_content", "thinking", "thinking"), ("content", "text", "text")):
-            if text := delta.get(name):
-                if not self._is_open or self.content[-1]["type"] != kind:
-                    text, self._space = self._space + text, ""
-                    if text.isspace():  # between parts; it makes no block of its own
-                        self._space = text
-                        continue
-                    yield from self.close()
-                    yield self._opened({"type": kind, field: "", **({"signature": ""} if kind == "thinking" else {})})
-                self.content[-1][field] += text
-                yield self._delta({"type": f"{kind}_delta", field: text})
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                self._space = ""
-                yield from self.close()
-                name, use_id = call["function"]["name"], call["id"].replace("call_", "toolu_", 1)
-                yield self._opened({"type": "tool_use", "id": use_id, "name": name, "input": {}})
-            self._arguments += call["function"]["arguments"]
-            yield self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
-
-    def end(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """All is said. An answer has one block at least."""
-        if not self.content:
-            yield self._opened({"type": "text", "text": self._space})
-        yield from self.close()
-
-    def close(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The block that is open is complete."""
-        if self._is_open:
-            if self.content[-1]["type"] == "tool_use":
-                self.content[-1]["input"] = _object(self._arguments)
-            self._is_open, self._arguments = False, ""
-            yield "content_block_stop", {"index": len(self.content) - 1}
-
-    def _opened(self, block: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        self.content.append(block)
-        self._is_open = True
-        return "content_block_start", {"index": len(self.content) - 1, "content_block": dict(block)}
-
-    def _delta(self, delta: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        return "content_block_delta", {"index": len(self.content) - 1, "delta": delta}
+def _block_event(happening: Happening) -> bytes:
+    what, part, text = happening
+    if what == "begin":
+        return _event("content_block_start", index=part.index, content_block=_block(part))
+    if what == "end":
+        return _event("content_block_stop", index=part.index)
+    kind, field = {
+        "call": ("input_json_delta", "partial_json"),
+        "reasoning": ("thinking_delta", "thinking"),
+        "text": ("text_delta", "text"),
+    }[part.kind]
+    return _event("content_block_delta", index=part.index, delta={"type": kind, field: text})
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
 from piecegraph.llm.run.answers import Answers
 from piecegraph.llm.run.results import Completion
-from piecegraph.serve.bodies import Body, sampling_params
-from piecegraph.serve.failures import ApiError
+from piecegraph.serve.bodies import Body, CalledFunction, ToolCall, sampling_params
+from piecegraph.serve.failures import ApiError, unsupported
+from piecegraph.serve.parts import Happening, Part, Parts, happenings, parts_of
 from piecegraph.serve.record import Record
 from piecegraph.serve.service import Service
 from piecegraph.serve.streams import event
+from piecegraph.serve.tool_choice import ToolUse
 from piecegraph.serve.usage import Usage
 
 
@@ -42,6 +44,76 @@ class InputItem(Body):
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {"role": self.role, "content": text}
+
+
+class CallItem(Body):
+    """A call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Literal["completed", "incomplete"] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates have it."""
+        function = CalledFunction(name=self.name, arguments=self.arguments)
+        call = ToolCall(id=self.call_id, type="function", function=function)
+        return {"role": "assistant", "content": "", "tool_calls": [call.for_template()]}
+
+
+class CallOutputItem(Body):
+    """What came of it."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str
+    id: str | None = None
+    status: Literal["completed", "incomplete"] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates have it."""
+        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
+
+
+class ReasoningText(Body):
+    """What was thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Body):
+    """What was thought before an earlier answer."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[Any] = Field(default=[], max_length=0)
+    content: list[ReasoningText] | None = None
+    status: Literal["completed", "incomplete"] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates have it."""
+        text = "".join(part.text for part in self.content or ())
+        return {"role": "assistant", "content": "", "reasoning_content": text}
+
+
+class FunctionTool(Body):
+    """A function that may be called."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Body):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    name: str
 
 
 class TextFormat(Body):
@@ -74,7 +146,7 @@ class ResponsesBody(Body):
     """Of ``/v1/responses``."""
 
     model: str
-    input: str | list[InputItem] = Field(min_length=1)
+    input: str | list[InputItem | CallItem | CallOutputItem | ReasoningItem] = Field(min_length=1)
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = None
@@ -86,23 +158,58 @@ class ResponsesBody(Body):
     store: Literal[False] | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
-    tool_choice: Literal["none"] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
 
     def conversation(self) -> list[dict[str, Any]]:
-        """As chat templates have it."""
+        """As chat templates have it: what a model thought, said and called is one turn."""
         first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         if isinstance(self.input, str):
             return [*first, {"role": "user", "content": self.input}]
-        return [*first, *(item.for_template() for item in self.input)]
+        turns: list[dict[str, Any]] = list(first)
+        for item in self.input:
+            turn, before = item.for_template(), turns[-1] if turns else {}
+            if turn["role"] == before.get("role") == "assistant":
+                turns[-1] = _joined(before, turn)
+            else:
+                turns.append(turn)
+        return turns
+
+    def tool_use(self) -> ToolUse:
+        """What is said of tools."""
+        named = self.tool_choice.name if isinstance(self.tool_choice, NamedFunction) else None
+        choice = "required" if isinstance(self.tool_choice, NamedFunction) else self.tool_choice or "auto"
+        functions = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in self.tools or ()]
+        return ToolUse(functions=functions, choice=choice, named=named, several=self.parallel_tool_calls is not False)
+
+    def form(self) -> dict[str, Any] | None:
+        """Of the answer, for the engine; None for any text."""
+        of_text, use = self.text.format.form(), self.tool_use()
+        if of_text is not None and use.values:
+            raise unsupported("text.format", "an answer has one form, and tools were given, too")
+        return use.form() or of_text
+
+
+def _joined(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Two turns of a model as one."""
+    joined = {**before, **after, "content": before["content"] + after["content"]}
+    for name, empty in (("reasoning_content", ""), ("tool_calls", [])):
+        if name in before and name in after:
+            joined[name] = before.get(name, empty) + after.get(name, empty)
+    return joined
 
 
 class ResponsesCall:
     """One call, once its conversation is asked for."""
 
-    def __init__(self, service: Service, record: Record, body: ResponsesBody, asked: Answers) -> None:
+    def __init__(
+        self, service: Service, record: Record, body: ResponsesBody, asked: Answers, prompt: list[int]
+    ) -> None:
         self._service, self._record = service, record
         self.asked = [asked]
-        self._item_id = f"msg_{record.id}"
+        self._reader = service.reader(body.tool_use(), prompt, has_form=body.form() is not None)
+        choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedFunction) else body.tool_choice
         self._head = {
             "id": f"resp_{record.id}",
             "object": "response",
@@ -111,14 +218,14 @@ class ResponsesCall:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": body.temperature,
             "text": body.text.model_dump(by_alias=True, exclude_none=True),
-            "tool_choice": "none",
-            "tools": [],
+            "tool_choice": choice or "auto",
+            "tools": [{"parameters": None, "strict": None, **tool.model_dump()} for tool in body.tools or ()],
             "top_p": body.top_p,
             "truncation": "disabled",
             "user": body.user,
@@ -127,22 +234,24 @@ class ResponsesCall:
     @staticmethod
     async def ask(service: Service, record: Record, body: ResponsesBody) -> ResponsesCall:
         """Read the conversation and ask for its answer."""
-        prompt = await service.chat_prompt(body.conversation(), {})
+        use = body.tool_use()
+        use.check()
+        prompt = await service.chat_prompt(body.conversation(), {}, use)
         given = {"temperature": body.temperature, "top_p": body.top_p}
         num_new = body.max_output_tokens or service.most_new(len(prompt))
         params = sampling_params(
-            service.defaults, given, max_new_tokens=num_new, structured_outputs=body.text.format.form()
+            service.defaults, given, max_new_tokens=num_new, structured_outputs=body.form(), **service.marks_are_text()
         )
-        return ResponsesCall(service, record, body, service.ask(prompt, params, record, streams=body.stream))
+        return ResponsesCall(service, record, body, service.ask(prompt, params, record, streams=body.stream), prompt)
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one."""
         (answer,) = await self._service.whole(self.asked, self._record)
-        return self._response(answer)
+        return self._response(answer, parts_of(self._reader, answer.text or ""))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as it comes."""
-        numbers, place = itertools.count(), {"output_index": 0, "item_id": self._item_id, "content_index": 0}
+        numbers, parts = itertools.count(), Parts()
 
         def told(name: str, **data: Any) -> bytes:
             return event({"type": name, "sequence_number": next(numbers), **data}, name)
@@ -150,38 +259,69 @@ class ResponsesCall:
         begun = {**self._head, "status": "in_progress", "error": None, "incomplete_details": None, "output": []}
         yield told("response.created", response=begun)
         yield told("response.in_progress", response=begun)
-        yield told("response.output_item.added", output_index=0, item=self._item("in_progress", []))
-        yield told("response.content_part.added", **place, part=_part(""))
         try:
             async for _, chunk in self._service.stream(self.asked, self._record):
-                if chunk.text:
-                    yield told("response.output_text.delta", **place, delta=chunk.text, logprobs=[])
-                if (answer := chunk.finished) is not None:
-                    text, response = answer.text or "", self._response(answer)
-                    yield told("response.output_text.done", **place, text=text, logprobs=[])
-                    yield told("response.content_part.done", **place, part=_part(text))
-                    yield told("response.output_item.done", output_index=0, item=response["output"][0])
+                status = "incomplete" if chunk.finished and chunk.finished.finish_reason == "length" else "completed"
+                for happening in happenings(parts, self._reader, chunk.text, is_last=chunk.finished is not None):
+                    for name, data in self._part_events(happening, status):
+                        yield told(f"response.{name}", **data)
+                if chunk.finished is not None:
+                    response = self._response(chunk.finished, parts.all)
                     yield told(f"response.{response['status']}", response=response)
         except ApiError as error:
             self._record.cut(error.message)
             failed = {"code": "server_error", "message": error.message}
             yield told("response.failed", response={**begun, "status": "failed", "error": failed})
 
-    def _response(self, answer: Completion) -> dict[str, Any]:
+    def _part_events(self, happening: Happening, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The events of what happens to a part, each with its name."""
+        what, part, text = happening
+        kind = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}[part.kind]
+        place: dict[str, Any] = {"output_index": part.index, "item_id": self._item_id(part)}
+        content = {} if part.kind == "call" else {"content_index": 0}
+        logprobs: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
+        if what == "more":
+            yield f"{kind}.delta", {**place, **content, "delta": text, **logprobs}
+        elif what == "begin":
+            yield "output_item.added", {"output_index": part.index, "item": self._item(part, "in_progress")}
+            if content:
+                yield "content_part.added", {**place, **content, "part": _content(part)}
+        else:
+            done = {"arguments": part.text} if part.kind == "call" else {"text": part.text}
+            yield f"{kind}.done", {**place, **content, **done, **logprobs}
+            if content:
+                yield "content_part.done", {**place, **content, "part": _content(part)}
+            yield "output_item.done", {"output_index": part.index, "item": self._item(part, status)}
+
+    def _response(self, answer: Completion, parts: Sequence[Part]) -> dict[str, Any]:
         is_cut = answer.finish_reason == "length"
-        status = "incomplete" if is_cut else "completed"
+        statuses = ["completed"] * (len(parts) - 1) + ["incomplete" if is_cut else "completed"]
         return {
             **self._head,
-            "status": status,
+            "status": statuses[-1],
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": [self._item(status, [_part(answer.text or "")])],
+            "output": [self._item(part, status) for part, status in zip(parts, statuses, strict=True)],
             "usage": Usage.of([answer]).for_responses(),
         }
 
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"type": "message", "id": self._item_id, "role": "assistant", "status": status, "content": content}
+    def _item_id(self, part: Part) -> str:
+        prefix = {"text": "msg", "reasoning": "rs", "call": "fc"}[part.kind]
+        return f"{prefix}_{self._record.id}_{part.index}"
+
+    def _item(self, part: Part, status: str) -> dict[str, Any]:
+        """A part as an item of the output. What has only begun has no content yet."""
+        head = {"id": self._item_id(part), "status": status}
+        if part.kind == "call":
+            call_id = f"call_{part.number}"
+            return {"type": "function_call", **head, "call_id": call_id, "name": part.name, "arguments": part.text}
+        content = [] if status == "in_progress" else [_content(part)]
+        if part.kind == "reasoning":
+            return {"type": "reasoning", **head, "summary": [], "content": content}
+        return {"type": "message", **head, "role": "assistant", "content": content}
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _content(part: Part) -> dict[str, Any]:
+    if part.kind == "reasoning":
+        return {"type": "reasoning_text", "text": part.text}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
