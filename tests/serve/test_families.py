@@ -16,6 +16,8 @@ LLAMA = "<|start_header_id|>assistant<|end_header_id|>\n\n"
 HERMES_CHAT = "<|im_start|> ... <tool_call>{'name': }</tool_call>"
 QWEN_CODER_CHAT = "<|im_start|> ... <tool_call><function=x></tool_call>"
 LLAMA_CHAT = """<|start_header_id|> {"name": function name, "parameters": dictionary} '{"name": "' '"parameters": ' """
+DEEPSEEK_CHAT = "<｜User｜> ... <｜Assistant｜> ... <｜tool▁calls▁begin｜>"
+GPT_OSS_CHAT = "<|start|> ... <|channel|>"
 
 Calls = list[tuple[str, Any]]
 FAMILIES: dict[str, tuple[str, str, str, tuple[str, str, Calls]]] = {
@@ -67,6 +69,46 @@ FAMILIES: dict[str, tuple[str, str, str, tuple[str, str, Calls]]] = {
         "[INST]hi[/INST]",
         '[THINK]hm[/THINK]Well.[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[CALL_ID]123[ARGS]{}',
         ("hm", "Well.", [("f", {"x": 1}), ("g", {})]),
+    ),
+    "deepseek": (
+        DEEPSEEK_CHAT,
+        "<｜User｜>hi<｜Assistant｜><think>\n",
+        "hm</think>Well.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+        '{"x": 1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n'
+        "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("hm", "Well.", [("f", {"x": 1}), ("g", {})]),
+    ),
+    "deepseek, newer": (
+        DEEPSEEK_CHAT,
+        "<｜User｜>hi<｜Assistant｜></think>",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": "<"}<｜tool▁call▁end｜>'
+        "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("", "", [("f", {"x": "<"}), ("g", {})]),
+    ),
+    "gpt-oss": (
+        GPT_OSS_CHAT,
+        "<|start|>user<|message|>hi<|end|><|start|>assistant",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>Well.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>',
+        ("hm", "Well.", [("f", {"x": 1})]),
+    ),
+    "gpt-oss, other header": (
+        GPT_OSS_CHAT,
+        "<|start|>assistant",
+        " to=functions.f<|channel|>commentary json<|message|>{}",
+        ("", "", [("f", {})]),
+    ),
+    "gpt-oss, text": (
+        GPT_OSS_CHAT,
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>So < it > is.<|return|>",
+        ("hm", "So < it > is.", []),
+    ),
+    "gpt-oss, no call": (
+        GPT_OSS_CHAT,
+        "<|start|>assistant",
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{oops<|call|>",
+        ("", "{oops", []),
     ),
     "mistral, cut off": ("[TOOL_CALLS]", "[/INST]", 'a[TOOL_CALLS][{"name":', ("", 'a[TOOL_CALLS][{"name":', [])),
     "mistral, no call": ("[TOOL_CALLS]", "[/INST]", '[TOOL_CALLS][{"x": 1}]', ("", '[TOOL_CALLS][{"x": 1}]', [])),

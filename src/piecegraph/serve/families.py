@@ -64,11 +64,63 @@ _MISTRAL_ONE_BY_ONE = {
     },
 }
 
+# <think>...</think>, then calls; how they look depends on the version.
+_DEEPSEEK = {
+    "defaults": _DEFAULTS,
+    "start_anchor": "<｜Assistant｜>",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
+            r"(?:function<｜tool▁sep｜>(?P<name>[^\n<]+)\n```json\n|(?!function<)(?P<name>[^<]+)<｜tool▁sep｜>)",
+            "close_pattern": r"(?:\n```)?<｜tool▁call▁end｜>"
+            r"(?:\s*<｜tool▁calls▁end｜>|(?=\s*<｜tool▁call▁begin｜>)|\Z)",
+            "repeats": True,
+            "content": "json",
+            "transform": _NAMED_CALL,
+        },
+        "content": {"content": "text"},
+    },
+}
+
+# Messages of one turn, each in a channel; a call says in its header whom it is for.
+_GPT_OSS_ENDS = ["<|end|>", "<|return|>", "<|call|>"]
+_GPT_OSS = {
+    "defaults": _DEFAULTS,
+    "start_anchor": "<|start|>assistant",
+    "fields": {
+        "reasoning_content": {
+            "open_pattern": r"<\|channel\|>analysis(?! to=)[^<]*<\|message\|>",
+            "close": _GPT_OSS_ENDS,
+            "content": "text",
+            "repeats": True,
+        },
+        "tool_calls": {
+            "open_pattern": r"(?:to=functions\.(?P<name>[\w.-]+)<\|channel\|>\w+"
+            r"|<\|channel\|>\w+ to=functions\.(?P<name>[\w.-]+))[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>",
+            "close": _GPT_OSS_ENDS,
+            "repeats": True,
+            "content": "json",
+            "transform": _NAMED_CALL,
+        },
+        "content": {
+            "open_pattern": r"<\|channel\|>(?:final|commentary)(?! to=)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>",
+            "close": _GPT_OSS_ENDS,
+            "content": "text",
+            "repeats": True,
+        },
+    },
+}
+
 
 def family_template(chat_template: Any) -> dict[str, Any] | None:
     """The description of the family that a chat template belongs to, if it is one of these."""
     if not isinstance(chat_template, str):
         return None
+    if "<|channel|>" in chat_template and "<|start|>" in chat_template:
+        return _GPT_OSS
+    if "<｜Assistant｜>" in chat_template:
+        return _DEEPSEEK
     if "[TOOL_CALLS]" in chat_template:
         return _MISTRAL_ONE_BY_ONE if "[ARGS]" in chat_template else _MISTRAL_LIST
     if "<|start_header_id|>" in chat_template and '"parameters": ' in chat_template:

@@ -17,6 +17,7 @@ from piecegraph.serve.families import family_template
 
 _TOOL_CALLS = "tool_calls"
 _CONTENT = "content"
+_NO_CALL = "no_call"
 
 
 def response_template_of(tokenizer: Any, model: Any) -> dict[str, Any] | None:
@@ -90,8 +91,7 @@ class AnswerParser:
     def __init__(self, template: dict[str, Any], prompt: str, tools: Sequence[dict[str, Any]]) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
-        others = {name: spec for name, spec in template["fields"].items() if name != _TOOL_CALLS}
-        self._without_calls = {**template, "fields": others}
+        self._without_calls = {**template, "fields": _without_calls(template["fields"])}
         self._make = ResponseParser
         self._parser: Any = ResponseParser(
             template if tools else self._without_calls, prefix=prompt, tools=list(tools) or None
@@ -144,7 +144,8 @@ class AnswerParser:
                 values = event["value"] if isinstance(event["value"], list) else [event["value"]]
                 found += [{"tool_calls": [self._call(value)]} for value in values]
             elif name != _TOOL_CALLS and kind == "region_chunk":
-                found.append({"content" if name == _CONTENT else "reasoning_content": event["text"]})
+                is_said = name in (_CONTENT, _NO_CALL)
+                found.append({"content" if is_said else "reasoning_content": event["text"]})
         return found
 
     def _call(self, value: Any) -> dict[str, Any]:
@@ -156,3 +157,16 @@ class AnswerParser:
         index, self.num_calls = self.num_calls, self.num_calls + 1
         called = {"name": function["name"], "arguments": arguments}
         return {"index": index, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": called}
+
+
+def _without_calls(fields: dict[str, Any]) -> dict[str, Any]:
+    """The same marks, but no calls: their text is the answer's. Where all of an answer is marked, it would be nobody's
+    without a field of its own.
+    """
+    others = {name: spec for name, spec in fields.items() if name != _TOOL_CALLS}
+    is_all_marked = all("open" in spec or "open_pattern" in spec for spec in others.values())
+    if is_all_marked and _TOOL_CALLS in fields:
+        calls = fields[_TOOL_CALLS]
+        pattern = calls["open_pattern"].replace("(?P<name>", "(?:")
+        others[_NO_CALL] = {"open_pattern": pattern, "close": calls["close"], "content": "text", "repeats": True}
+    return others
