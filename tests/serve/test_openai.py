@@ -280,7 +280,7 @@ def test_what_responses_refuse(client: openai.OpenAI) -> None:
         ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
         ({"tools": [{"type": "function", "name": "f"}]}, "tools is not supported"),
-        ({"reasoning": {"effort": "low"}}, "reasoning is not supported"),
+        ({"reasoning": {"effort": "low"}}, "reasoning_effort is not supported"),
         ({"text": {"format": {"type": "json_schema"}}}, "a name and a schema come with 'json_schema'"),
     ):
         given: Any = {"model": "tiny", "input": "ax", **arguments}

@@ -22,7 +22,7 @@ CHAT = (
     "{% for tool in tools or [] %}<tools> {% endfor %}{% for m in messages %}"
     "{% if m.role == 'tool' %}<tool> {{ m.content }} {{ m.tool_call_id }} "
     "{% elif m.tool_calls %}{{ m.tool_calls[0].function.arguments.x }} "
-    "{% else %}<user> {{ m.content }} {% endif %}{% endfor %}<assistant>"
+    "{% else %}<user> {{ m.content }} {% endif %}{% endfor %}{% if reasoning_effort %}result {% endif %}<assistant>"
 )
 TEMPLATE = {
     "defaults": {"role": "assistant"},
@@ -113,6 +113,18 @@ def test_what_is_refused(client: openai.OpenAI, running: Served) -> None:
     status, answer, _ = running.post("/v1/chat/completions", body)  # a model whose calls nobody can read
     assert (status, answer["error"]["param"]) == (400, "tools")
     assert "has no response_template" in answer["error"]["message"]
+
+
+def test_how_long_a_model_thinks_is_told_to_its_template(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "messages": MESSAGES, "temperature": 0}
+    lengths = [
+        client.chat.completions.create(**asked, **how).usage.prompt_tokens  # type: ignore[union-attr]
+        for how in ({}, {"reasoning_effort": "low"})
+    ]
+    answer = client.responses.create(model="tiny", input="hi", reasoning={"effort": "low"}, temperature=0)
+    assert lengths[1] == lengths[0] + 1 == answer.usage.input_tokens  # type: ignore[union-attr]
+    assert answer.reasoning is not None
+    assert answer.reasoning.effort == "low"
 
 
 FUNCTIONS: Any = [

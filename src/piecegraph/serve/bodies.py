@@ -269,6 +269,10 @@ class ResponseFormat(Body):
         return {"json_object": True} if self.type == "json_object" else None
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+"""How long a model is to think, where its chat template can tell it so."""
+
+
 class ChatBody(SamplingBody):
     """Of ``/v1/chat/completions``."""
 
@@ -281,6 +285,7 @@ class ChatBody(SamplingBody):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
     store: Literal[False] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -325,7 +330,8 @@ class ChatBody(SamplingBody):
 
     def template_values(self) -> dict[str, Any]:
         """What the chat template is given besides the messages."""
-        named = {name: getattr(self, name) for name in ("add_generation_prompt", "continue_final_message")}
+        names = ("add_generation_prompt", "continue_final_message", "reasoning_effort")
+        named = {name: getattr(self, name) for name in names}
         return {
             **(self.chat_template_kwargs or {}),
             **{name: value for name, value in named.items() if value is not None},

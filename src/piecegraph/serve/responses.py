@@ -11,7 +11,7 @@ from pydantic import Field
 
 from piecegraph.llm.run.answers import Answers
 from piecegraph.llm.run.results import Completion
-from piecegraph.serve.bodies import Body, CalledFunction, ToolCall, sampling_params
+from piecegraph.serve.bodies import Body, CalledFunction, Effort, ToolCall, sampling_params
 from piecegraph.serve.failures import ApiError, unsupported
 from piecegraph.serve.parts import Happening, Part, Parts, happenings, parts_of
 from piecegraph.serve.record import Record
@@ -142,6 +142,12 @@ class TextConfig(Body):
     format: TextFormat = TextFormat()
 
 
+class Reasoning(Body):
+    """How a model is to think."""
+
+    effort: Effort | None = None
+
+
 class ResponsesBody(Body):
     """Of ``/v1/responses``."""
 
@@ -155,6 +161,7 @@ class ResponsesBody(Body):
     metadata: dict[str, str] | None = None
     user: str | None = None
     text: TextConfig = TextConfig()
+    reasoning: Reasoning = Reasoning()
     store: Literal[False] | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
@@ -220,7 +227,7 @@ class ResponsesCall:
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": body.temperature,
             "text": body.text.model_dump(by_alias=True, exclude_none=True),
@@ -236,7 +243,9 @@ class ResponsesCall:
         """Read the conversation and ask for its answer."""
         use = body.tool_use()
         use.check()
-        prompt = await service.chat_prompt(body.conversation(), {}, use)
+        effort = body.reasoning.effort
+        values = {} if effort is None else {"reasoning_effort": effort}
+        prompt = await service.chat_prompt(body.conversation(), values, use)
         given = {"temperature": body.temperature, "top_p": body.top_p}
         num_new = body.max_output_tokens or service.most_new(len(prompt))
         params = sampling_params(

@@ -94,6 +94,8 @@ class Service:
         """
         if "chat_template" in values:
             raise ApiError(400, "a request brings no template of its own", code="invalid_value", param="chat_template")
+        if "reasoning_effort" in values and "reasoning_effort" not in str(self.llm.llm.tokenizer.chat_template):
+            raise unsupported("reasoning_effort", "the chat template of this model has no such setting")
         if use is not None and use.values:
             if self.response_template is None and not use.is_forced:
                 why = "how this model writes its calls is not known: its tokenizer has no response_template"
