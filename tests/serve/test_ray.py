@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from piecegraph.serve.ray import build_app
 from tests.cases.serving import http
@@ -112,6 +113,28 @@ def test_a_prompt_goes_where_its_beginning_is(port: int) -> None:
     cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
     assert cached[0] == 0
     assert min(cached[1:]) > 100
+
+
+def test_a_folder_of_prompts_is_answered_once(
+    port: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    pytest.importorskip("pyarrow")
+    from examples.ray_data import main
+
+    model = write_tiny_llm(tmp_path_factory.mktemp("model"))
+    prompts, answers = tmp_path / "prompts", tmp_path / "answers"
+    prompts.mkdir()
+    for name in "abc":
+        (prompts / f"{name}.txt").write_text(f"{name}x {name}y")
+    answers.mkdir()
+    (answers / "b.json").write_text("{}")  # of a run before
+    words = [model, str(prompts), str(answers), "--device", "cpu", "--max-new-tokens", "4"]
+    told = [CliRunner().invoke(main, words, catch_exceptions=False).output for _ in range(2)]
+    assert [each.splitlines()[-1] for each in told] == ["answered 2 prompts", "answered 0 prompts"]
+    found = {path.name: json.loads(path.read_text()) for path in answers.iterdir()}
+    assert sorted(found) == ["a.json", "b.json", "c.json"]
+    assert found["b.json"] == {}
+    assert all(found[name]["finish_reason"] == "length" and found[name]["text"] for name in ("a.json", "c.json"))
 
 
 def test_an_engine_is_killed_under_load(port: int) -> None:

@@ -10,6 +10,9 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from openai.types import responses
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import TypeAdapter
 
 import piecegraph
 from piecegraph.serve.parsing import AnswerParser, ParsedAnswer, response_template_of
@@ -125,6 +128,22 @@ def test_how_long_a_model_thinks_is_told_to_its_template(client: openai.OpenAI) 
     assert lengths[1] == lengths[0] + 1 == answer.usage.input_tokens  # type: ignore[union-attr]
     assert answer.reasoning is not None
     assert answer.reasoning.effort == "low"
+
+
+def test_calls_are_of_the_published_types(talker: Served) -> None:
+    for path, body, kind, events in (
+        ("/v1/chat/completions", {"messages": MESSAGES, "tools": TOOLS}, ChatCompletion, ChatCompletionChunk),
+        ("/v1/responses", {"input": "hi", "tools": FUNCTIONS}, responses.Response, responses.ResponseStreamEvent),
+        ("/v1/messages", {**ASKED, "max_tokens": 40}, anthropic.types.Message, anthropic.types.RawMessageStreamEvent),
+    ):
+        asked = {**body, "model": "tiny", "temperature": 0}
+        asked.pop("extra_body", None)
+        status, answer, _ = talker.post(path, asked)
+        assert status == 200, answer
+        kind.model_validate(answer, strict=True)  # type: ignore[attr-defined]
+        for line in talker.post(path, {**asked, "stream": True})[1].splitlines():
+            if line.startswith("data: {"):
+                TypeAdapter(events).validate_json(line[6:])
 
 
 FUNCTIONS: Any = [

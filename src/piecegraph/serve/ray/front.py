@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.requests import Request
 from starlette.routing import Router
@@ -71,11 +71,13 @@ class PassOn:
                 return
             except BackPressureError as error:
                 raise ApiError(429, "as many requests wait as may", code="queue_full") from error
-            except (RayActorError, DeploymentUnavailableError):
+            except (RayError, DeploymentUnavailableError) as error:
                 if answer.has_begun:
                     record.cut("the engine was lost in the middle of the answer")
                     await answer.break_off()
                     return
+                if not isinstance(error, (RayActorError, DeploymentUnavailableError)):  # it would fail again
+                    raise ApiError(500, f"the engine failed: {type(error).__name__}", code="engine_error") from error
             finally:
                 messages.cancel()
         raise ApiError(503, f"the request was lost with {_MOST_ATTEMPTS} engines", code="engine_lost")
