@@ -45,6 +45,8 @@ def cluster(port: int) -> Iterator[None]:
     """Ray on this machine, for this test and nobody else."""
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # names of sockets are short
     environment = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    for name in ("READY_CHECK", "HEALTH_CHECK"):  # a proxy that is slow to start is killed otherwise
+        environment[f"RAY_SERVE_PROXY_{name}_TIMEOUT_S"] = "120"
     with pytest.MonkeyPatch.context() as patched:
         for name, value in environment.items():
             patched.setenv(name, value)
