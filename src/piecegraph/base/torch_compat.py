@@ -24,7 +24,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -1460,29 +1459,6 @@ def compiler_folder(folder: str) -> Iterator[None]:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = place
-
-
-_is_late: ContextVar[bool] = ContextVar("piecegraph_late", default=False)
-
-
-@contextlib.contextmanager
-def late_launches() -> Iterator[None]:
-    """Inside, Triton's kernels begin when those before them have ended, also those that may begin sooner.
-
-    Triton 3.6 and 3.7: a launcher asks itself at every launch.
-    """
-    from triton.backends.nvidia.driver import CudaLauncher  # type: ignore[import-untyped]
-
-    if not isinstance(vars(CudaLauncher).get("launch_pdl"), property):
-        CudaLauncher.launch_pdl = property(
-            lambda launcher: vars(launcher)["launch_pdl"] and not _is_late.get(),
-            lambda launcher, is_early: vars(launcher).update(launch_pdl=is_early),
-        )
-    token = _is_late.set(True)
-    try:
-        yield
-    finally:
-        _is_late.reset(token)
 
 
 def settle_kernels(folder: str) -> None:

@@ -108,7 +108,7 @@ class Parts:
             watch = step.decoder.watch
             return TapeLibrary(step, device, events, make_ledger=make_ledger, progress=progress, watch=watch)
 
-        step = ModelStep(model, memory, buffers, modes, events, is_attributed=options.provenance)
+        step = ModelStep(model, memory, buffers, modes, events)
         if config.deterministic:
             step.head = model.head.fixed(limits.max_num_seqs)
         forward = Forward(

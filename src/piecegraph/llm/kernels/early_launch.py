@@ -8,43 +8,28 @@ right before it is still running: weights, which nobody writes, may be read at o
 Inductor's kernels (``triton.enable_pdl``) rely on the same. Where a kernel of another library comes between, it waits
 for the end of the one before, as always.
 
-Small steps gain by it: of Qwen3-0.6B on an H200 a step of decoding took 0.86, 0.94 and 0.96 of the time at batch 1, 8
-and 64. Large ones lose, prompts of 512 tokens and more took 1.07 to 1.11: programs that only wait take room from those
-that work. So kernels are compiled to wait, and are launched early where the step is small. Steps whose attention runs
-on two streams launch none so: which of two kernels before it a kernel would wait for is nowhere said. Nor do steps
-whose kernels are to be told apart or switched off.
+It is off unless it is asked for. Qwen3-0.6B on an H200, all kernels together: a step of decoding took 0.86, 0.94 and
+0.96 of the time at batch 1, 8 and 64, but prompts of 512 tokens and more 1.07 to 1.11.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from typing import Any
 
 import torch
 
-from piecegraph.base import torch_compat
 from piecegraph.base.plan import Decision
 
 _SWITCH = "PIECEGRAPH_EARLY_LAUNCH"
-_MOST_TOKENS = 256
-"""Of a step whose kernels are launched early."""
 
 
 @functools.cache
 def launches_early(device: torch.device) -> bool:
-    """Whether kernels for a device are compiled so that they can be launched early."""
+    """Whether kernels for a device are launched early."""
     is_able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return is_able and os.environ.get(_SWITCH) != "0"
-
-
-def launches_of(device: torch.device, num_tokens: int | None) -> contextlib.AbstractContextManager[None]:
-    """Around a step of so many tokens, or of one that must launch none early: how its kernels are launched."""
-    is_small = num_tokens is not None and num_tokens <= _MOST_TOKENS
-    if is_small or not launches_early(device):
-        return contextlib.nullcontext()
-    return torch_compat.late_launches()
+    return is_able and os.environ.get(_SWITCH) == "1"
 
 
 def early_constants(device: torch.device, *, is_wanted: bool = True) -> dict[str, Any]:
@@ -59,8 +44,9 @@ def inductor_settings(device: torch.device) -> dict[str, Any]:
 
 
 def early_launches(device: torch.device) -> list[Decision]:
-    """Whether kernels are launched early, for the report; nothing where they cannot be."""
-    if not launches_early(device):
+    """Whether kernels are launched early, for the report; nothing where nobody asked."""
+    if os.environ.get(_SWITCH) != "1":
         return []
-    why = "a kernel begins while the one before it ends"
-    return [Decision("early launches", f"in steps of up to {_MOST_TOKENS} tokens", why)]
+    if launches_early(device):
+        return [Decision("early launches", "on", "a kernel begins while the one before it ends")]
+    return [Decision("early launches", "off", "compute capability 9.0 is needed")]

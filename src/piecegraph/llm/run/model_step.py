@@ -26,7 +26,6 @@ from piecegraph.graph.interception import Interception
 from piecegraph.graph.program import RunStep, equal_pieces_once, run_plainly
 from piecegraph.llm import ops
 from piecegraph.llm.cache.memory import EachKindOnce, Memory
-from piecegraph.llm.kernels.early_launch import launches_of
 from piecegraph.llm.model.decoder import Decoder
 from piecegraph.llm.model.traced_model import TracedModel
 from piecegraph.llm.run.adjustments import adjust
@@ -77,7 +76,6 @@ class ModelStep:
         buffers: where steps are written to.
         modes: ``"full"`` or ``"piecewise"`` for each kind of step, with the reason.
         events: where losses are told.
-        is_attributed: whether its kernels are to be told apart.
     """
 
     def __init__(
@@ -87,8 +85,6 @@ class ModelStep:
         buffers: BatchBuffers,
         modes: Mapping[StepKind, Decision],
         events: EventLog,
-        *,
-        is_attributed: bool = False,
     ) -> None:
         self.modes = dict(modes)
         self.devices = (buffers.device,)
@@ -105,7 +101,6 @@ class ModelStep:
         self._memory = memory
         self._buffers = buffers
         self._events = events
-        self._is_attributed = is_attributed
         self._interceptions: tuple[Interception, ...] = ()
 
     def intercepted(self, decoder: Decoder, interceptions: tuple[Interception, ...]) -> ModelStep:
@@ -185,16 +180,10 @@ class ModelStep:
 
     @contextlib.contextmanager
     def current(self, key: StepKey | None) -> Iterator[None]:
-        with ops.current_sites(self._memory), self._launches(key):
+        with ops.current_sites(self._memory):
             if key is not None:
                 self._use_batch(key.bucket)
             yield
-
-    def _launches(self, key: StepKey | None) -> contextlib.AbstractContextManager[None]:
-        """See Note [Early launches]."""
-        if key is None or self._is_attributed or key.bucket.separates_prompts:
-            return launches_of(self._buffers.device, None)
-        return launches_of(self._buffers.device, key.bucket.num_tokens)
 
     def before_rerun(self, key: StepKey) -> None:
         """On dummies, so that nobody's cache is touched."""
