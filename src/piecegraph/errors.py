@@ -15,6 +15,7 @@
     ├── ModelError                        PG66x  a language model cannot be loaded or run as it is
     │                                     PG671  the same, of the demo model
     ├── CacheError                        PG67x  the cache on disk cannot be used
+    ├── RankError                         PG68x  ranks cannot go on together; PG681 and PG682 are of the kinds above
     ├── SelectionError (also ValueError)  PG71x  what was asked for is not among the kernels that ran
     └── KernelError                       PG73x  kernels of recorded graphs cannot be chosen, read or switched
 
@@ -115,6 +116,10 @@ CODES: dict[str, str] = {
     "PG674": "an entry of the cache cannot be used and was made again",
     "PG675": "there is no such entry in the cache",
     "PG676": "an archive of cache entries cannot be used",
+    "PG681": "this process is no rank of such a job",
+    "PG682": "a model cannot be shared out to ranks",
+    "PG683": "another rank has failed, or is gone",
+    "PG684": "ranks differ where they must agree",
     "PG701": "a trace cannot be read",
     "PG702": "a trace is empty",
     "PG703": "a trace is not JSON",
@@ -240,6 +245,13 @@ class ModelError(PiecegraphError):
 
 class CacheError(PiecegraphError):
     """The cache on disk, or something in it, cannot be used."""
+
+
+class RankError(PiecegraphError):
+    """The ranks of a job cannot go on together."""
+
+    rank: int | None = None
+    """Which of them failed, if it was one."""
 
 
 class SelectionError(PiecegraphError, ValueError):

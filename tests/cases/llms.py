@@ -164,16 +164,20 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def tiny_model(name: str, **implementations: str) -> Any:
+def tiny_model(name: str, *, num_layers: int | None = None, **implementations: str) -> Any:
     """A model of a family, the same at every call.
 
     Args:
         name: of the family.
+        num_layers: only so many of its layers.
         implementations: ``attn_implementation`` and ``experts_implementation``.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = CONFIGS[name]()
+        if num_layers is not None:
+            config.num_hidden_layers = num_layers
+            config.layer_types = getattr(config, "layer_types", None) and config.layer_types[:num_layers]
         is_text = type(config) in hf.MODEL_FOR_CAUSAL_LM_MAPPING
         kind = hf.AutoModelForCausalLM if is_text else hf.AutoModelForImageTextToText
         model = kind.from_config(config, dtype=torch.float32, **implementations).eval()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from piecegraph.cli.answers import Answers, document, summary
-from piecegraph.cli.loading import load_model, model_options
+from piecegraph.cli.loading import load_model, model_options, shared, this_rank
 
 if TYPE_CHECKING:
     from piecegraph.llm.llm import LLM
@@ -68,6 +68,9 @@ def generate(
     try:
         read = _read_prompts(prompts)
         llm = _load(model, len(read), sampling, how)
+        if llm.follows:
+            llm.follow()
+            return
         answers = _answer(llm, read, sampling, raw=raw, prints=not as_json)
     except KeyboardInterrupt:
         click.echo(err=True)
@@ -80,6 +83,7 @@ def generate(
         click.echo(summary(llm, answers), err=True)
         if explains:
             click.echo(f"\n{llm.explain()}", err=True)
+    llm.close()  # the other ranks, if there are any, end with it
     sys.exit(1 if answers.tell_errors() else 0)
 
 
@@ -89,6 +93,8 @@ def _read_prompts(prompts: tuple[str, ...]) -> list[str]:
     wanted = prompts or ("-",)
     if wanted.count("-") > 1:
         raise click.UsageError("Only one prompt can be read from standard input.")
+    if this_rank():  # the first rank reads them, and the others need to know how many there are
+        return ["-"] * len(wanted)
     read = [_standard_input() if prompt == "-" else prompt for prompt in wanted]
     if not any(read):
         raise click.UsageError("The prompt is empty.")
@@ -117,6 +123,7 @@ def _load(model: str, num_prompts: int, sampling: _Sampling, how: dict[str, Any]
         option = f"--{params.without_effect[0].replace('_', '-')}"
         raise click.UsageError(f"{option} has no effect without --temperature.")
     # A command that is over soon has no use for sizes that only some requests need.
+    how = {**how, **shared(how["device"])}
     return load_model(model, num_prompts=num_prompts, options={"record_seconds": 0}, **how)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,6 +36,26 @@ def model_options(command: Command) -> Command:
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
+
+
+def num_ranks() -> int:
+    """How many processes ``torchrun`` has started for this command; 0 if it was started by itself."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+
+
+def this_rank() -> int:
+    """Which of them this is."""
+    return int(os.environ["RANK"]) if num_ranks() else 0
+
+
+def shared(device: str) -> dict[str, int]:
+    """Arguments of a model that all processes of this command run together."""
+    if not num_ranks():
+        return {}
+    from piecegraph.llm.ranks.group import start_job
+
+    start_job("cuda" if is_gpu(device) else "cpu")  # also for one process, which then goes the way of several
+    return {"tensor_parallel_size": num_ranks()}
 
 
 def is_gpu(device: str) -> bool:

@@ -15,11 +15,12 @@ from piecegraph.cli.doctor import doctor
 from piecegraph.cli.env import env
 from piecegraph.cli.explain import explain
 from piecegraph.cli.generate import generate
+from piecegraph.cli.loading import this_rank
 from piecegraph.cli.run import run
 from piecegraph.cli.serve import serve
 from piecegraph.cli.trace import trace
 from piecegraph.cli.warm import warm
-from piecegraph.errors import InputError, PiecegraphError
+from piecegraph.errors import InputError, PiecegraphError, RankError
 from piecegraph.explain.ranks import leave_job
 
 
@@ -61,7 +62,9 @@ def main() -> None:
 def _end(error: PiecegraphError) -> None:
     if "--debug" in sys.argv:
         raise error
-    click.echo("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), err=True)
+    # One rank tells what it is for all: the first, unless it is the one that is gone.
+    if this_rank() == (1 if isinstance(error, RankError) and error.rank == 0 else 0):
+        click.echo("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), err=True)
     sys.exit(error.exit_code)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from piecegraph.cli.loading import is_gpu, model_options
+from piecegraph.cli.loading import is_gpu, model_options, num_ranks, shared, this_rank
 from piecegraph.errors import CommandError
 
 if TYPE_CHECKING:
@@ -67,8 +68,14 @@ def serve(
     from piecegraph.serve.server import serve as run_server
     from piecegraph.serve.settings import ServeSettings
 
+    if num_ranks() and (others or admin_key):
+        raise click.UsageError("--model and --admin-key are for one process: ranks share one model.")
     named = _named(model_name or model, model, others)
     fractions = _fractions(memory_fraction, len(named), on_gpu=is_gpu(how["device"]))
+    specs = _specs(named, fractions, how)
+    if this_rank():
+        _follow(specs[0], how)
+        return
     settings = ServeSettings(
         host=host,
         port=port,
@@ -86,8 +93,7 @@ def serve(
     def on_ready(address: str) -> None:
         click.echo(f"ready: {', '.join(named)} at {address}")
 
-    specs, load = _specs(named, fractions, how), _loader(settings, len(named) == 1, how)
-    if not run_server(settings, specs, load, on_ready=on_ready):
+    if not run_server(settings, specs, _loader(settings, len(named) == 1, how), on_ready=on_ready):
         os._exit(_INTERRUPTED)  # a model cannot be stopped while it is loaded
 
 
@@ -128,26 +134,42 @@ def _specs(named: dict[str, str], fractions: Sequence[float | None], how: dict[s
 
 def _loader(settings: ServeSettings, is_alone: bool, how: dict[str, Any]) -> Load:
     """What makes a model of the server."""
-    device, backend = how["device"], how["backend"]
 
     def load(spec: ModelSpec) -> AsyncLLM:
         from piecegraph.llm.async_llm import AsyncLLM
-        from piecegraph.serve.models import fraction_beside_others
 
-        on_gpu, fraction = is_gpu(device), spec.memory_fraction
-        return AsyncLLM(
-            spec.path,
-            max_queue=settings.max_queue,
-            records_idle=not on_gpu or (is_alone and not settings.admin_keys),
-            memory_fraction=None if fraction is None else fraction_beside_others(device, fraction),
-            backend=("inductor" if on_gpu else "eager") if backend == "auto" else backend,
-            device=device,
-            dtype=spec.dtype,
-            max_model_len=spec.max_model_len,
-            max_num_seqs=spec.max_num_seqs,
-        )
+        records_idle = not is_gpu(how["device"]) or (is_alone and not settings.admin_keys)
+        return AsyncLLM(spec.path, max_queue=settings.max_queue, records_idle=records_idle, **_arguments(spec, how))
 
     return load
+
+
+def _arguments(spec: ModelSpec, how: dict[str, Any]) -> dict[str, Any]:
+    """Of an LLM: the same on every rank."""
+    from piecegraph.serve.models import fraction_beside_others
+
+    device, backend, fraction = how["device"], how["backend"], spec.memory_fraction
+    if fraction is not None and not num_ranks():
+        fraction = fraction_beside_others(device, fraction)
+    return {
+        "memory_fraction": fraction,
+        "backend": ("inductor" if is_gpu(device) else "eager") if backend == "auto" else backend,
+        "device": device,
+        "dtype": spec.dtype,
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": spec.max_num_seqs,
+        **shared(device),
+    }
+
+
+def _follow(spec: ModelSpec, how: dict[str, Any]) -> None:
+    """Run the model together with the rank that serves it, until that one closes it."""
+    import piecegraph
+
+    llm = piecegraph.LLM(spec.path, **_arguments(spec, how))
+    for each in (signal.SIGTERM, signal.SIGINT):  # they are sent to all ranks, and the first lets its requests end
+        signal.signal(each, signal.SIG_IGN)
+    llm.follow()
 
 
 def _check_installed() -> None:

@@ -6,10 +6,11 @@ import contextlib
 import os
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from piecegraph.base.config import Options, check_folder
+from piecegraph.explain.ranks import rank_in_job
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,9 @@ def dump(folder: str | os.PathLike[str], *, inputs: bool = False) -> Iterator[No
 
 
 def target_of(options: Options) -> Target | None:
-    """Where to dump what is compiled now: the nearest wish counts."""
-    if (around := _around.get()) is not None:
-        return around
-    if options.dump is not None:
-        return Target(Path(options.dump).expanduser(), options.dump_inputs)
-    folder = os.environ.get("PIECEGRAPH_DUMP", "")
-    return Target(Path(folder).expanduser(), options.dump_inputs) if folder else None
+    """Where to dump what is compiled now: the nearest wish counts. Ranks of a job have a folder each."""
+    found = _around.get()
+    if found is None and (folder := options.dump or os.environ.get("PIECEGRAPH_DUMP", "")):
+        found = Target(Path(folder).expanduser(), options.dump_inputs)
+    rank = rank_in_job() if found is not None else None
+    return found if found is None or rank is None else replace(found, folder=found.folder / f"rank{rank}")

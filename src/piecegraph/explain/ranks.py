@@ -136,6 +136,13 @@ def leave_job() -> None:
         sys.modules["torch.distributed"].destroy_process_group()
 
 
+def rank_in_job() -> int | None:
+    """The number of this process among several of a job; None if it is the only one."""
+    if not _is_in_job() or (distributed := sys.modules["torch.distributed"]).get_world_size() == 1:
+        return None
+    return int(distributed.get_rank())
+
+
 def _is_in_job() -> bool:
     distributed = sys.modules.get("torch.distributed")  # not imported for this: a command may do without torch
     return distributed is not None and distributed.is_available() and distributed.is_initialized()

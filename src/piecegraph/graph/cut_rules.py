@@ -31,6 +31,12 @@ _CHECKED_ON_HOST = frozenset(
 """Factorisations that read on the host whether they succeeded. Capturing some breaks their library handle for good."""
 
 
+COLLECTIVES = "piecegraph_ranks"
+"""The namespace of our own ops between ranks."""
+
+_COLLECTIVES = (COLLECTIVES, "c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
 def register_cut_op(op: Any, reason: str) -> None:
     """Make an op a cut in every plan whose ``splitting_ops`` is ``"auto"``.
 
@@ -110,7 +116,18 @@ class CutRules:
         found = self.reason(node.target)
         if found is not None:
             return CutVerdict(found[0], is_region=False, is_forced=found[1])
-        return _data_dependence(node)
+        return _host_collective(node) or _data_dependence(node)
+
+
+def _host_collective(node: torch.fx.Node) -> CutVerdict | None:
+    """NCCL's collectives are captured like other kernels; those on a CPU are sent by the host."""
+    namespace = torch_compat.qualified_name(node.target).partition("::")[0]
+    if namespace not in _COLLECTIVES:
+        return None
+    if not any("cpu" in _devices(torch_compat.meta_value(arg)) for arg in node.all_input_nodes):
+        return None
+    # Torch's come in pairs, the second of which waits for the first: they run together.
+    return CutVerdict("is sent to other ranks by the host", is_region=namespace != COLLECTIVES, is_forced=True)
 
 
 def _data_dependence(node: torch.fx.Node) -> CutVerdict | None:

@@ -35,7 +35,7 @@ from typing import Any, Unpack
 import torch
 
 from piecegraph.base.coerce import as_integer, as_real
-from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RequestError
+from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RankError, RequestError
 from piecegraph.llm.llm import LLM, Conversation, Prompt, chunk_of
 from piecegraph.llm.run.answers import Answers, Inbox
 from piecegraph.llm.run.arguments import SamplingArguments, sampling_rows
@@ -117,6 +117,9 @@ class AsyncLLM:
             why = "the model is loaded already"
             raise ConfigError("PG101", f"{min(arguments)} was given with an LLM", why=why)
         self.llm = model if isinstance(model, LLM) else LLM(model, **arguments)
+        if self.llm.follows:
+            why = "another rank takes requests"
+            raise ConfigError("PG681", "this rank cannot serve", why=why, hint="call follow() of an LLM on this rank")
         self._owns_llm = not isinstance(model, LLM)
         self._records_idle = records_idle
         self._numbers = itertools.count()
@@ -381,6 +384,9 @@ class AsyncLLM:
         engine = self.llm.started.engine
         try:
             has_run = engine.step()
+        except RankError as error:
+            assert self.llm.ranks is not None
+            self.llm.ranks.watch.end_process(error)
         except Exception as error:  # whatever it is, it is told to those it happened to
             self.num_failed_steps += 1
             self._failed_in_a_row += 1

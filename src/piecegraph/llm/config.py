@@ -14,6 +14,7 @@ from piecegraph.base.coerce import as_integer, as_list, as_real
 from piecegraph.base.config import CudagraphMode, GraphDeviceName, check_folder
 from piecegraph.errors import ConfigError
 from piecegraph.llm.model.loader import LoadFormat
+from piecegraph.llm.ranks.group import local_device
 from piecegraph.llm.run.arguments import unknown_argument
 
 _OTHER_NAMES = {
@@ -22,6 +23,7 @@ _OTHER_NAMES = {
     "max_num_batched_tokens": "max_batch_tokens",
     "enable_prefix_caching": "prefix_cache",
     "enforce_eager": 'cudagraph_mode="none"',
+    "tp_size": "tensor_parallel_size",
 }
 """What other libraries call ours."""
 
@@ -105,6 +107,7 @@ class LLMConfig:
     capture_sizes: Literal["auto"] | tuple[int, ...]
     cudagraph_mode: CudagraphMode
     deterministic: bool
+    tensor_parallel_size: int
     seed: int
     options: LLMOptions
 
@@ -133,12 +136,14 @@ def make_llm_config(
     max_batch_tokens: int | None,
     memory_fraction: float | None,
     deterministic: bool,
+    tensor_parallel_size: int,
     seed: int,
     options: Mapping[str, Any] | None,
     **rest: Any,
 ) -> LLMConfig:
     """Resolve what was left to us by what the machine has."""
-    where = _device(device)
+    num_ranks = _positive("tensor_parallel_size", tensor_parallel_size)
+    where = _device(device) if num_ranks == 1 else _device_of_rank(device)
     is_gpu = where.type == "cuda"
     _check_choice("deterministic", deterministic, (True, False))
     default_seqs, default_tokens = (256, 4096) if is_gpu else (16, 512)
@@ -154,6 +159,7 @@ def make_llm_config(
         memory_fraction=_fraction(memory_fraction if memory_fraction is not None else (0.9 if is_gpu else 0.25)),
         capture_sizes=_sizes(capture_sizes),
         deterministic=deterministic,
+        tensor_parallel_size=num_ranks,
         seed=_seed(seed),
         options=_options(options if options is not None else {}),
         **rest,
@@ -245,6 +251,18 @@ def _device(device: torch.device | str) -> torch.device:
         raise ConfigError("PG101", f"device is {device!r}", why=f"there are {torch.cuda.device_count()} GPUs here")
     # Graphs, random numbers and memory all belong to a numbered device.
     return torch.device("cuda", torch.cuda.current_device()) if found.type == "cuda" and found.index is None else found
+
+
+def _device_of_rank(device: torch.device | str) -> torch.device:
+    """Where one of several ranks runs: each has a GPU of its own."""
+    found = _device(device)
+    if found.type != "cuda":
+        return found
+    own = local_device()
+    if device not in ("auto", "cuda", torch.device("cuda")) and found != own:
+        why = f"this rank has the GPU of its number on its machine, {own}"
+        raise ConfigError("PG101", f"device is {device!r}", why=why, hint='use device="cuda"')
+    return _device(own)
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype | Literal["auto"]:

@@ -22,10 +22,13 @@ from piecegraph.base.config import CudagraphMode
 from piecegraph.base.events import EventLog
 from piecegraph.engine.eager_interception import unintercepted
 from piecegraph.engine.recorded import RecordedTapes
-from piecegraph.errors import ConfigError, ModelError, RequestError
+from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RankError, RequestError
 from piecegraph.graph import interception
 from piecegraph.llm.config import check_path, make_llm_config, refuse_names
+from piecegraph.llm.following import Follower, join_ranks, leave_at_exit, together
 from piecegraph.llm.model.loader import LoadFormat
+from piecegraph.llm.ranks.group import Ranks
+from piecegraph.llm.ranks.orders import Orders
 from piecegraph.llm.report import explain_llm, stats_of_llm
 from piecegraph.llm.run.arguments import SAMPLING_NAMES, OnError, SamplingArguments, check_flags, sampling_rows
 from piecegraph.llm.run.fair_lock import FairLock
@@ -82,6 +85,8 @@ class LLM:
         cudagraph_mode: ``"full"`` and ``"piecewise"`` for all steps; ``"auto"`` decides for each kind; ``"none"``.
         deterministic: what a request gets does not depend on what runs beside it, bit by bit. Every step is then as
             large as the largest (``max_batch_tokens``, by default ``max_num_seqs``), and takes as long.
+        tensor_parallel_size: so many processes run the model together, started by ``torchrun``; each calls this with
+            the same arguments. See docs/ranks.md.
         seed: what sampling without a seed of its own starts from.
         options: rarely needed settings, see :class:`piecegraph.llm.config.LLMOptions`.
 
@@ -109,6 +114,7 @@ class LLM:
         capture_sizes: Literal["auto"] | Sequence[int] = "auto",
         cudagraph_mode: CudagraphMode = "auto",
         deterministic: bool = False,
+        tensor_parallel_size: int = 1,
         seed: int = 0,
         options: Mapping[str, Any] | None = None,
         **unknown: Never,
@@ -128,13 +134,22 @@ class LLM:
             capture_sizes=capture_sizes,
             cudagraph_mode=cudagraph_mode,
             deterministic=deterministic,
+            tensor_parallel_size=tensor_parallel_size,
             seed=seed,
             options=options,
         )
         self.path = check_path(path)
         self.events = EventLog("ignore")
-        with interception.off():
-            self._started: Started | None = unintercepted(start)(self.path, self.config, self.events)
+        self.ranks = join_ranks(self.path, self.config)
+        """The processes that run the model together; None if it is this one."""
+        if self.ranks is not None and not self.ranks.leads:
+            self.config = replace(self.config, options=replace(self.config.options, progress=False))
+        with interception.off(), together(self.ranks, "loading a model"):
+            self._started: Started | None = unintercepted(start)(self.path, self.config, self.events, self.ranks)
+        self._follower: Follower | None = None
+        """On the other ranks than the first."""
+        if self.ranks is not None:
+            self._take_place(self.ranks)
         self.lock = FairLock()
         """Held by whoever uses the engine."""
         self._request_numbers = itertools.count(1)
@@ -143,6 +158,26 @@ class LLM:
         self._guides_lock = threading.Lock()
         self._idle_s = 0.0
         """What may be used for recording; negative if the last one took longer."""
+
+    def _take_place(self, ranks: Ranks) -> None:
+        """The first rank leads, and the others follow: see Note [One schedule]."""
+        orders, engine = Orders(ranks), self.started.engine
+        if ranks.leads:
+            engine.orders = orders
+        else:
+            self._follower = Follower(orders, engine, self._make_replica)
+        leave_at_exit(self)
+
+    @property
+    def follows(self) -> bool:
+        """Whether another rank schedules and answers, and this one does its part."""
+        return self._follower is not None
+
+    def follow(self) -> None:
+        """Do what the first rank's model does, until it is closed: for ranks that make no calls of their own."""
+        if self._follower is not None:
+            self._follower.until("close")
+            self._give_up()
 
     @property
     def started(self) -> Started:
@@ -153,20 +188,32 @@ class LLM:
 
     def close(self) -> None:
         """Give back weights, cache and graphs. Requests that run in other threads end with ``"abort"``."""
+        if self._started is None:
+            return
+        if self._follower is not None:
+            self.follow()
+            return
         with self.lock:
-            if self._started is None:
-                return
-            self._started.engine.close()
-            self._started = None
-            gc.collect()  # a model and its modules refer to each other
-            if self.config.device.type == "cuda":
-                torch.cuda.empty_cache()
+            engine = self.started.engine
+            engine.close()
+            if engine.orders is not None:
+                engine.orders.tell("close")
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._started = self._follower = None
+        gc.collect()  # a model and its modules refer to each other
+        if self.config.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if self.ranks is not None:
+            self.ranks.close()
 
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or self.ranks is None:  # ranks that go on miss the one that failed, and are not told to close
+            self.close()
 
     @property
     def tokenizer(self) -> Any:
@@ -265,6 +312,8 @@ class LLM:
         rows = sampling_rows(len(each), sampling_params, sampling)
         _ = self.started  # raises after close(), and not only when a stream is read
         raises = on_error == "raise"
+        if self._follower is not None:
+            return self._followed_stream() if stream else self._followed()
         return self._stream(each, rows, raises) if stream else self._answer(each, rows, raises)
 
     @overload
@@ -443,7 +492,7 @@ class LLM:
             with self.lock, torch.inference_mode():
                 engine = self.started.engine
                 missing = engine.forward.missing
-                if not missing or not engine.is_idle:
+                if not missing or not engine.is_idle or self.follows:  # the first rank says when
                     return len(missing)
                 engine.record_idle(missing[0])
                 if time.perf_counter() >= end or self.lock.is_wanted:
@@ -452,35 +501,69 @@ class LLM:
     # -- requests
 
     def _answer(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], raises: bool) -> list[Completion]:
-        with self._queued(prompts, rows, None) as queued:
+        with self._told_to_others() as told:
+            with self._queued(prompts, rows, None) as queued:
+                if raises:
+                    raise_first(each for each in queued if isinstance(each, Completion))
+                waiting = [each for each in queued if isinstance(each, Generation)]
+                while self._step(waiting, ()):
+                    pass
+                answers = [each if isinstance(each, Completion) else completion_of(each) for each in queued]
+            self._record_missed(answers)
             if raises:
-                raise_first(each for each in queued if isinstance(each, Completion))
-            waiting = [each for each in queued if isinstance(each, Generation)]
-            while self._step(waiting, ()):
-                pass
-            answers = [each if isinstance(each, Completion) else completion_of(each) for each in queued]
-        self._record_missed(answers)
-        if raises:
-            raise_first(answers)
+                raise_first(answers)
+            told += answers
         return answers
+
+    @contextlib.contextmanager
+    def _told_to_others(self) -> Iterator[list[Completion]]:
+        """Around a call: its answers, or its error, are those of the same call on the other ranks."""
+        found: list[Completion] = []
+        try:
+            yield found
+        except RankError:
+            raise
+        except (PiecegraphError, GeneratorExit) as error:  # the latter: a stream was left unread
+            self._tell_answers(error if isinstance(error, PiecegraphError) else [])
+            raise
+        self._tell_answers(found)
+
+    def _tell_answers(self, found: list[Completion] | PiecegraphError) -> None:
+        if self._started is not None and (orders := self._started.engine.orders) is not None:
+            with self.lock:
+                orders.tell("answers", found)
+
+    def _followed(self) -> list[Completion]:
+        """What the first rank answers."""
+        assert self._follower is not None
+        found: list[Completion] | PiecegraphError = self._follower.until("answers")
+        if isinstance(found, PiecegraphError):
+            raise found
+        return found
+
+    def _followed_stream(self) -> Iterator[Chunk]:
+        """Nothing: chunks are the first rank's alone."""
+        self._followed()
+        yield from ()
 
     def _stream(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], raises: bool) -> Iterator[Chunk]:
         """Nothing is queued before the first chunk is asked for: a stream that nobody reads holds nothing."""
         chunks: deque[Chunk] = deque()
         finished: list[Completion] = []
-        with self._queued(prompts, rows, chunks) as queued:
-            waiting = [each for each in queued if isinstance(each, Generation)]
-            is_running = True
-            while is_running:
-                is_running = self._step(waiting, chunks)
-                while chunks:
-                    chunk = chunks.popleft()
-                    if chunk.finished is not None:
-                        finished.append(chunk.finished)
-                        if raises:
-                            raise_first(finished[-1:])
-                    yield chunk
-        self._record_missed(finished)
+        with self._told_to_others():
+            with self._queued(prompts, rows, chunks) as queued:
+                waiting = [each for each in queued if isinstance(each, Generation)]
+                is_running = True
+                while is_running:
+                    is_running = self._step(waiting, chunks)
+                    while chunks:
+                        chunk = chunks.popleft()
+                        if chunk.finished is not None:
+                            finished.append(chunk.finished)
+                            if raises:
+                                raise_first(finished[-1:])
+                        yield chunk
+            self._record_missed(finished)
 
     def _step(self, waiting: list[Generation], chunks: Sized) -> bool:
         """Run a step, for all threads' requests, unless those of others bring what this one waits for: a chunk, or the
@@ -567,6 +650,9 @@ class LLM:
                 asked for.
             ModelError: it needs a tokenizer, and there is none.
         """
+        if params.logits_processors and self.ranks is not None:
+            why = "they would have to choose the same on every rank"
+            raise ConfigError("PG108", "logits_processors was given to a model on ranks", why=why)
         text = prompt if isinstance(prompt, str) else None
         needs_text = text is not None or params.stop or any(isinstance(word, str) for word in params.bad_words)
         needs_text = needs_text or params.structured_outputs is not None
@@ -593,6 +679,14 @@ class LLM:
         for each in found[1:]:
             each.request.first_answer = found[0].request
         return found
+
+    def _make_replica(
+        self, request_id: str, tokens: list[int], params: SamplingParams, seed: int, mrope_positions: Any
+    ) -> Generation:
+        """A request as the first rank has it. Its text is made there."""
+        guide = self._guide(params.structured_outputs)
+        request = Request(request_id, tokens, params, seed=seed, mrope_positions=mrope_positions, guide=guide)
+        return Generation(request, None, None)
 
     def _guide(self, wanted: StructuredOutputsParams | None) -> Guide | None:
         if wanted is None:

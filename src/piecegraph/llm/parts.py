@@ -20,6 +20,7 @@ from piecegraph.llm.kernels.attention.registry import choose_kernel
 from piecegraph.llm.model.head import decoder_of
 from piecegraph.llm.model.loader import LoadedModel
 from piecegraph.llm.model.traced_model import TracedModel
+from piecegraph.llm.ranks.group import Ranks
 from piecegraph.llm.run.adjustments import SHORTEST
 from piecegraph.llm.run.batch import BatchBuffers, BatchLimits
 from piecegraph.llm.run.engine import LLMEngine
@@ -62,6 +63,7 @@ class Parts:
     forward: Forward
     events: EventLog
     kernels: tuple[Decision, ...]
+    ranks: Ranks | None
 
     @staticmethod
     def make(
@@ -71,6 +73,7 @@ class Parts:
         limits: SchedulerLimits,
         trace_embeds: Callable[[], TracedModel],
         events: EventLog,
+        ranks: Ranks | None,
     ) -> Parts:
         dtype, options = loaded.model.dtype, config.options
         kernel, why = choose_kernel(
@@ -99,6 +102,8 @@ class Parts:
             batch_limits(loaded, block_size, limits, len(model.reaches), has_mrope=has_mrope), config.device
         )
         safe = {kind: _capture_safe(kind, kernel, states, loaded.experts, dtype) for kind in KINDS}
+        if ranks is not None and config.device.type != "cuda":
+            safe = dict.fromkeys(KINDS, Rejected("what ranks add up is sent by the host"))
         modes = {kind: _mode(kind, config, safe[kind]) for kind in KINDS}
         device = make_graph_device(modes["decode"].choice, config.device)
         sizes = step_sizes(config, limits, has_graphs=device is not None)
@@ -120,10 +125,12 @@ class Parts:
             EmbedsModel(trace_embeds),
             events,
             make_library,
+            ranks=ranks,
             records_at_need=options.provenance,  # who looks at kernels wants to see those of graphs
         )
         attention = (Decision("attention", kernel.name, why),) if model.layers else ()
-        return Parts(config, model, limits, memory, states, buffers, device, forward, events, (*attention, *of_states))
+        kernels = (*attention, *of_states)
+        return Parts(config, model, limits, memory, states, buffers, device, forward, events, kernels, ranks)
 
     def give_memory(self) -> tuple[CacheGroup, ...]:
         """Size the cache by what is left once the largest steps are recorded, and allocate it."""
@@ -137,7 +144,8 @@ class Parts:
             max_batch_tokens=self.limits.max_batch_tokens,
             max_tokens=None if options.cache_tokens == "auto" else options.cache_tokens,
         )
-        blocks = size_cache(needs, self._measure_budget())
+        budget = self._measure_budget()
+        blocks = size_cache(needs, budget if self.ranks is None else self.ranks.least(budget))
         self.memory.allocate(blocks)
         return tuple(
             CacheGroup(num_blocks=num, window=reach.window, chunk=reach.chunk)
@@ -154,7 +162,9 @@ class Parts:
             needs_state=self.states is not None,
             release_state=self.states.release if self.states is not None else None,
         )
-        return LLMEngine(name, self.forward, scheduler, self.buffers, self.events, looks_ahead=looks_ahead)
+        return LLMEngine(
+            name, self.forward, scheduler, self.buffers, self.events, looks_ahead=looks_ahead, ranks=self.ranks
+        )
 
     def cache_bytes(self, groups: tuple[CacheGroup, ...]) -> int:
         return sum(group.num_blocks * self.memory.bytes_per_block(i) for i, group in enumerate(groups))
@@ -172,7 +182,8 @@ class Parts:
         """
         of_states = self.states.unallocated_bytes(self.limits.max_num_seqs) if self.states is not None else 0
         if self.config.device.type != "cuda":
-            return int(free_host_bytes() * self.config.memory_fraction) - of_states
+            num_ranks = 1 if self.ranks is None else self.ranks.size  # all of them on this machine, as far as is known
+            return int(free_host_bytes() * self.config.memory_fraction) // num_ranks - of_states
         self.memory.allocate([2] * len(self.model.reaches))
         largest = _largest_steps(self.forward.sizes.largest(self.limits))
         free_before = torch.cuda.mem_get_info(self.config.device)[0]

@@ -24,9 +24,11 @@ from piecegraph.llm.model.head import decoder_of
 from piecegraph.llm.model.loader import LoadedModel, load
 from piecegraph.llm.model.refusals import refuse_attention, refuse_deterministic, refuse_embeddings
 from piecegraph.llm.model.rotations import hold_rotations, short_length
+from piecegraph.llm.model.shards import Part
 from piecegraph.llm.model.trace_cache import TraceCache, cache_for
 from piecegraph.llm.model.traced_model import TracedModel, TracedSites, trace_model
 from piecegraph.llm.parts import Parts, batch_limits, block_size_for, step_sizes
+from piecegraph.llm.ranks.group import Ranks
 from piecegraph.llm.run.early_kernels import EarlyKernels, linear_shapes
 from piecegraph.llm.run.engine import LLMEngine
 from piecegraph.llm.run.row_check import check_rows
@@ -59,36 +61,41 @@ class Started:
     """Seconds of each stage; their sum is the time it took."""
 
 
-def start(path: str, config: LLMConfig, events: EventLog) -> Started:
+def start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None = None) -> Started:
     """Load, trace, compile, measure, allocate, record, check."""
     try:
-        return _start(path, config, events)
+        return _start(path, config, events, ranks)
     except _WrongPlanError:
         pass  # what it holds of the device goes with it
     gc.collect()
-    return _start(path, config, events)
+    return _start(path, config, events, ranks)
 
 
 class _WrongPlanError(Exception):
     """What was loaded from the cache did not pass the self check, and is there no more."""
 
 
-def _start(path: str, config: LLMConfig, events: EventLog) -> Started:
+def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None) -> Started:
     clock, progress = StageClock(), Progress(config.options.progress)
     # A wrong name is told before anything is done.
     choose_kernel(config.attention, (), torch.float32, config.device, deterministic=config.deterministic)
     if path == demo_model.NAME:
         path = str(demo_model.demo_folder(progress))
+    part = None
+    if ranks is not None:
+        part = Part(ranks.rank, ranks.size, ranks.label)
+        ranks.share_random_state(config.device)  # dummy weights are drawn whole
     with progress.bar("load", 1) as bar:
-        loaded = load(path, dtype=config.dtype, device=config.device, load_format=config.load_format)
+        loaded = load(path, dtype=config.dtype, device=config.device, load_format=config.load_format, part=part)
         bar.advance(path)
     limits, length = _limits(loaded, config)
     # How many groups of layers there are is not known yet; one at least, and most models have no more.
     check_batch(batch_limits(loaded, 16, limits, 1, has_mrope=False), free_bytes_twice(config.device))
     rotations = hold_rotations(loaded.model, limits.max_model_len)
     clock.lap("load")
-    model, cache, early = _trace_and_compile(loaded, config, limits, clock, events)
-    parts = Parts.make(loaded, model, config, limits, _embeds_tracer(loaded, model, cache, config, events), events)
+    model, cache, early = _trace_and_compile(loaded, config, limits, clock, events, part)
+    trace_embeds = _embeds_tracer(loaded, model, cache, config, events, part)
+    parts = Parts.make(loaded, model, config, limits, trace_embeds, events, ranks)
     with model.pipeline.compiling():
         groups = parts.give_memory()
         with torch.inference_mode():
@@ -131,20 +138,37 @@ def _checks(
     decisions = []
     with _uncounted(engine), parts.forward.recording_at_need(), model.pipeline.compiling():
         if parts.config.options.self_check:
-            try:
-                with progress.bar("self check", 1):
-                    decisions.append(self_check(loaded.model, engine))
-            except ModelError as error:
-                if model.pipeline.refuse_kept(error.why):
-                    raise _WrongPlanError from error
-                raise
+            decisions.append(_self_check(loaded, model, parts, engine, progress))
         if parts.config.deterministic:
             decisions.append(check_rows(engine))
     return decisions
 
 
+def _self_check(
+    loaded: LoadedModel, model: TracedModel, parts: Parts, engine: LLMEngine, progress: Progress
+) -> Decision:
+    """See :func:`_checks`. If the plan of one rank is made anew, those of all are."""
+    try:
+        with progress.bar("self check", 1):
+            found = self_check(loaded.model, engine)
+    except ModelError as error:
+        if not model.pipeline.refuse_kept(error.why):
+            raise
+        if parts.ranks is not None:
+            parts.ranks.are_all(False)
+        raise _WrongPlanError from error
+    if parts.ranks is not None and not parts.ranks.are_all(True):
+        raise _WrongPlanError
+    return found
+
+
 def _trace_and_compile(
-    loaded: LoadedModel, config: LLMConfig, limits: SchedulerLimits, clock: StageClock, events: EventLog
+    loaded: LoadedModel,
+    config: LLMConfig,
+    limits: SchedulerLimits,
+    clock: StageClock,
+    events: EventLog,
+    part: Part | None,
 ) -> tuple[TracedModel, TraceCache, list[Decision]]:
     """The compiled model, what stood for its cache, and what became of the kernels that are compiled meanwhile."""
     options = config.options
@@ -177,6 +201,7 @@ def _trace_and_compile(
             events=events,
             on_traced=on_traced,
             deterministic=config.deterministic,
+            part=part,
             clock=clock,
         )
         _check_sizes(loaded, model, limits)
@@ -242,7 +267,12 @@ def _default_length(most: int, short: int | None) -> Decision:
 
 
 def _embeds_tracer(
-    loaded: LoadedModel, model: TracedModel, cache: TraceCache, config: LLMConfig, events: EventLog
+    loaded: LoadedModel,
+    model: TracedModel,
+    cache: TraceCache,
+    config: LLMConfig,
+    events: EventLog,
+    part: Part | None,
 ) -> Callable[[], TracedModel]:
     """What makes the model whose decoder takes embeddings. Its weights stay where they are, not joined again."""
     given = config.options
@@ -264,6 +294,7 @@ def _embeds_tracer(
             events=events,
             takes_embeds=True,
             position_rows=model.position_rows,
+            part=part,
         )
         traced.pipeline.keep(traced.traced)
         assert (traced.layers, traced.states) == (model.layers, model.states), "the same calls in the same order"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from piecegraph.base.plan import Decision
 from piecegraph.errors import ModelError
@@ -18,9 +20,13 @@ from piecegraph.llm.model import plug
 from piecegraph.llm.model.checkpoint import Checkpoint, find_checkpoint, reason_of
 from piecegraph.llm.model.quantisation import make_one_precision, quantisation_of
 from piecegraph.llm.model.refusals import no_interface, refuse_family, refuse_model
+from piecegraph.llm.model.shards import TRIED, Part, slices_to_read, split_model
 from piecegraph.llm.model.weights import check_weights
 
 LoadFormat = Literal["auto", "dummy"]
+
+_TRIED_TOKENS, _MOST_DIFFERENCE = 8, 0.05
+"""How a model in parts is compared with the whole, and by how much of their norm its logits may differ."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,12 @@ class LoadedModel:
 
 
 def load(
-    path: str, *, dtype: torch.dtype | Literal["auto"], device: torch.device, load_format: LoadFormat
+    path: str,
+    *,
+    dtype: torch.dtype | Literal["auto"],
+    device: torch.device,
+    load_format: LoadFormat,
+    part: Part | None = None,
 ) -> LoadedModel:
     """Load a causal language model and its tokenizer.
 
@@ -47,6 +58,7 @@ def load(
         dtype: of the weights; ``"auto"`` takes the checkpoint's, on a CPU float32 in place of half precision.
         device: where to put it.
         load_format: ``"dummy"`` fills the weights with small random numbers and needs only the configuration.
+        part: which part of the model to keep; None for all of it.
     """
     checkpoint = find_checkpoint(os.path.expanduser(path))
     config = checkpoint.config
@@ -54,14 +66,39 @@ def load(
     dtype, precision = _precision(config, dtype, device)
     with without_bars():
         is_dummy = load_format == "dummy"
-        made, loading = _make_dummy(checkpoint, dtype, device) if is_dummy else _load_weights(checkpoint, dtype)
-    model = made.to(device).eval().requires_grad_(False)
+        made, loading = (
+            _make_dummy(checkpoint, dtype, device) if is_dummy else _load_weights(checkpoint, dtype, device, part)
+        )
+    made.eval().requires_grad_(False)
+    is_untried = part is not None and part.size > 1 and config.get_text_config().model_type not in TRIED
+    expected = _few_logits(made) if is_untried else None
+    of_ranks = split_model(made, part) if part is not None else ()
+    model = made.to(device)
     refuse_model(model)
-    decisions = (*precision, *loading)
+    if expected is not None:
+        _check_parts(model, expected)
+    decisions = (*precision, *loading, *of_ranks)
     tokenizer, tokenizer_error = _read_tokenizer(checkpoint.path, is_local=checkpoint.is_local)
     plug.note_windows(model)
     experts = plug.number_experts(model)
     return LoadedModel(model, tokenizer, tokenizer_error, experts, _max_positions(config), decisions)
+
+
+@torch.no_grad()
+def _few_logits(model: Any) -> torch.Tensor:
+    """What transformers makes of a few tokens."""
+    tokens = torch.arange(1, _TRIED_TOKENS + 1, device=model.device)[None]
+    with without_plugs(model):
+        logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits.float().cpu()
+
+
+def _check_parts(model: Any, expected: torch.Tensor) -> None:
+    """Raise if what ranks make together is not what the whole makes: plans are only as good as they were tried."""
+    difference = float((_few_logits(model) - expected).norm() / expected.norm())
+    if not difference <= _MOST_DIFFERENCE:
+        why = f"their logits differ from those of the whole by {difference:.1%} of their norm"
+        raise ModelError("PG682", f"{type(model).__name__} cannot be shared out to ranks", why=why)
 
 
 def _max_positions(config: Any) -> int:
@@ -81,9 +118,12 @@ def _precision(
     return torch.float32, (Decision("dtype", "float32", f"the checkpoint's {name} is slow on many CPUs"),)
 
 
-def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[Any, tuple[Decision, ...]]:
+def _load_weights(
+    checkpoint: Checkpoint, dtype: torch.dtype | str, device: torch.device, part: Part | None
+) -> tuple[Any, tuple[Decision, ...]]:
     """A model with the weights of its files: all of them, and no others."""
     path, quantisation = checkpoint.path, quantisation_of(checkpoint)
+    slices, of_slices = _slices(checkpoint, part, device, is_quantised=bool(quantisation.method))
     with _told_in_one_line(checkpoint):
         load: Any = _class_for(checkpoint.config).from_pretrained
         # Weights of another shape are told by us: transformers would print a report, and raise an error without them.
@@ -94,12 +134,48 @@ def _load_weights(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[Any
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             **quantisation.arguments,
+            **slices,
             **_plugs(checkpoint.config),
         )
     unused = check_weights(checkpoint, model, told, is_quantised=bool(quantisation.method))
     if quantisation.arguments:
         make_one_precision(model)
-    return model, (*quantisation.decisions, *unused)
+    if slices:
+        _forget_loader(model, _without_weights(checkpoint))
+    return model, (*quantisation.decisions, *of_slices, *unused)
+
+
+def _slices(
+    checkpoint: Checkpoint, part: Part | None, device: torch.device, *, is_quantised: bool
+) -> tuple[dict[str, Any], tuple[Decision, ...]]:
+    """What makes transformers read the slices of one rank alone, where it can; otherwise all is read and cut."""
+    if part is None or part.size == 1:
+        return {}, ()
+    why = ""
+    if checkpoint.config.get_text_config().model_type not in TRIED:
+        why = "what the ranks make is compared with what the whole makes"
+    elif is_quantised:
+        why = "weights are unpacked first"
+    elif part.size != torch.distributed.get_world_size():
+        why = "there are several models in the job, which transformers' loader does not know"
+    elif importlib.util.find_spec("accelerate") is None:
+        why = "transformers' loader of slices needs accelerate, which is not installed"
+    elif device.type != (torch.accelerator.current_accelerator() or torch.device("cpu")).type:
+        why = "transformers' loader of slices would put them on another device"
+    if why:
+        return {}, (Decision("weights", "read whole", why),)
+    config = DistributedConfig(tp_size=part.size, tp_plan=slices_to_read(_without_weights(checkpoint), part.size))
+    return {"distributed_config": config}, (Decision("weights", "read in slices", "each rank reads its own"),)
+
+
+def _forget_loader(model: Any, like: Any) -> None:
+    """What transformers' loader of slices leaves behind is not needed: forwards and plan are those of any model."""
+    model._tp_plan = like.tp_plan
+    for module in model.modules():
+        for name in ("forward", "_is_hooked", "_device_mesh", "_mesh_manager", "_tp_size", "_fsdp_size"):
+            module.__dict__.pop(name, None)
+    for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():
+        config.__dict__.pop("distributed_config", None)
 
 
 def _plugs(config: Any) -> dict[str, Any]:
@@ -160,16 +236,20 @@ def _make_dummy(
     checkpoint: Checkpoint, dtype: torch.dtype | str, device: torch.device
 ) -> tuple[Any, tuple[Decision, ...]]:
     """A model of the right shapes, made on its device without touching a disk."""
-    config = copy.deepcopy(checkpoint.config)  # from_config writes the plugs into it
-    wanted = config.dtype if dtype == "auto" else dtype
+    wanted = checkpoint.config.dtype if dtype == "auto" else dtype
     with _told_in_one_line(checkpoint):
-        with torch.device("meta"):
-            known = _class_for(config) if _sees_images(config) else transformers.AutoModelForCausalLM
-            make: Any = known.from_config
-            model = make(config, dtype=wanted or torch.float32, **_plugs(config))
+        model = _without_weights(checkpoint, wanted or torch.float32)
         model.to_empty(device=device)
         model.init_weights()
     return model, ()
+
+
+def _without_weights(checkpoint: Checkpoint, dtype: torch.dtype | str = torch.float32) -> Any:
+    config = copy.deepcopy(checkpoint.config)  # from_config writes the plugs into it
+    with torch.device("meta"):
+        known = _class_for(config) if _sees_images(config) else transformers.AutoModelForCausalLM
+        make: Any = known.from_config
+        return make(config, dtype=dtype, **_plugs(config))
 
 
 def _read_tokenizer(path: str, *, is_local: bool) -> tuple[Any | None, str]:

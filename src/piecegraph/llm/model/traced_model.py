@@ -34,6 +34,7 @@ from piecegraph.llm.model.decoder import Decoder, make_decoder
 from piecegraph.llm.model.head import Head, decoder_name, decoder_of
 from piecegraph.llm.model.plug import UnsupportedCallError
 from piecegraph.llm.model.positions import count_by_sequence, rows_of_positions
+from piecegraph.llm.model.shards import Part
 from piecegraph.llm.model.sites import number_sites, number_states
 from piecegraph.llm.model.trace_cache import TraceCache
 from piecegraph.llm.specs import AttentionLayer, LatentLayer, Reach, StateLayer
@@ -100,6 +101,7 @@ def trace_model(
     position_rows: int | None = None,
     on_traced: Callable[[TracedSites], None] | None = None,
     deterministic: bool = False,
+    part: Part | None = None,
     clock: StageClock | None = None,
 ) -> TracedModel:
     """Trace and compile a loaded model whose attention goes through our plug.
@@ -115,6 +117,7 @@ def trace_model(
             ``mrope_positions``, behind the positions. None: that is found out.
         on_traced: called before the pieces are compiled.
         deterministic: its linears must not let a row depend on others.
+        part: which part of a model it is; None for all of it.
         clock: times its stages.
     """
     pipeline = Pipeline(
@@ -124,7 +127,7 @@ def trace_model(
         CutRules("auto"),
         options,
         events,
-        factors=cache.factors,
+        factors=cache.factors if part is None else {**cache.factors, "part": str(part)},
         clock=clock or StageClock(),
     )
     with Progress(options.progress).bar("trace", 1):

@@ -42,12 +42,14 @@ from piecegraph.engine.variants import Variants
 from piecegraph.errors import RequestError
 from piecegraph.graph.interception import Interception, registry
 from piecegraph.llm.cache.paged import PagedCache
+from piecegraph.llm.ranks.group import Ranks
+from piecegraph.llm.ranks.orders import STEP, Orders
 from piecegraph.llm.run.batch import BatchBuffers
 from piecegraph.llm.run.forward import Forward
 from piecegraph.llm.run.generation import Generation, text_behind, token_logprobs
 from piecegraph.llm.run.model_step import StepKey
 from piecegraph.llm.run.processors import choose_token
-from piecegraph.llm.run.request import Request, SamplingParams
+from piecegraph.llm.run.request import FinishReason, Request, SamplingParams
 from piecegraph.llm.run.results import StepResult
 from piecegraph.llm.run.scheduler import Scheduler
 from piecegraph.llm.run.step import MAX_PROMPTS, StepCounts, StepPlan
@@ -62,12 +64,13 @@ class SampledTokens:
     They are copied on the device first: a step's own results may be overwritten as soon as somebody else runs it again.
     """
 
-    def __init__(self, max_seqs: int, device: torch.device) -> None:
+    def __init__(self, max_seqs: int, device: torch.device, ranks: Ranks | None) -> None:
         is_cuda = device.type == "cuda"
         self._kept = [torch.empty(max_seqs, dtype=torch.long, device=device) for _ in range(2)]
         self._on_host = [torch.empty(max_seqs, dtype=torch.long, pin_memory=is_cuda) for _ in range(2)]
         self._events = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
         self._next = 0
+        self._ranks = ranks
 
     def send(self, tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, Callable[[], list[int]]]:
         """Send the first tokens to the host; returns a copy of them on the device, and what waits for them."""
@@ -75,6 +78,9 @@ class SampledTokens:
         event = self._events[self._next]
         self._next ^= 1
         kept.copy_(tokens[:count])
+        if self._ranks is not None:
+            # Equal logits have equal tokens, but ranks that ever disagreed would never be of one mind again.
+            self._ranks.take_first(kept)
         place.copy_(kept, non_blocking=True)
         if event is not None:
             event.record()
@@ -113,6 +119,7 @@ class LLMEngine:
         buffers: where steps are written to.
         events: where losses are told.
         looks_ahead: see Note [Looking ahead].
+        ranks: those that run the model together; None if it is one process.
     """
 
     def __init__(
@@ -124,6 +131,7 @@ class LLMEngine:
         events: EventLog,
         *,
         looks_ahead: bool,
+        ranks: Ranks | None = None,
     ) -> None:
         self.name = name
         self.scheduler = scheduler
@@ -135,7 +143,12 @@ class LLMEngine:
         self._looks_ahead = looks_ahead
         self._ahead: _Launched | None = None
         self._masks = buffers.masks
-        self._sampled = SampledTokens(buffers.limits.max_seqs, buffers.device)
+        self._sampled = SampledTokens(buffers.limits.max_seqs, buffers.device, ranks)
+        self._ranks = ranks
+        self.orders: Orders | None = None
+        """Told what others than the scheduler do to requests: of several ranks, the first has it. See Note [One
+        schedule].
+        """
         self._generations: dict[str, Generation] = {}
         self._num_detailed = 0
         """Generations that want more than their tokens."""
@@ -219,8 +232,12 @@ class LLMEngine:
     def enqueue(self, generation: Generation) -> None:
         """Queue a request. Raises a RequestError if it can never be served."""
         self._hand_over(self.scheduler.cache.reference)
-        self.scheduler.add(generation.request)
-        self._generations[generation.request.id] = generation
+        request = generation.request
+        self.scheduler.add(request)
+        if self.orders is not None:
+            prompt = request.tokens[: request.num_prompt].tolist()
+            self.orders.tell("enqueue", request.id, prompt, request.params, request.seed, request.mrope_positions)
+        self._generations[request.id] = generation
         self._num_detailed += generation.wants_details
         self._num_watched += generation.is_watched
         self._num_following += generation.request.params.adjusts_by_tokens
@@ -234,8 +251,21 @@ class LLMEngine:
     def fail(self, generation: Generation, error: RequestError) -> None:
         """End a request with an error, between two steps."""
         if not generation.is_done:
-            self.scheduler.finish(generation.request, "error", error)
+            self._finish(generation.request, "error", error)
             self._emit_new(generation)
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """End a request as another rank did, which has told its user."""
+        generation = self._generations.get(request_id)
+        if generation is not None:
+            self.scheduler.finish(generation.request, reason)
+            self._emit_new(generation)
+
+    def _finish(self, request: Request, reason: FinishReason, error: RequestError | None = None) -> None:
+        """End a request for a reason that only this process knows."""
+        if self.orders is not None:
+            self.orders.tell("finish", request.id, reason)
+        self.scheduler.finish(request, reason, error)
 
     def abort(self, generation: Generation) -> None:
         """End a request now and free what it holds."""
@@ -253,6 +283,8 @@ class LLMEngine:
         while self._left_to_abort and not self._is_stepping:
             generation = self._left_to_abort.popleft()
             if self.scheduler.abort(generation.request.id):
+                if self.orders is not None:
+                    self.orders.tell("finish", generation.request.id, "abort")
                 self._emit_new(generation)
 
     # -- one step
@@ -260,7 +292,9 @@ class LLMEngine:
     @unintercepted
     def step(self) -> bool:
         """Run one step; False if there is nothing to do."""
-        with self._starting_over_on_failure():
+        with self._together("a step"), self._starting_over_on_failure():
+            if self.orders is not None:
+                self.orders.tell(STEP)
             current, self._ahead = self._ahead, None
             if current is None:
                 plan = self.scheduler.schedule()
@@ -271,6 +305,10 @@ class LLMEngine:
             self._commit(current)
             self._ahead = ahead
             return True
+
+    def _together(self, subject: str) -> contextlib.AbstractContextManager[None]:
+        """Around what ranks do together: what fails on one of them stops all."""
+        return contextlib.nullcontext() if self._ranks is None else self._ranks.watch.together(subject)
 
     def _commit(self, launched: _Launched) -> None:
         """Wait for the tokens of a step and give them to its requests; at most once."""
@@ -342,7 +380,10 @@ class LLMEngine:
     def record_idle(self, key: StepKey) -> float:
         """Record something while no step is running; the seconds it took. Results of steps are no longer valid."""
         self._ahead = None  # it can only be nobody's
-        return self.forward.record_idle(key)
+        with self._together("a recording"):
+            if self.orders is not None:
+                self.orders.tell("record_idle", key)
+            return self.forward.record_idle(key)
 
     # -- what a step gives its requests
 
@@ -365,7 +406,7 @@ class LLMEngine:
         request = generation.request
         new = self._new_text(generation) if generation.is_watched or generation.on_new is not None else ""
         if generation.text is not None and generation.text.is_stopped:
-            self.scheduler.finish(request, "stop")
+            self._finish(request, "stop")
             request.stop_reason = generation.text.stopped_at
             request.finish_reason = "stop"  # also where the last token that was allowed completed the stop text
         if request.is_done:
@@ -382,7 +423,7 @@ class LLMEngine:
             return generation.new_text()
         except RequestError as error:
             request, generation.text = generation.request, None
-            self.scheduler.finish(request, "error", error)
+            self._finish(request, "error", error)
             request.finish_reason, request.error = "error", error  # also where it had just ended otherwise
             return ""
 
@@ -433,9 +474,10 @@ class LLMEngine:
             self._hand_over(work.request.blocks.cache)
         self._ahead = None
         # Whoever runs a model step by step sees no more than one of them wait.
-        tokens, logits, hidden = self._launch(plan, every_row=every_row, waits=True).result
+        with self._together("a step"):
+            launched = self._launch(plan, every_row=every_row, waits=True)
         num_rows = plan.num_tokens if every_row else plan.num_seqs
-        return StepResult(tokens[: plan.num_seqs], logits[: plan.num_seqs], hidden[:num_rows])
+        return StepResult(launched.tokens, launched.result.logits[: plan.num_seqs], launched.result.hidden[:num_rows])
 
     def make_scheduler(
         self, *, prefix_cache: bool, text_of: Callable[[Request], IncrementalText] | None = None

@@ -18,6 +18,7 @@ from piecegraph.engine.planner import cut_while_intercepted
 from piecegraph.errors import ModelError
 from piecegraph.graph.interception import Interception
 from piecegraph.llm.model.traced_model import TracedModel
+from piecegraph.llm.ranks.group import Ranks
 from piecegraph.llm.run.batch import BatchBuffers
 from piecegraph.llm.run.coverage import best_cover, first_keys, later_keys
 from piecegraph.llm.run.model_step import ModelStep, StepKey
@@ -61,6 +62,7 @@ class Forward:
         events: where losses are told.
         make_library: makes a library of tapes for steps.
         interceptions: what runs callbacks around ops.
+        ranks: those that run the model together; None if it is one process.
         records_at_need: whether steps wait until they are recorded; see Note [No request waits for a recording].
     """
 
@@ -76,6 +78,7 @@ class Forward:
         make_library: MakeLibrary,
         interceptions: tuple[Interception, ...] = (),
         *,
+        ranks: Ranks | None = None,
         records_at_need: bool = False,
     ) -> None:
         self.step = step
@@ -93,6 +96,7 @@ class Forward:
         self._make_library = make_library
         self._interceptions = interceptions
         self._recordable = frozenset(sizes.all())
+        self._ranks = ranks
         self._records_at_need = records_at_need
         self._serving: dict[StepKey, StepKey] = {}
         """What serves steps that are not recorded, since something was last recorded."""
@@ -198,9 +202,14 @@ class Forward:
         """
         self.library.record(first_keys(self.sizes), tidies=False)
         end = time.perf_counter() + seconds
+
+        def goes_on() -> bool:
+            has_time = time.perf_counter() < end
+            return has_time if self._ranks is None else self._ranks.of_first(has_time)
+
         for keys in later_keys(self.sizes) if seconds > 0 else ():
-            self.library.record(keys, tidies=False, goes_on=lambda: time.perf_counter() < end)
-        self._serving.clear()
+            self.library.record(keys, tidies=False, goes_on=goes_on)
+        self._check_recorded()
 
     @property
     def missed(self) -> list[StepKey]:
@@ -226,8 +235,15 @@ class Forward:
 
     def _record(self, key: StepKey) -> None:
         self.library.record([key], tidies=False, is_quiet=True)
-        self._serving.clear()
+        self._check_recorded()
         self._missed.pop(key, None)
+
+    def _check_recorded(self) -> None:
+        """Something else may serve steps from now on: the same on all ranks, as they add up what is of one size."""
+        self._serving.clear()
+        if self._ranks is not None:
+            modes = {kind: mode.choice for kind, mode in self.modes.items()}
+            self._ranks.check_same("recorded steps", f"{sorted(map(str, self.library.tapes))} {modes}")
 
     def _is_recordable(self, key: StepKey) -> bool:
         """Whether a step is not recorded, but can be."""
@@ -268,6 +284,7 @@ class Forward:
             self._events,
             self._make_library,
             interceptions,
+            ranks=self._ranks,
             records_at_need=True,
         )
 
@@ -291,6 +308,8 @@ class Forward:
 
     def choose_threads(self, wish: int | Literal["auto"]) -> Decision:
         """Decide how many threads of a CPU steps run with, by steps of one sequence."""
+        if self._ranks is not None and wish == "auto":  # to try is to take turns, and they would not take the same
+            wish = torch.get_num_threads()
         decision = choose_threads(wish, lambda: self.warm_up([StepKey(Bucket(1, 1, "decode"), "greedy")]))
         self.step.num_threads = int(decision.choice)
         return decision
@@ -307,7 +326,10 @@ class Forward:
             every, some = (
                 step.try_tokens(_TRIED_TOKENS, num_blocks, every_row=every_row)[1] for every_row in (True, False)
             )
-            why = "" if _are_alike(every, some) else "it makes something else of a row without the others"
+            is_alike = _are_alike(every, some)
+            if self._ranks is not None:
+                is_alike = self._ranks.are_all(is_alike)
+            why = "" if is_alike else "it makes something else of a row without the others"
         step.needs_all_rows = bool(why)
         if why:
             return Decision("last piece", "on all tokens", why)

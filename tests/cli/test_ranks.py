@@ -1,0 +1,21 @@
+"""Commands that torchrun starts: the processes share one model, and the first of them answers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cases.tiny_llm import tiny_model, tiny_tokenizer, write_tiny_llm
+
+
+def test_generate_on_two_ranks_prints_what_one_process_would(tmp_path: Path) -> None:
+    path = write_tiny_llm(tmp_path / "model", chat=False)
+    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "piecegraph"]
+    command = [*job, "generate", path, "-", "--max-new-tokens", "4", "--device", "cpu"]
+    done = subprocess.run(command, input="ax by cz", capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    prompt = tiny_tokenizer(chat=False)("ax by cz", return_tensors="pt").input_ids
+    expected = tiny_model().generate(prompt, max_new_tokens=4, do_sample=False)[0, prompt.shape[1] :]
+    assert done.stdout.split() == tiny_tokenizer(chat=False).decode(expected).split()
+    assert done.stderr.count("4 tokens in ") == 1, "the first rank alone tells what it cost"
