@@ -1,7 +1,7 @@
 """Language models through real graphs: captured and uncaptured steps give the same tokens.
 
-In float32 where tokens are compared, because sequences that meet other neighbours round differently. What is captured
-in bfloat16 alone does not look ahead: then each step has the same neighbours.
+In float32 where tokens are compared: sequences that meet other neighbours, and sums that are split otherwise, round
+differently.
 """
 
 from __future__ import annotations
@@ -37,26 +37,45 @@ def tokens(llm: Any, **arguments: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "mode", "dtype"),
-    [
-        ("llama", "full", torch.float32),
-        ("gemma3", "full", torch.float32),
-        ("qwen3_moe", "full", torch.bfloat16),
-        ("deepseek_v3", "full", torch.bfloat16),
-        ("qwen3_next", "full", torch.bfloat16),
-        ("lfm2", "full", torch.float32),
-        ("bamba", "piecewise", torch.float32),
-    ],
+    ("family", "mode"),
+    [("llama", "full"), ("gemma3", "full"), ("lfm2", "full"), ("bamba", "piecewise")],
 )
-def test_captured_steps_give_the_same_tokens(family: str, mode: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    tiny_model(family).to(dtype).save_pretrained(tmp_path)
+def test_captured_steps_give_the_same_tokens(family: str, mode: str, tmp_path: Path) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
     with running(tmp_path, cudagraph_mode="none", options={"look_ahead": False}) as plain:
         expected, drawn = tokens(plain), tokens(plain, temperature=0.8, top_k=20, seed=1)
-    with running(tmp_path, options={"look_ahead": dtype == torch.float32}) as llm:
+    with running(tmp_path) as llm:
         assert {each.choice for each in llm.started.engine.forward.modes.values()} == {mode}
         for _ in range(3):
             assert tokens(llm) == expected
         assert tokens(llm, temperature=0.8, top_k=20, seed=1) == drawn
+        assert llm.stats()["coverage"] == 1.0
+        assert not llm.stats()["fallbacks"]
+
+
+def assert_same_but_for_ties(found: list[list[int]], expected: list[Any]) -> None:
+    """The same tokens until the first where two were as likely as each other, within what bfloat16 rounds."""
+    for mine, theirs in zip(found, expected, strict=True):
+        differs = (number for number, token in enumerate(theirs.token_ids) if mine[number] != token)
+        first = next(differs, None)
+        if first is not None:
+            near = {
+                token
+                for token, logprob in theirs.logprobs[first].top
+                if logprob > theirs.logprobs[first].logprob - 0.05
+            }
+            assert mine[first] in near, (first, mine, theirs.token_ids)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3_next"])
+def test_what_is_captured_in_bfloat16_alone_gives_the_same_tokens(family: str, tmp_path: Path) -> None:
+    tiny_model(family).to(torch.bfloat16).save_pretrained(tmp_path)
+    with running(tmp_path, cudagraph_mode="none", options={"look_ahead": False}) as plain:
+        expected = plain.generate(PROMPTS, max_new_tokens=24, ignore_eos=True, logprobs=4)
+    with running(tmp_path) as llm:
+        assert {each.choice for each in llm.started.engine.forward.modes.values()} == {"full"}
+        for _ in range(3):
+            assert_same_but_for_ties(tokens(llm), expected)
         assert llm.stats()["coverage"] == 1.0
         assert not llm.stats()["fallbacks"]
 
