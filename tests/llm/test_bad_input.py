@@ -428,7 +428,7 @@ def test_a_model_is_no_path(models: Shelf) -> None:
         ("enable_prefix_caching", "here it is prefix_cache"),
         ("max_num_seq", "did you mean max_num_seqs?"),
         ("block_size", "here it is options={'block_size': ...}"),
-        ("tensor_parallel_size", "known arguments: attention, backend, "),
+        ("swap_space", "known arguments: attention, backend, "),
     ],
 )
 def test_names_of_other_libraries(name: str, hint: str) -> None:
