@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from click.testing import CliRunner
+
+from piecegraph.cli.main import group
 from tests.cases.tiny_llm import tiny_model, tiny_tokenizer, write_tiny_llm
 
 
@@ -19,3 +24,16 @@ def test_generate_on_two_ranks_prints_what_one_process_would(tmp_path: Path) -> 
     expected = tiny_model().generate(prompt, max_new_tokens=4, do_sample=False)[0, prompt.shape[1] :]
     assert done.stdout.split() == tiny_tokenizer(chat=False).decode(expected).split()
     assert done.stderr.count("4 tokens in ") == 1, "the first rank alone tells what it cost"
+
+
+@pytest.mark.parametrize(("rank", "verbosity"), [("0", None), ("1", "error")])
+def test_the_first_rank_alone_lets_transformers_warn(
+    rank: str, verbosity: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "job", "WORLD_SIZE": "2", "RANK": rank}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "")
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY")
+    done = CliRunner().invoke(group, ["cache", "ls"])
+    assert done.exit_code == 0, done.output
+    assert os.environ.get("TRANSFORMERS_VERBOSITY") == verbosity

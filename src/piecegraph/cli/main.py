@@ -29,6 +29,8 @@ from piecegraph.explain.ranks import leave_job
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def group(debug: bool) -> None:
     """Piecewise CUDA graphs for any PyTorch model."""
+    if this_rank():  # what transformers warns of, the first rank tells for all; it asks when it is imported
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 group.add_command(bench)
