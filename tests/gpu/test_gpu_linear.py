@@ -1,4 +1,4 @@
-"""Linears of few rows, against cuBLAS in float32."""
+"""Linears of few rows and what stands around them, against float32."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from piecegraph.llm.kernels import linear
+import piecegraph.llm.kernels.linear  # noqa: F401 - it registers the op
+from piecegraph.llm.kernels import skinny
+from piecegraph.llm.kernels.skinny import Heads, Linear
 
 pytestmark = pytest.mark.gpu
+
+
+def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -18,13 +24,81 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 16, 17, 32, 33])
 def test_few_rows(rows: int, columns: int, depth: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x, weight = (
-        torch.randn(rows, depth, device="cuda", dtype=dtype),
-        torch.randn(columns, depth, device="cuda", dtype=dtype),
-    )
-    bias = torch.randn(columns, device="cuda", dtype=dtype) if rows % 2 else None
+    x, weight = draw(rows, depth, dtype=dtype), draw(columns, depth, dtype=dtype)
+    bias = draw(columns, dtype=dtype) if rows % 2 else None
     found = torch.ops.piecegraph.linear(x[None], weight, bias)
     expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     assert found.shape == (1, rows, columns)
     assert (found[0].float() - expected).norm() <= 4e-3 * expected.norm()
-    assert linear.choose_tile(1, columns, depth) is not None
+    assert skinny.choose_tile(1, columns, depth) is not None
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(("columns", "depth"), [(4096, 1024), (1024, 2048), (1000, 72), (4096, 4096), (66, 9000)])
+@pytest.mark.parametrize("rows", [1, 2, 8, 17, 32, 33])
+def test_what_is_around_a_linear(rows: int, columns: int, depth: int, has_norm: bool, is_gated: bool) -> None:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16
+    linear = Linear(
+        draw(2 * columns if is_gated else columns, depth, dtype=dtype) / depth**0.5,
+        draw(2 * columns if is_gated else columns, dtype=dtype) if rows == 8 else None,
+        draw(depth, dtype=dtype) if has_norm else None,
+        1e-6,
+        None if is_gated else draw(1, rows, columns, dtype=dtype),
+        is_gated,
+    )
+    x = draw(1, rows, depth, dtype=dtype)
+    expected = skinny.plain(x.float(), _wide(linear))
+    for early in (False, True):
+        found = skinny.multiply(x, linear, early=early)
+        assert found.shape == (1, rows, columns)
+        assert (found.float() - expected).norm() <= 8e-3 * expected.norm()
+
+
+def _wide(linear: Linear) -> Linear:
+    tensors = (linear.weight, linear.bias, linear.gain, linear.residual)
+    weight, bias, gain, residual = (None if tensor is None else tensor.float() for tensor in tensors)
+    assert weight is not None
+    return Linear(weight, bias, gain, linear.eps, residual, linear.is_gated)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(("num_q", "num_k", "width"), [(16, 8, 128), (4, 4, 64), (6, 2, 80)])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_heads_are_turned(tokens: int, num_q: int, num_k: int, width: int, has_norm: bool) -> None:
+    torch.manual_seed(0)
+    rows = draw(1, tokens, (num_q + 2 * num_k) * width, dtype=torch.bfloat16)
+    parts = rows.split([num_q * width, num_k * width, num_k * width], -1)
+    gains = [draw(width, dtype=torch.bfloat16) if has_norm else None for _ in range(2)]
+    heads = Heads(*(draw(1, tokens, width, dtype=torch.bfloat16) for _ in range(2)), *gains, 1e-6)
+    wide = Heads(*(None if part is None else part.float() for part in (heads.cos, heads.sin, *gains)), 1e-6)  # type: ignore[arg-type]
+    expected = skinny.plain_rotate(*(part.float() for part in parts), wide)
+    found = skinny.rotate(*parts, heads, early=True)
+    for one, other, count in zip(found, expected, (num_q, num_k, num_k), strict=True):
+        assert one.shape == (tokens, count, width)
+        assert one.is_contiguous()
+        assert (one.float() - other).norm() <= 8e-3 * other.norm()
+
+
+def test_a_chain_of_early_kernels_in_a_graph() -> None:
+    """Each reads what the one before it wrote: beginning too early would show."""
+    torch.manual_seed(0)
+    weights = [draw(1024, 1024, dtype=torch.bfloat16) / 32 for _ in range(24)]
+    gain = torch.ones(1024, device="cuda", dtype=torch.bfloat16)
+    x = draw(1, 1024, dtype=torch.bfloat16)
+
+    def run(early: bool) -> torch.Tensor:
+        hidden = x
+        for weight in weights:
+            hidden = skinny.multiply(hidden, Linear(weight, None, gain, 1e-6, hidden), early=early)
+        return hidden
+
+    expected = run(False)
+    run(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(True)
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(found, expected)

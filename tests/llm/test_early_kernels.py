@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piecegraph.llm.cache.states import StateKernels
+from piecegraph.llm.kernels import skinny
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
 from piecegraph.llm.kernels.attention.registry import choose_kernel
 from piecegraph.llm.kernels.state_plain import PlainStates
-from piecegraph.llm.run import early_kernels
 from piecegraph.llm.run.batch import BatchLimits
-from piecegraph.llm.run.early_kernels import EarlyKernels, LinearShape, linear_shapes
+from piecegraph.llm.run.early_kernels import EarlyKernels, HeadsShape, LinearShape, Shapes, shapes_of
 from piecegraph.llm.run.step import Bucket
 from piecegraph.llm.specs import AttentionLayer, ConvLayer, DeltaLayer
 from tests.graph.test_trace import trace_it
@@ -35,6 +35,7 @@ DELTA = DeltaLayer(
     decay_dtype=torch.float32,
     beta_dtype=torch.bfloat16,
 )
+SHAPES = Shapes((LinearShape(16, 8),), (LinearShape(24, 8, has_norm=True, is_gated=True), HeadsShape(4, 2, 8, True)), 4)
 BUCKETS = (Bucket(4, 4, "decode"), Bucket(8, 2))
 
 
@@ -43,7 +44,7 @@ def early(kernel: AttentionKernel, *layers: AttentionLayer, states: StateKernels
         kernel,
         layers,
         ((CONV, replace(CONV, index=1), DELTA), states or PlainStates()),
-        (LinearShape(16, 8, False),),
+        SHAPES,
         buckets=BUCKETS,
         limits=BatchLimits(max_tokens=8, max_seqs=4, max_model_len=64, block_size=16, num_groups=1, vocab_size=8),
         dtype=torch.float32,
@@ -62,7 +63,11 @@ def test_the_distinct_linears_of_a_decoder() -> None:
             return self.out(F.relu(self.first(x) + self.second(x)))
 
     traced = trace_it(Net(), torch.randn(3, 4))
-    assert linear_shapes(traced.graph) == (LinearShape(8, 4, True), LinearShape(2, 8, False))
+    plain = (LinearShape(8, 4, True), LinearShape(2, 8))
+    assert shapes_of(traced.graph, has_decode_pieces=False) == Shapes(plain)
+    assert shapes_of(traced.graph, has_decode_pieces=True) == Shapes(
+        plain, (LinearShape(8, 4, True, has_residual=True), LinearShape(8, 4, True), LinearShape(2, 8)), 16
+    )
 
 
 class CountedStates(PlainStates):
@@ -93,10 +98,14 @@ def test_every_kind_of_layer_runs_once_in_every_size(monkeypatch: pytest.MonkeyP
         attended.append((query.shape[0], args[-2].window, args[-1].query_starts.shape[0] - 1))
         reference.attend(query, *args)
 
-    multiplied: list[tuple[int, int]] = []
+    multiplied: list[tuple[int, int, bool]] = []
     monkeypatch.setattr(
-        early_kernels, "launch_linear", lambda rows, columns, *others: multiplied.append((rows, columns))
+        skinny,
+        "launch_once",
+        lambda linear, rows, *, early: multiplied.append((rows, linear.weight.shape[0], early)),
     )
+    turned: list[int] = []
+    monkeypatch.setattr(skinny, "rotate", lambda q, *others, early: turned.append(q.shape[0]))
     kernels = early(
         replace(reference, attend=attend),
         LAYER,
@@ -108,7 +117,8 @@ def test_every_kind_of_layer_runs_once_in_every_size(monkeypatch: pytest.MonkeyP
     decision = kernels.wait()
     assert decision.choice == "compiled early", decision.reason
     assert attended == [(4, 0, 4), (4, 4, 4), (8, 0, 2), (8, 4, 2)]
-    assert multiplied == [(4, 16), (8, 16)]
+    assert multiplied == [(4, 24, True), (8, 16, False)], "steps of decoding have pieces of their own"
+    assert turned == [4]
     assert states.launched == [
         (kind, size, dtype)
         for size in (4, 8)

@@ -6,7 +6,7 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 
-from piecegraph.llm.kernels import linear
+from piecegraph.llm.kernels import linear, skinny
 
 
 def test_pass_replaces_linears_and_changes_nothing() -> None:
@@ -36,9 +36,10 @@ def test_no_pass_without_a_gpu() -> None:
 
 def test_tiles_cover_every_shape_they_are_chosen_for() -> None:
     for rows in range(1, 40):
-        for columns, depth in [(64, 64), (1024, 2048), (4096, 4096), (28672, 4096), (4096, 14336)]:
-            tile = linear.choose_tile(rows, columns, depth)
-            if tile is not None and tile.num_stages == 0:
-                assert rows <= 4
-            elif tile is not None:
-                assert rows <= 32
+        for columns, depth in [(64, 64), (1024, 2048), (4096, 4096), (28672, 4096), (4096, 14336), (1024, 2000)]:
+            tile = skinny.choose_tile(rows, columns, depth)
+            assert (tile is not None and tile.kernel == "one_row") is (rows == 1)
+            if tile is not None:
+                assert rows <= skinny.MOST_ROWS
+            if tile is not None and tile.kernel == "narrow":  # every warp has a part of the depth, in whole blocks
+                assert depth % (tile.num_warps * tile.depth) == 0

@@ -48,7 +48,7 @@ def register_plain_form(op: str, function: str) -> None:
 
     Args:
         op: ``"ns::op"``.
-        function: a name that is found from ``torch``.
+        function: a name that is found from ``torch``, or a lambda that needs no more.
     """
     _plain_forms[op] = function
 

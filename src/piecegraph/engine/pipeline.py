@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,16 @@ class Lowered:
     @property
     def steps(self) -> tuple[Piece | Cut, ...]:
         return tuple(step.label for step in self.program.steps)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Another way to lower what was cut, for some sizes."""
+
+    name: str
+    passes: tuple[Callable[..., Any], ...]
+    inductor: Mapping[str, Any]
+    """Settings on top of the others."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +106,34 @@ class Pipeline:
         """Cut a graph, at intercepted ops too, and compile the pieces that are not compiled yet."""
         if interceptions:
             self.clock.start()  # it was traced long ago
+        kept = self.kept[-1] if self.kept and not interceptions else None
+
+        def make_segments() -> Sequence[Segment]:
+            segments = split(traced, self.rules, full=self.is_full, interceptions=interceptions)
+            self.clock.lap("split")
+            return segments
+
+        return self._lower(traced, make_segments, kept)
+
+    def lower_again(self, traced: Traced, segments: Sequence[Segment], variant: Variant) -> Lowered:
+        """What is cut already, with other passes and settings; beside what it was lowered to before."""
+        inductor = {**self.options.inductor, **variant.inductor}
+        other = replace(
+            self,
+            name=f"{self.name} ({variant.name})",
+            passes=variant.passes,
+            options=replace(self.options, inductor=inductor),
+        )
+        return other._lower(traced, lambda: segments, self.kept[-1] if self.kept else None)
+
+    def _lower(self, traced: Traced, make_segments: Callable[[], Sequence[Segment]], kept: KeptPlan | None) -> Lowered:
         dump = self.open_dump()
         lowering = Lowering(self.backend, self.passes, self.options.inductor, self._is_attributed(), dump)
-        kept = self.kept[-1] if self.kept and not interceptions else None
         with located(phase="compile"), contextlib.ExitStack() as telling:
             if dump is not None:
                 telling.enter_context(dump.telling())
                 dump.traced(traced)
-            segments = split(traced, self.rules, full=self.is_full, interceptions=interceptions)
-            self.clock.lap("split")
+            segments = tuple(make_segments())
             if dump is not None:
                 dump.cut(traced, segments)
             progress, pieces = Progress(self.options.progress), {} if kept is None else kept.pieces

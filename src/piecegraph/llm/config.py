@@ -34,6 +34,10 @@ class LLMOptions:
 
     fuse_linears: bool = True
     """Join the matmuls that share an input (q/k/v, gate/up) where the graph shows it is safe."""
+    decode_pieces: bool | Literal["auto"] = "auto"
+    """Steps of decoding with up to 32 sequences run pieces of their own, in which norms, activations and residuals are
+    part of linears, and kernels begin early; ``"auto"``: on a GPU, in half precision.
+    """
     self_check: bool = True
     """Compare a few logits with those of transformers when the model is loaded, and refuse it if they differ."""
     block_size: int | Literal["auto"] = "auto"
@@ -84,7 +88,7 @@ class LLMOptions:
             check_folder("options['dump']", self.dump)
         for name in ("fuse_linears", "self_check", "latent_cache", "full_steps", "provenance", "cache", "dump_inputs"):
             _check_choice(f"options[{name!r}]", getattr(self, name), (True, False))
-        for name in ("look_ahead", "progress"):
+        for name in ("look_ahead", "progress", "decode_pieces"):
             _check_choice(f"options[{name!r}]", getattr(self, name), (True, False, "auto"))
         _check_choice("options['linear_attention']", self.linear_attention, ("auto", "fine", "opaque"))
         _check_choice("options['graph_device']", self.graph_device, get_args(GraphDeviceName))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,7 +18,8 @@ from piecegraph.llm.cache.paged import CacheGroup, PagedCache
 from piecegraph.llm.cache.states import choose_states
 from piecegraph.llm.config import LLMConfig
 from piecegraph.llm.kernels.attention.registry import choose_kernel
-from piecegraph.llm.kernels.early_launch import early_launches, inductor_settings
+from piecegraph.llm.kernels.decode_pieces import describe
+from piecegraph.llm.kernels.linear import linear_passes
 from piecegraph.llm.model import demo_model
 from piecegraph.llm.model.head import decoder_of
 from piecegraph.llm.model.loader import LoadedModel, load
@@ -29,7 +30,7 @@ from piecegraph.llm.model.trace_cache import TraceCache, cache_for
 from piecegraph.llm.model.traced_model import TracedModel, TracedSites, trace_model
 from piecegraph.llm.parts import Parts, batch_limits, block_size_for, step_sizes
 from piecegraph.llm.ranks.group import Ranks
-from piecegraph.llm.run.early_kernels import EarlyKernels, linear_shapes
+from piecegraph.llm.run.early_kernels import EarlyKernels, Shapes, shapes_of
 from piecegraph.llm.run.engine import LLMEngine
 from piecegraph.llm.run.row_check import check_rows
 from piecegraph.llm.run.scheduler import SchedulerLimits
@@ -113,7 +114,7 @@ def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None) 
         looks_ahead=look_ahead.choice == "on",
     )
     decisions = [*loaded.decisions, *rotations, *model.decisions, rows, length]
-    decisions += [*parts.kernels, *early_launches(config.device), *early, *threads, prefix_cache, look_ahead]
+    decisions += [*parts.kernels, *early, *threads, prefix_cache, look_ahead]
     decisions += _checks(loaded, model, parts, engine, progress)
     clock.lap("check")
     model.pipeline.keep(model.traced)
@@ -173,11 +174,12 @@ def _trace_and_compile(
     """The compiled model, what stood for its cache, and what became of the kernels that are compiled meanwhile."""
     options = config.options
     early: list[EarlyKernels] = []
+    decode = _decode_pieces(loaded, config)
     with torch.no_grad(), contextlib.ExitStack() as compiling:
 
         def on_traced(sites: TracedSites) -> None:
             compiling.enter_context(sites.pipeline.compiling())
-            early.extend(_start_early(sites, loaded, config, limits))
+            early.extend(_start_early(sites, loaded, config, limits, has_decode_pieces=decode.choice == "their own"))
 
         cache = cache_for(
             decoder_of(loaded.model), linear_attention=options.linear_attention, latent_cache=options.latent_cache
@@ -186,7 +188,7 @@ def _trace_and_compile(
             refuse_attention(loaded.model)
         core_options = Options(
             fuse_linears=options.fuse_linears,
-            inductor={**inductor_settings(config.device), **options.inductor},
+            inductor=options.inductor,
             provenance=options.provenance,
             progress=options.progress,
             cache=options.cache,
@@ -201,6 +203,7 @@ def _trace_and_compile(
             events=events,
             on_traced=on_traced,
             deterministic=config.deterministic,
+            decode_pieces=decode.choice == "their own",
             part=part,
             clock=clock,
         )
@@ -208,12 +211,30 @@ def _trace_and_compile(
         if config.deterministic:
             refuse_deterministic(loaded.model, model.traced.graph, model.states, loaded.experts)
         decisions = [kernels.wait() for kernels in early]
+    if model.few is not None:
+        what = f"up to {model.few.num_rows} sequences; part of other kernels: {describe(model.traced.graph)}"
+        decode = replace(decode, reason=f"{decode.reason}; {what}" if decode.reason else what)
     clock.lap("kernels")
-    return model, cache, decisions
+    is_told = config.device.type == "cuda" or options.decode_pieces != "auto"
+    return model, cache, [decode, *decisions] if is_told else decisions
+
+
+def _decode_pieces(loaded: LoadedModel, config: LLMConfig) -> Decision:
+    """Whether steps of decoding run pieces of their own."""
+    wish, subject = config.options.decode_pieces, "pieces of decode steps"
+    if wish != "auto" and not config.deterministic:
+        return Decision(subject, "their own" if wish else "those of all steps", "asked for")
+    if config.deterministic:
+        return Decision(subject, "those of all steps", "with deterministic=True all steps run alike")
+    if not linear_passes(config.device) or config.backend != "inductor":
+        return Decision(subject, "those of all steps", "kernels for few rows need a GPU and Inductor")
+    if loaded.model.dtype not in (torch.bfloat16, torch.float16):
+        return Decision(subject, "those of all steps", "kernels for few rows are for half precision")
+    return Decision(subject, "their own", "")
 
 
 def _start_early(
-    sites: TracedSites, loaded: LoadedModel, config: LLMConfig, limits: SchedulerLimits
+    sites: TracedSites, loaded: LoadedModel, config: LLMConfig, limits: SchedulerLimits, *, has_decode_pieces: bool
 ) -> list[EarlyKernels]:
     """Have the kernels compiled that the recorded steps will launch, where there are such."""
     if config.device.type != "cuda" or config.backend == "eager":  # nothing to do meanwhile
@@ -225,7 +246,7 @@ def _start_early(
         kernel,
         sites.layers,
         (sites.states, choose_states(sites.states, dtype, config.device)[0]),
-        () if config.deterministic else linear_shapes(sites.graph),
+        Shapes() if config.deterministic else shapes_of(sites.graph, has_decode_pieces=has_decode_pieces),
         buckets=dict.fromkeys((*sizes.largest(limits), *sizes.at_start())),
         limits=batch_limits(loaded, block_size_for(kernel, config), limits, len(sites.reaches), has_mrope=False),
         dtype=dtype,
@@ -277,7 +298,7 @@ def _embeds_tracer(
     """What makes the model whose decoder takes embeddings. Its weights stay where they are, not joined again."""
     given = config.options
     options = Options(
-        inductor={**inductor_settings(config.device), **given.inductor},
+        inductor=given.inductor,
         progress=given.progress,
         cache=given.cache,
         dump=given.dump,

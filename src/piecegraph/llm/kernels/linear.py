@@ -1,7 +1,7 @@
-"""Linear layers of few rows: a decode step reads every weight once, and cuBLAS often takes two or three times as long.
+"""Linear layers: which kernel runs depends on the number of rows, so it is chosen when a step is recorded.
 
-Which kernel runs depends on the number of rows, so it is chosen when a step is recorded: a pass puts one op in the
-place of every linear, and the op looks at the rows it is given. The pieces stay the same for all sizes.
+A pass puts one op in the place of every linear, and the op looks at the rows it is given. The pieces stay the same for
+all sizes.
 
 Another op serves those who want a row to be the same bits whatever is beside it: one tile for every number of rows, in
 which each row is added up by itself, in the same order. cuBLAS promises nothing of that kind.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.fx
@@ -20,68 +20,23 @@ from torch.overrides import TorchFunctionMode
 
 from piecegraph.base import torch_compat
 from piecegraph.dumps.repro import register_plain_form
-from piecegraph.llm.kernels.early_launch import early_constants
+from piecegraph.llm.kernels.skinny import Linear, Tile, launch_tiles, multiply
 from piecegraph.llm.ops import LIBRARY
 
-_MOST_ROWS = 32
 _PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "scaled_dot_product_attention")
 
 
-class Tile(NamedTuple):
-    """How a kernel is cut: columns and depth of a program's tile, warps, pipeline stages (0: no tensor cores)."""
-
-    columns: int
-    depth: int
-    num_warps: int
-    num_stages: int
-
-
-def choose_tile(rows: int, columns: int, depth: int) -> Tile | None:
-    """The tile for a matmul, or None where cuBLAS is as good. Measured on an H200 in bfloat16, in microseconds:
-
-    ==============  ====  ======  =====   ==============  ====  ======  =====
-    columns, depth  rows  cuBLAS  ours    columns, depth  rows  cuBLAS  ours
-    ==============  ====  ======  =====   ==============  ====  ======  =====
-    4096, 1024      1     4.9     3.8     4096, 4096      1     13.2    9.7
-    1024, 2048      1     13.0    2.9     28672, 4096     1     61.5    53.6
-    1024, 2048      4     13.3    4.1     28672, 4096     8     62.2    56.2
-    1024, 3072      1     7.5     3.5     4096, 14336     1     32.1    28.6
-    6144, 1024      1     6.0     4.7     4096, 14336     8     32.8    36.0
-    ==============  ====  ======  =====   ==============  ====  ======  =====
-
-    Where the gain is small, what it takes to compile one more kernel is not worth it.
-
-    >>> choose_tile(1, 4096, 1024), choose_tile(8, 4096, 14336), choose_tile(64, 4096, 1024)
-    (Tile(columns=2, depth=1024, num_warps=4, num_stages=0), None, None)
-    """
-    if rows == 1 or (rows <= 4 and columns <= 2048):
-        return Tile(4 if depth > 8192 else 2, 1024, 4, 0)
-    if rows > _MOST_ROWS:
-        return None
-    if columns >= 16384:
-        return Tile(64, 128, 4, 4)
-    if columns == 4096 and depth == 4096 and rows > 8:
-        return Tile(32, 256, 4, 4)
-    return None
-
-
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    columns, depth = weight.shape
-    rows = x.numel() // depth
-    tile = choose_tile(rows, columns, depth) if _fits(x, weight, bias) else None
-    if tile is None:
-        return F.linear(x, weight, bias)
-    out = x.new_empty(*x.shape[:-1], columns)
-    _launch(x.reshape(rows, depth), weight, bias, out.view(rows, columns), tile)
-    return out
+    return multiply(x, Linear(weight, bias))
 
 
 def _fixed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     columns, depth = weight.shape
     rows = x.reshape(-1, depth)
     out = x.new_empty(*x.shape[:-1], columns)
-    tile, block_m = (Tile(32, 32, 4, 2), 32) if x.dtype == torch.float32 else (Tile(64, 64, 4, 4), 64)
-    _launch_tiles(
+    is_wide = x.dtype == torch.float32
+    tile, block_m = (Tile("some_rows", 32, 32, 4, 2), 32) if is_wide else (Tile("some_rows", 64, 64, 4, 4), 64)
+    launch_tiles(
         rows if rows.stride(-1) == 1 else rows.contiguous(),
         weight.contiguous(),
         bias,
@@ -90,79 +45,6 @@ def _fixed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         block_m,
     )
     return out
-
-
-def launch_linear(
-    rows: int, columns: int, depth: int, has_bias: bool, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Launch the kernel that a linear of this size would take, on dummies; nothing where that is cuBLAS's."""
-    if choose_tile(rows, columns, depth) is None:
-        return
-    x, weight = (torch.zeros(size, depth, dtype=dtype, device=device) for size in (rows, columns))
-    _linear(x, weight, torch.zeros(columns, dtype=dtype, device=device) if has_bias else None)
-
-
-def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    return (
-        x.is_cuda
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and weight.dtype == x.dtype
-        and weight.is_contiguous()
-        and x.stride(-1) == 1
-        and (bias is None or bias.is_contiguous())
-    )
-
-
-def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile) -> None:
-    from piecegraph.llm.kernels import skinny_kernels
-
-    rows, columns = out.shape
-    if tile.num_stages:
-        _launch_tiles(x, weight, bias, out, tile, 16 if rows <= 16 else 32)
-        return
-    skinny_kernels.few_rows_kernel[(-(-columns // tile.columns),)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        out,
-        columns,
-        x.stride(0),
-        out.stride(0),
-        M=rows,
-        **early_constants(x.device),
-        **_constants(weight, bias, tile),
-    )
-
-
-def _launch_tiles(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile, block_m: int
-) -> None:
-    from piecegraph.llm.kernels import skinny_kernels
-
-    rows, columns = out.shape
-    skinny_kernels.some_rows_kernel[(-(-columns // tile.columns), -(-rows // block_m))](
-        x,
-        weight,
-        weight if bias is None else bias,
-        out,
-        rows,
-        columns,
-        x.stride(0),
-        out.stride(0),
-        BLOCK_M=block_m,
-        NUM_STAGES=tile.num_stages,
-        **_constants(weight, bias, tile),
-    )
-
-
-def _constants(weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile) -> dict[str, Any]:
-    return {
-        "K": weight.shape[1],
-        "BLOCK_N": tile.columns,
-        "BLOCK_K": tile.depth,
-        "HAS_BIAS": bias is not None,
-        "num_warps": tile.num_warps,
-    }
 
 
 def _define(name: str, function: Callable[..., torch.Tensor]) -> None:

@@ -1,11 +1,24 @@
 # mypy: ignore-errors
 # (what Triton compiles is not Python: the types of arguments are those of the device)
-"""Triton kernels for a matmul of few rows: the time is that of reading the weight once, so they care for that alone."""
+"""Triton kernels for steps of few rows: the time is that of reading each weight once, so they care for that alone.
+
+What stands around a linear is small beside its weight: a norm before it, an activation, a residual behind it. Each is
+a kernel less if the linear does it along the way. With EARLY they begin while the kernel before them ends, and read
+weights at once: see Note [Early launches].
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _begin(EARLY: tl.constexpr):
+    """From here on, what the kernel before has written may be read."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -16,76 +29,126 @@ def _weights(weight, columns, is_column, start, K: tl.constexpr, BLOCK_K: tl.con
 
 
 @triton.jit
-def _add_products(
-    first, second, third, fourth, part, x, x_stride, start, M: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    ks = start + tl.arange(0, BLOCK_K)
-    is_inside = ks < K
-    part = part.to(tl.float32)
-    first += part * tl.load(x + ks, is_inside, 0.0).to(tl.float32)[None, :]
-    if M > 1:
-        second += part * tl.load(x + x_stride + ks, is_inside, 0.0).to(tl.float32)[None, :]
-    if M > 2:
-        third += part * tl.load(x + 2 * x_stride + ks, is_inside, 0.0).to(tl.float32)[None, :]
-        fourth += part * tl.load(x + (M - 1) * x_stride + ks, is_inside, 0.0).to(tl.float32)[None, :]
-    return first, second, third, fourth
+def _silu_times(gate, up):
+    return gate / (1 + tl.exp(-gate)) * up
 
 
 @triton.jit
-def few_rows_kernel(
+def one_row_kernel(
     x,
     weight,
     bias,
+    gain,
+    residual,
     out,
     n,
-    x_stride,
-    out_stride,
-    M: tl.constexpr,
+    eps,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    IS_GATED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Up to four rows: every product is its own, and sums are made once, at the end.
+    """One row: every product is its own, and sums are made once, at the end. Grid: tiles of columns.
 
-    The first weights are read before the rows are there: see Note [Early launches].
+    The norm is of the whole row, so it is a factor of the sums. IS_GATED: the weight holds those of the gate and behind
+    them the others, and a tile has both of a column side by side. AHEAD: how many blocks of a weight are read before
+    the row is there, 1 or 2.
+    """
+    ROWS: tl.constexpr = 2 * BLOCK_N if IS_GATED else BLOCK_N
+    places = tl.arange(0, ROWS)
+    columns = tl.program_id(0) * BLOCK_N + (places // 2 if IS_GATED else places)
+    is_column = columns < n
+    weight_rows = columns + (places % 2) * n if IS_GATED else columns
+    part = _weights(weight, weight_rows, is_column, 0, K, BLOCK_K)
+    next_part = part
+    if AHEAD > 1 and K > BLOCK_K:
+        next_part = _weights(weight, weight_rows, is_column, BLOCK_K, K, BLOCK_K)
+    _begin(EARLY)
+    total = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        if start == BLOCK_K and AHEAD > 1:
+            part = next_part
+        elif start > 0:
+            part = _weights(weight, weight_rows, is_column, start, K, BLOCK_K)
+        ks = start + tl.arange(0, BLOCK_K)
+        row = tl.load(x + ks, ks < K, 0.0).to(tl.float32)
+        if HAS_NORM:
+            squares += row * row
+            row *= tl.load(gain + ks, ks < K, 0.0).to(tl.float32)
+        total += part.to(tl.float32) * row[None, :]
+    result = tl.sum(total, 1)
+    if HAS_NORM:
+        result *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    if HAS_BIAS:
+        result += tl.load(bias + weight_rows, is_column, 0.0).to(tl.float32)
+    if IS_GATED:
+        gate, up = tl.split(tl.reshape(result, [BLOCK_N, 2]))
+        result = _silu_times(gate, up)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if HAS_RESIDUAL:
+        result += tl.load(residual + columns, columns < n, 0.0).to(tl.float32)
+    tl.store(out + columns, result.to(out.dtype.element_ty), columns < n)
+
+
+@triton.jit
+def narrow_kernel(
+    x,
+    weight,
+    bias,
+    residual,
+    out,
+    m,
+    n,
+    x_stride,
+    residual_stride,
+    out_stride,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    PREFETCHES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Some rows and few columns: tiles are narrow, or there were too few of them, and each warp adds up a part of K.
+
+    Grid: tiles of columns. K is a multiple of PARTS * BLOCK_K, and of 1024 with PREFETCHES.
     """
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_column = columns < n
-    part = _weights(weight, columns, is_column, 0, K, BLOCK_K)
-    next_part = part
-    if K > BLOCK_K:
-        next_part = _weights(weight, columns, is_column, BLOCK_K, K, BLOCK_K)
-    third_part = part
-    if K > 2 * BLOCK_K:
-        third_part = _weights(weight, columns, is_column, 2 * BLOCK_K, K, BLOCK_K)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    first = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    second = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    third = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    fourth = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in tl.static_range(0, K, BLOCK_K):
-        if start == BLOCK_K:
-            part = next_part
-        if start == 2 * BLOCK_K:
-            part = third_part
-        if start > 2 * BLOCK_K:
-            part = _weights(weight, columns, is_column, start, K, BLOCK_K)
-        first, second, third, fourth = _add_products(
-            first, second, third, fourth, part, x, x_stride, start, M, K, BLOCK_K
-        )
-    added = tl.load(bias + columns, is_column, 0.0).to(tl.float32) if HAS_BIAS else tl.zeros([BLOCK_N], tl.float32)
-    dtype = out.dtype.element_ty
-    tl.store(out + columns, (tl.sum(first, 1) + added).to(dtype), is_column)
-    if M > 1:
-        tl.store(out + out_stride + columns, (tl.sum(second, 1) + added).to(dtype), is_column)
-    if M > 2:
-        tl.store(out + 2 * out_stride + columns, (tl.sum(third, 1) + added).to(dtype), is_column)
-    if M > 3:
-        tl.store(out + 3 * out_stride + columns, (tl.sum(fourth, 1) + added).to(dtype), is_column)
+    weight_rows = tl.where(columns < n, columns, 0).to(tl.int64) * K
+    if EARLY and PREFETCHES:
+        lines = tl.arange(0, 16) * 64
+        for start in range(0, K, 1024):
+            at = weight + weight_rows[:, None] + (start + lines)[None, :]
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+            )
+    _begin(EARLY)
+    rows, depth = tl.arange(0, BLOCK_M).to(tl.int64), tl.arange(0, BLOCK_K)
+    parts = tl.arange(0, PARTS) * (K // PARTS)
+    total = tl.zeros([PARTS, BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(0, K // PARTS, BLOCK_K, num_stages=NUM_STAGES):
+        ks = parts[:, None] + (start + depth)[None, :]
+        w = tl.load(weight + weight_rows[None, :, None] + ks[:, None, :], eviction_policy="evict_first")
+        v = tl.load(x + rows[None, None, :] * x_stride + ks[:, :, None], (rows < m)[None, None, :], 0.0)
+        total = tl.dot(w, v, total, input_precision="ieee")
+    result = tl.sum(total, 0)
+    is_inside = (columns < n)[:, None] & (rows < m)[None, :]
+    if HAS_BIAS:
+        result += tl.load(bias + columns, columns < n, 0.0).to(tl.float32)[:, None]
+    if HAS_RESIDUAL:
+        at = residual + rows[None, :] * residual_stride + columns[:, None]
+        result += tl.load(at, is_inside, 0.0).to(tl.float32)
+    tl.store(out + rows[None, :] * out_stride + columns[:, None], result.to(out.dtype.element_ty), is_inside)
 
 
 @triton.jit
@@ -122,3 +185,82 @@ def some_rows_kernel(
         total += tl.load(bias + columns, is_column, 0.0).to(tl.float32)[:, None]
     at = out + rows[None, :] * out_stride + columns[:, None]
     tl.store(at, total.to(out.dtype.element_ty), is_row[None, :] & is_column[:, None])
+
+
+@triton.jit
+def norm_kernel(x, gain, out, x_stride, out_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """The root mean square of each row becomes 1. Grid: rows."""
+    _begin(EARLY)
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    is_inside = columns < WIDTH
+    values = tl.load(x + row * x_stride + columns, is_inside, 0.0).to(tl.float32)
+    values *= tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
+    values *= tl.load(gain + columns, is_inside, 0.0).to(tl.float32)
+    tl.store(out + row * out_stride + columns, values.to(out.dtype.element_ty), is_inside)
+
+
+@triton.jit
+def gate_kernel(both, out, n, both_stride, out_stride, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """The SiLU of the first half of a row, times the second. Grid: (rows, blocks of columns)."""
+    _begin(EARLY)
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(both + row * both_stride + columns, columns < n, 0.0).to(tl.float32)
+    up = tl.load(both + row * both_stride + n + columns, columns < n, 0.0).to(tl.float32)
+    tl.store(out + row * out_stride + columns, _silu_times(gate, up).to(out.dtype.element_ty), columns < n)
+
+
+@triton.jit
+def _rotated(row, gain, cos, sin, eps, WIDTH: tl.constexpr, HAS_NORM: tl.constexpr):
+    """One head, normed if it has a gain, and turned: a column goes with the one half a head away."""
+    columns = tl.arange(0, WIDTH)
+    others = (columns + WIDTH // 2) % WIDTH
+    values, partners = tl.load(row + columns).to(tl.float32), tl.load(row + others).to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
+        values *= scale * tl.load(gain + columns).to(tl.float32)
+        partners *= scale * tl.load(gain + others).to(tl.float32)
+    partners = tl.where(columns < WIDTH // 2, -partners, partners)
+    return values * tl.load(cos + columns).to(tl.float32) + partners * tl.load(sin + columns).to(tl.float32)
+
+
+@triton.jit
+def heads_kernel(
+    q,
+    k,
+    v,
+    q_gain,
+    k_gain,
+    cos,
+    sin,
+    q_out,
+    k_out,
+    v_out,
+    q_stride,
+    k_stride,
+    v_stride,
+    turn_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """What attention is given, one head behind the other. Grid: (tokens, heads of queries, keys and values)."""
+    _begin(EARLY)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = tl.arange(0, WIDTH)
+    cos += token * turn_stride
+    sin += token * turn_stride
+    if head < Q_HEADS:
+        row = q + token * q_stride + head * WIDTH
+        result = _rotated(row, q_gain, cos, sin, eps, WIDTH, HAS_NORM)
+        tl.store(q_out + (token * Q_HEADS + head) * WIDTH + columns, result.to(q_out.dtype.element_ty))
+    elif head < Q_HEADS + K_HEADS:
+        row = k + token * k_stride + (head - Q_HEADS) * WIDTH
+        result = _rotated(row, k_gain, cos, sin, eps, WIDTH, HAS_NORM)
+        place = (token * K_HEADS + head - Q_HEADS) * WIDTH
+        tl.store(k_out + place + columns, result.to(k_out.dtype.element_ty))
+    else:
+        first = (head - Q_HEADS - K_HEADS) * WIDTH
+        tl.store(v_out + token * K_HEADS * WIDTH + first + columns, tl.load(v + token * v_stride + first + columns))

@@ -20,7 +20,7 @@ from piecegraph.base.config import Options
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Cut, Decision, Piece
 from piecegraph.base.progress import Progress, StageClock
-from piecegraph.engine.pipeline import Pipeline
+from piecegraph.engine.pipeline import Pipeline, Variant
 from piecegraph.errors import ModelError, TraceError
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.example import read_example
@@ -29,6 +29,8 @@ from piecegraph.graph.interception import Interception
 from piecegraph.graph.signature import Binder
 from piecegraph.graph.split import find_intercepted
 from piecegraph.graph.tracer import Traced
+from piecegraph.llm.kernels.decode_pieces import most_rows, use_fused_ops
+from piecegraph.llm.kernels.early_launch import inductor_settings
 from piecegraph.llm.kernels.linear import linear_passes
 from piecegraph.llm.model.decoder import Decoder, make_decoder
 from piecegraph.llm.model.head import Head, decoder_name, decoder_of
@@ -59,6 +61,15 @@ class TracedSites:
 
 
 @dataclass(frozen=True)
+class FewRows:
+    """See Note [Pieces of their own for decoding]."""
+
+    decoder: Decoder
+    num_rows: int
+    """For so many sequences at most."""
+
+
+@dataclass(frozen=True)
 class TracedModel:
     """A model, ready to be given memory."""
 
@@ -67,6 +78,8 @@ class TracedModel:
     pipeline: Pipeline
     """What cuts and compiles it."""
     decoder: Decoder
+    few: FewRows | None
+    """What steps of decoding with few sequences run, if not the same."""
     head: Head
     layers: tuple[AttentionLayer | LatentLayer, ...]
     """By call site."""
@@ -101,6 +114,7 @@ def trace_model(
     position_rows: int | None = None,
     on_traced: Callable[[TracedSites], None] | None = None,
     deterministic: bool = False,
+    decode_pieces: bool = False,
     part: Part | None = None,
     clock: StageClock | None = None,
 ) -> TracedModel:
@@ -117,6 +131,7 @@ def trace_model(
             ``mrope_positions``, behind the positions. None: that is found out.
         on_traced: called before the pieces are compiled.
         deterministic: its linears must not let a row depend on others.
+        decode_pieces: steps of decoding with few sequences get pieces of their own.
         part: which part of a model it is; None for all of it.
         clock: times its stages.
     """
@@ -127,7 +142,11 @@ def trace_model(
         CutRules("auto"),
         options,
         events,
-        factors=cache.factors if part is None else {**cache.factors, "part": str(part)},
+        factors={
+            **cache.factors,
+            **({} if part is None else {"part": str(part)}),
+            **({"decode pieces": "their own"} if decode_pieces else {}),
+        },
         clock=clock or StageClock(),
     )
     with Progress(options.progress).bar("trace", 1):
@@ -138,10 +157,14 @@ def trace_model(
     if on_traced is not None:
         on_traced(TracedSites(traced.graph, layers, reaches, states, pipeline))
     lowered = pipeline.cut(traced)
+    few = pipeline.lower_again(traced, lowered.segments, _for_decoding(model.device)) if decode_pieces else None
     return TracedModel(
         traced,
         pipeline,
         make_decoder(traced, lowered.segments, lowered.program, lowered.dump),
+        None
+        if few is None
+        else FewRows(make_decoder(traced, few.segments, few.program, few.dump), most_rows(traced.graph)),
         Head(model),
         layers,
         states,
@@ -151,6 +174,10 @@ def trace_model(
         lowered.num_compiles,
         (*decisions, *fused, *pipeline.decisions),
     )
+
+
+def _for_decoding(device: torch.device) -> Variant:
+    return Variant("decode", (use_fused_ops,), inductor_settings(device))
 
 
 def _read_decoder(

@@ -22,8 +22,9 @@ from piecegraph.base import torch_compat
 from piecegraph.base.plan import Decision
 from piecegraph.llm.cache.memory import Memory
 from piecegraph.llm.cache.states import StateKernels, StateMemory
+from piecegraph.llm.kernels import skinny
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
-from piecegraph.llm.kernels.linear import launch_linear
+from piecegraph.llm.kernels.decode_pieces import FusedHeads, FusedLinear, find_fused, most_rows
 from piecegraph.llm.run.batch import BatchBuffers, BatchLimits
 from piecegraph.llm.run.step import Bucket
 from piecegraph.llm.specs import AttentionLayer, ConvLayer, DeltaLayer, LatentLayer, StatefulLayer, StateLayer
@@ -35,21 +36,59 @@ _Layer = TypeVar("_Layer", AttentionLayer, ConvLayer | DeltaLayer)
 class LinearShape:
     """A linear layer, as far as kernels differ by it."""
 
-    columns: int
+    rows_of_weight: int
     depth: int
-    has_bias: bool
+    has_bias: bool = False
+    has_norm: bool = False
+    has_residual: bool = False
+    is_gated: bool = False
 
 
-def linear_shapes(graph: torch.fx.Graph) -> tuple[LinearShape, ...]:
-    """The distinct linears of a traced decoder."""
+@dataclass(frozen=True, slots=True)
+class HeadsShape:
+    """Heads between a linear and attention, likewise."""
+
+    num_q: int
+    num_k: int
+    width: int
+    has_norm: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What kernels of ours a decoder launches beside attention."""
+
+    plain: tuple[LinearShape, ...] = ()
+    """Of all steps."""
+    fused: tuple[LinearShape | HeadsShape, ...] = ()
+    """Of steps of decoding, if those have pieces of their own."""
+    most_fused: int = 0
+    """For so many sequences at most."""
+
+
+def shapes_of(graph: torch.fx.Graph, *, has_decode_pieces: bool) -> Shapes:
+    """The distinct ones of a traced decoder."""
     target = torch_compat.op_of(F.linear)[0]
-    found: dict[LinearShape, None] = {}
+    plain: dict[LinearShape, None] = {}
     for node in graph.nodes:
         if node.op == "call_function" and torch_compat.op_of(node.target)[0] is target:
-            weight, bias = node.args[1], (*node.args, None)[2]
-            columns, depth = torch_compat.meta_value(weight).shape
-            found[LinearShape(int(columns), int(depth), bias is not None)] = None
-    return tuple(found)
+            rows, depth = torch_compat.meta_value(node.args[1]).shape
+            plain[LinearShape(int(rows), int(depth), (*node.args, None)[2] is not None)] = None
+    if not has_decode_pieces:
+        return Shapes(tuple(plain))
+    fused = dict.fromkeys(map(_fused_shape, find_fused(graph)))
+    return Shapes(tuple(plain), tuple(fused), most_rows(graph))
+
+
+def _fused_shape(found: FusedLinear | FusedHeads) -> LinearShape | HeadsShape:
+    if isinstance(found, FusedHeads):
+        width = int(torch_compat.meta_value(found.q.cos).shape[-1])
+        q, k = (int(torch_compat.meta_value(part.rows).shape[-1]) // width for part in (found.q, found.k))
+        return HeadsShape(q, k, width, found.q.norm is not None)
+    rows, depth = map(int, torch_compat.meta_value(found.weight).shape)
+    return LinearShape(
+        rows, depth, found.bias is not None, found.norm is not None, found.residual is not None, found.is_gated
+    )
 
 
 class EarlyKernels:
@@ -59,7 +98,7 @@ class EarlyKernels:
         kernel: what attends.
         layers: the call sites of attention.
         states: the call sites of layers with a state, and what computes those in fine form.
-        linears: of the decoder. The head is the model's own and has none of our kernels.
+        shapes: of the decoder. The head is the model's own and has none of our kernels.
         buckets: what will be recorded.
         limits: of the batches.
         dtype: of everything.
@@ -71,7 +110,7 @@ class EarlyKernels:
         kernel: AttentionKernel,
         layers: Sequence[AttentionLayer | LatentLayer],
         states: tuple[Sequence[StateLayer], StateKernels],
-        linears: Sequence[LinearShape],
+        shapes: Shapes,
         *,
         buckets: Iterable[Bucket],
         limits: BatchLimits,
@@ -82,7 +121,7 @@ class EarlyKernels:
         self._layers = _distinct(layer for layer in layers if isinstance(layer, AttentionLayer))
         self._states = _distinct(layer for layer in states[0] if not isinstance(layer, StatefulLayer))
         self._state_kernels = states[1]
-        self._linears = linears
+        self._shapes = shapes
         self._buckets = tuple(buckets)
         self._limits = limits
         self._dtype = dtype
@@ -130,8 +169,9 @@ class EarlyKernels:
                 self._attend(memory, site, layer, bucket.num_tokens)
             for state in self._states:
                 self._mix(states, state, bucket.num_tokens)
-            for shape in self._linears:
-                self._multiply(shape, bucket.num_tokens)
+            is_fused = bucket.kind == "decode" and bucket.num_tokens <= self._shapes.most_fused
+            for shape in self._shapes.fused if is_fused else self._shapes.plain:
+                self._launch(shape, bucket.num_tokens, early=is_fused)
 
     def _attend(self, memory: Memory, site: int, layer: AttentionLayer, num_tokens: int) -> None:
         query = self._zeros(num_tokens, layer.num_heads, layer.key_width)
@@ -158,8 +198,22 @@ class EarlyKernels:
     def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype or self._dtype, device=self._device)
 
-    def _multiply(self, shape: LinearShape, rows: int) -> None:
-        launch_linear(rows, shape.columns, shape.depth, shape.has_bias, self._dtype, self._device)
+    def _launch(self, shape: LinearShape | HeadsShape, rows: int, *, early: bool) -> None:
+        if isinstance(shape, HeadsShape):
+            q, k = (self._zeros(rows, count * shape.width) for count in (shape.num_q, shape.num_k))
+            turn, gain = self._zeros(rows, shape.width), self._zeros(shape.width) if shape.has_norm else None
+            skinny.rotate(q, k, k, skinny.Heads(turn, turn, gain, gain), early=early)
+            return
+        weight = self._zeros(shape.rows_of_weight, shape.depth)
+        linear = skinny.Linear(
+            weight,
+            self._zeros(shape.rows_of_weight) if shape.has_bias else None,
+            self._zeros(shape.depth) if shape.has_norm else None,
+            0.0,
+            self._zeros(rows, shape.rows_of_weight) if shape.has_residual else None,
+            shape.is_gated,
+        )
+        skinny.launch_once(linear, rows, early=early)
 
 
 def _distinct(layers: Iterable[_Layer]) -> list[_Layer]:

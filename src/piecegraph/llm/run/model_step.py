@@ -90,6 +90,7 @@ class ModelStep:
         self.devices = (buffers.device,)
         self.head = model.head
         self.decoder = model.decoder
+        self.few = model.few
         self.decoder_of_embeds: Decoder | None = None
         """Made when a request first brings embeddings of its own."""
         self.needs_all_rows = False
@@ -106,7 +107,7 @@ class ModelStep:
     def intercepted(self, decoder: Decoder, interceptions: tuple[Interception, ...]) -> ModelStep:
         """The same with callbacks around some calls: no step is one graph, and every row goes through every piece."""
         other = copy.copy(self)
-        other.decoder, other.decoder_of_embeds = decoder, None
+        other.decoder, other.few, other.decoder_of_embeds = decoder, None, None
         other.needs_all_rows, other.last = True, None
         other.modes = {
             kind: Decision(mode.subject, "piecewise", "ops are intercepted") if mode.choice == "full" else mode
@@ -297,7 +298,10 @@ class ModelStep:
 
     def _decoder_for(self, key: StepKey) -> Decoder:
         if not key.takes_embeds:
-            return self.decoder
+            few, bucket = self.few, key.bucket
+            return (
+                few.decoder if few and bucket.kind == "decode" and bucket.num_tokens <= few.num_rows else self.decoder
+            )
         assert self.decoder_of_embeds is not None
         return self.decoder_of_embeds
 

@@ -87,10 +87,14 @@ def _smallest_reach(engine: LLMEngine) -> int | None:
 def _generate(engine: LLMEngine, prompts: Sequence[list[int]], num_new: int) -> list[Generation]:
     """Run a batch of the prompts to its end, with hidden states of all tokens."""
     params = SamplingParams(max_new_tokens=num_new, ignore_eos=True, return_hidden_states=True)
-    generations = [engine.add(prompt, params, seed=0) for prompt in prompts]
+    # Some kernels are for one sequence alone: the others end before the last one does.
+    fewer = replace(params, max_new_tokens=(num_new + 1) // 2)
+    generations = []
     if engine.has_mrope:  # text alone would not show whether each row is used where transformers uses it
         positions = _positions_of_an_image(len(prompts[0]))
-        generations.append(engine.add(prompts[0], params, seed=0, mrope_positions=positions))
+        generations.append(engine.add(prompts[0], fewer, seed=0, mrope_positions=positions))
+    generations += [engine.add(prompt, fewer, seed=0) for prompt in prompts[:-1]]
+    generations.append(engine.add(prompts[-1], params, seed=0))
     while engine.step():
         pass
     return generations

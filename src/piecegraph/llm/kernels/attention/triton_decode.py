@@ -90,6 +90,22 @@ def _store_new_token(
 
 
 @triton.jit
+def _prefetch(
+    cache, begin, end, table_row, block_stride, token_stride,
+    WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Have the first keys (or values) of a range on their way: there is time until the query is known."""
+    LINE: tl.constexpr = 128 * 8 // cache.dtype.element_ty.primitive_bitwidth
+    keys = begin + tl.arange(0, BLOCK_N)
+    block = tl.load(table_row + keys // BLOCK_SIZE, mask=keys < end, other=0).to(tl.int64)
+    rows = cache + block * block_stride + (keys % BLOCK_SIZE).to(tl.int64) * token_stride
+    for start in tl.static_range(0, WIDTH, LINE):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [rows + start], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def decode_kernel(
     q,
     q_rest,
@@ -187,21 +203,13 @@ def decode_kernel(
     used = (rows < TILE_HEADS) & (head_in_group < GROUP)
     head = kv_head * GROUP + head_in_group
     token = seq.to(tl.int64)
-    if EARLY:  # see Note [Early launches]
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    # Loaded before the length is looked at: one wait for both.
-    q_tile = load_tile(q, token * q_token_stride + head * q_head_stride, used, KEY, KEY_PADDED, True)
-    q_rest_tile = q_tile
-    if REST > 0:
-        rest_rows = token * q_rest_token_stride + head * q_rest_head_stride
-        q_rest_tile = load_tile(q_rest, rest_rows, used, REST, REST_PADDED, True)
-
     out_row = out + token * out_token_stride
     columns = tl.arange(0, VALUE_PADDED)
     out_pointers = out_row + (head * out_head_stride)[:, None] + columns[None, :]
     out_mask = columns_inside(columns, VALUE, VALUE_PADDED, used)
     if length == 0:
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
         zeros = tl.zeros([BLOCK_M, VALUE_PADDED], dtype=out.dtype.element_ty)
         tl.store(out_pointers, zeros, mask=out_mask & (split == 0))
         return
@@ -215,7 +223,27 @@ def decode_kernel(
     num_active = tl.maximum((num_blocks + per_split - 1) // per_split, 1)
     if split >= num_active:
         return
+    begin = (first_block + split * per_split) * BLOCK_N
+    end = tl.minimum(begin + tl.minimum(per_split, num_blocks) * BLOCK_N, last)
+    key_cache += kv_head * key_head_stride
+    rest_cache += kv_head * key_head_stride
+    value_cache += kv_head * value_head_stride
+    table_row = block_table + token * table_stride
+    slot = tl.load(slots + seq)
+    if EARLY:  # see Note [Early launches]: keys and values in the cache are older than the kernel before
+        _prefetch(key_cache, begin, end, table_row, key_block_stride, key_token_stride, KEY, BLOCK_SIZE, BLOCK_N)
+        if not VALUES_ARE_KEYS:
+            _prefetch(
+                value_cache, begin, end, table_row, value_block_stride, value_token_stride, VALUE, BLOCK_SIZE, BLOCK_N
+            )
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
+    q_tile = load_tile(q, token * q_token_stride + head * q_head_stride, used, KEY, KEY_PADDED, True)
+    q_rest_tile = q_tile
+    if REST > 0:
+        rest_rows = token * q_rest_token_stride + head * q_rest_head_stride
+        q_rest_tile = load_tile(q_rest, rest_rows, used, REST, REST_PADDED, True)
     # The new token is loaded before the loop and used after it, so that the loop need not wait for it.
     is_first = split == 0
     key_columns = tl.arange(0, KEY_PADDED)
@@ -230,19 +258,13 @@ def decode_kernel(
     if not VALUES_ARE_KEYS:
         v_row = v + token * v_token_stride + kv_head * v_head_stride
         new_value = tl.load(v_row + columns, mask=is_first & (columns < VALUE), other=0.0)
-    slot = tl.load(slots + seq)
 
-    key_cache += kv_head * key_head_stride
-    rest_cache += kv_head * key_head_stride
-    value_cache += kv_head * value_head_stride
     acc = tl.zeros([BLOCK_M, VALUE_PADDED], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    begin = (first_block + split * per_split) * BLOCK_N
-    end = tl.minimum(begin + tl.minimum(per_split, num_blocks) * BLOCK_N, last)
     acc, total, top = attend_keys(
         acc, total, top, q_tile, q_rest_tile, rows, begin, end, low, end,
-        block_table + token * table_stride, key_cache, rest_cache, value_cache,
+        table_row, key_cache, rest_cache, value_cache,
         key_block_stride, key_token_stride, value_block_stride, value_token_stride, inner_scale, outer_scale,
         KEY, KEY_PADDED, REST, REST_PADDED, VALUE, VALUE_PADDED, VALUES_ARE_KEYS,
         SOFTCAP, WINDOW, CHUNK, BLOCK_SIZE, BLOCK_N, MASK="range",

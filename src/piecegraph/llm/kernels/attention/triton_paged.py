@@ -50,6 +50,7 @@ from piecegraph.llm.kernels.attention.triton_tiles import (
     prefill_tiles,
 )
 from piecegraph.llm.kernels.early_launch import early_constants
+from piecegraph.llm.kernels.skinny import MOST_ROWS
 from piecegraph.llm.specs import (
     Accepted,
     AttentionBatch,
@@ -354,7 +355,7 @@ def launch_decode(operands: Operands, batch: AttentionBatch, tiles: Tiles | None
         MAX_SPLITS=tiles.num_splits if is_mixed else 1,
         HEAD_TILES=head_tiles,
         MIXED=is_mixed,
-        **early_constants(device, is_wanted=not is_mixed),
+        **early_constants(device, is_wanted=not is_mixed and num_seqs <= MOST_ROWS),
         COMBINE_COLUMNS=columns,
         **_constants(operands, batch, tiles),
     )

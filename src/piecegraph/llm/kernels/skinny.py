@@ -1,0 +1,385 @@
+"""Linears of few rows, and what stands around them: which kernel is launched, and with which tiles.
+
+A decode step reads every weight once, and cuBLAS often takes two or three times as long as that. What is computed is
+said in plain torch by :func:`plain`; kernels keep float32 between its parts, as compilers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from piecegraph.llm.kernels.early_launch import early_constants
+
+MOST_ROWS = 32
+"""With more, cuBLAS is as good."""
+_SMALL_WEIGHT = 2**24
+"""In bytes. A larger one that is fetched early takes the place of what is still needed."""
+_GATE_BLOCK = 1024
+
+
+class Tile(NamedTuple):
+    """How a kernel is cut: columns and depth of a program's tile, warps, and stages of its pipeline.
+
+    For one row, the stages are the blocks that are read before the row is there.
+    """
+
+    kernel: Literal["one_row", "narrow", "some_rows"]
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A linear and what is around it."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    gain: torch.Tensor | None = None
+    """Of the norm before it (of root mean squares); None if there is none."""
+    eps: float = 0.0
+    """Of the norm."""
+    residual: torch.Tensor | None = None
+    """Added to what comes out."""
+    is_gated: bool = False
+    """Whether what comes out is the SiLU of the first half of its columns, times the second."""
+
+    @property
+    def num_columns(self) -> int:
+        return self.weight.shape[0] // 2 if self.is_gated else self.weight.shape[0]
+
+
+def choose_tile(rows: int, columns: int, depth: int, *, has_norm: bool = False) -> Tile | None:
+    """The tile for a linear, or None where cuBLAS is as good. Measured on an H200 in bfloat16, in microseconds:
+
+    ==============  ====  ======  =====   ==============  ====  ======  =====
+    columns, depth  rows  cuBLAS  ours    columns, depth  rows  cuBLAS  ours
+    ==============  ====  ======  =====   ==============  ====  ======  =====
+    4096, 1024      1     5.3     3.2     4096, 4096      1     12.7    9.0
+    1024, 2048      1     12.7    2.3     4096, 4096      8     13.4    11.6
+    1024, 2048      8     5.9     3.7     28672, 4096     1     56.5    54.8
+    1024, 2048      32    5.9     4.7     28672, 4096     8     62.2    56.2
+    1024, 3072      1     7.4     2.8     4096, 14336     1     31.9    28.0
+    1024, 3072      8     7.5     4.9     4096, 14336     8     32.9    32.7
+    6144, 1024      1     6.0     3.9     4096, 14336     32    34.5    38.2
+    ==============  ====  ======  =====   ==============  ====  ======  =====
+
+    Ours include a residual or a norm, and begin early. Where the gain is small, what it takes to compile one more
+    kernel is not worth it.
+
+    >>> choose_tile(1, 1024, 2048), choose_tile(64, 1024, 2048)
+    (Tile(kernel='one_row', columns=2, depth=1024, num_warps=4, num_stages=1), None)
+    >>> choose_tile(8, 1024, 2048), choose_tile(8, 4096, 1024)
+    (Tile(kernel='narrow', columns=16, depth=128, num_warps=4, num_stages=3), None)
+    """
+    if rows == 1:
+        return _tile_of_one_row(depth, has_norm)
+    if rows > MOST_ROWS:
+        return None
+    is_narrow = columns <= 2048 or (columns <= 4096 and depth >= 4096 and rows <= 16)
+    if is_narrow and depth % 512 == 0:
+        return Tile("narrow", 16, 128, 4, 3)
+    if columns >= 16384:
+        return Tile("some_rows", 64, 128, 4, 4)
+    if columns == 4096 and depth == 4096:
+        return Tile("some_rows", 32, 256, 4, 4)
+    return None
+
+
+def _tile_of_one_row(depth: int, has_norm: bool) -> Tile:
+    if has_norm:
+        return Tile("one_row", 4, 512, 4, 1) if depth <= 3072 else Tile("one_row", 2, 2048, 8, 2)
+    if depth <= 3072:
+        return Tile("one_row", 2, 1024, 4, 1)
+    return Tile("one_row", 4, 512, 2, 1) if depth <= 8192 else Tile("one_row", 4, 1024, 4, 2)
+
+
+def multiply(x: torch.Tensor, linear: Linear, *, early: bool = False) -> torch.Tensor:
+    """What :func:`plain` computes, by the kernels that are best for the number of rows.
+
+    Args:
+        x: [..., depth].
+        linear: what to compute.
+        early: whether kernels begin early: see Note [Early launches].
+    """
+    depth = linear.weight.shape[1]
+    rows = x.numel() // depth
+    if rows > MOST_ROWS or not _fits(x, linear):
+        return plain(x, linear)
+    flat = x.reshape(rows, depth)
+    added = None if linear.residual is None else linear.residual.reshape(rows, -1)
+    out = x.new_empty(rows, linear.num_columns)
+    if rows == 1:
+        _launch_one_row(flat, linear, added, out, early=early)
+    else:
+        _launch_rows(flat, linear, added, out, early=early)
+    return out.view(*x.shape[:-1], linear.num_columns)
+
+
+def launch_once(linear: Linear, rows: int, *, early: bool) -> None:
+    """Launch the kernels of ours that :func:`multiply` would, on dummies; none of cuBLAS's."""
+    depth = linear.weight.shape[1]
+    x = linear.weight.new_zeros(rows, depth)
+    if rows == 1:
+        multiply(x, linear, early=early)
+    elif rows <= MOST_ROWS:
+        if linear.gain is not None:
+            _normed(x, linear.gain, linear.eps, early=early)
+        if linear.is_gated:
+            _gate(x.new_zeros(rows, linear.weight.shape[0]), x.new_empty(rows, linear.num_columns), early=early)
+        if choose_tile(rows, linear.weight.shape[0], depth) is not None:
+            multiply(x, Linear(linear.weight, linear.bias, residual=linear.residual), early=early)
+
+
+def plain(x: torch.Tensor, linear: Linear) -> torch.Tensor:
+    """A linear and what is around it."""
+    if linear.gain is not None:
+        x = F.rms_norm(x, linear.gain.shape, linear.gain, linear.eps)
+    out = F.linear(x, linear.weight, linear.bias)
+    if linear.is_gated:
+        gate, up = out.chunk(2, -1)
+        out = F.silu(gate) * up
+    return out if linear.residual is None else linear.residual + out
+
+
+def _fits(x: torch.Tensor, linear: Linear) -> bool:
+    others = (linear.weight, linear.bias, linear.gain)
+    return (
+        x.is_cuda
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.stride(-1) == 1
+        and all(tensor.dtype == x.dtype and tensor.is_contiguous() for tensor in others if tensor is not None)
+        and (linear.residual is None or (linear.residual.dtype == x.dtype and linear.residual.is_contiguous()))
+    )
+
+
+def _launch_rows(
+    x: torch.Tensor, linear: Linear, added: torch.Tensor | None, out: torch.Tensor, *, early: bool
+) -> None:
+    """A norm and a gate are kernels of their own: each tile would compute them again for every row."""
+    if linear.gain is not None:
+        x = _normed(x, linear.gain, linear.eps, early=early)
+    if linear.is_gated:
+        both = x.new_empty(x.shape[0], linear.weight.shape[0])
+        _product(x, linear, None, both, early=early)
+        _gate(both, out, early=early)
+    else:
+        _product(x, linear, added, out, early=early)
+
+
+def _product(x: torch.Tensor, linear: Linear, added: torch.Tensor | None, out: torch.Tensor, *, early: bool) -> None:
+    (rows, columns), depth = out.shape, x.shape[1]
+    tile = choose_tile(rows, columns, depth)
+    if tile is not None and tile.kernel == "narrow":
+        _launch_narrow(x, linear, added, out, tile, early=early)
+        return
+    if tile is not None:
+        launch_tiles(x, linear.weight, linear.bias, out, tile, 16 if rows <= 16 else 32)
+    elif linear.bias is not None:
+        torch.addmm(linear.bias, x, linear.weight.t(), out=out)
+    else:
+        torch.mm(x, linear.weight.t(), out=out)
+    if added is not None:
+        out += added
+
+
+def _launch_one_row(
+    x: torch.Tensor, linear: Linear, added: torch.Tensor | None, out: torch.Tensor, *, early: bool
+) -> None:
+    from piecegraph.llm.kernels import skinny_kernels
+
+    columns, depth = linear.num_columns, linear.weight.shape[1]
+    tile = choose_tile(1, columns, depth, has_norm=linear.gain is not None)
+    assert tile is not None
+    skinny_kernels.one_row_kernel[(-(-columns // tile.columns),)](
+        x,
+        linear.weight,
+        linear.bias,
+        linear.gain,
+        added,
+        out,
+        columns,
+        linear.eps,
+        AHEAD=tile.num_stages,
+        HAS_NORM=linear.gain is not None,
+        HAS_RESIDUAL=added is not None,
+        IS_GATED=linear.is_gated,
+        **early_constants(x.device, is_wanted=early),
+        **_constants(linear.weight, linear.bias, tile),
+    )
+
+
+def _launch_narrow(
+    x: torch.Tensor, linear: Linear, added: torch.Tensor | None, out: torch.Tensor, tile: Tile, *, early: bool
+) -> None:
+    from piecegraph.llm.kernels import skinny_kernels
+
+    (rows, columns), weight = out.shape, linear.weight
+    is_small = weight.nbytes <= _SMALL_WEIGHT and weight.shape[1] % 1024 == 0
+    skinny_kernels.narrow_kernel[(-(-columns // tile.columns),)](
+        x,
+        weight,
+        linear.bias,
+        added,
+        out,
+        rows,
+        columns,
+        x.stride(0),
+        0 if added is None else added.stride(0),
+        out.stride(0),
+        BLOCK_M=16 if rows <= 16 else 32,
+        PARTS=tile.num_warps,
+        NUM_STAGES=tile.num_stages,
+        HAS_RESIDUAL=added is not None,
+        PREFETCHES=is_small,
+        **early_constants(x.device, is_wanted=early),
+        **_constants(weight, linear.bias, tile),
+    )
+
+
+def launch_tiles(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile, block_m: int
+) -> None:
+    """A linear in tiles of columns and of rows, in which a row does not see the others."""
+    from piecegraph.llm.kernels import skinny_kernels
+
+    rows, columns = out.shape
+    skinny_kernels.some_rows_kernel[(-(-columns // tile.columns), -(-rows // block_m))](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        rows,
+        columns,
+        x.stride(0),
+        out.stride(0),
+        BLOCK_M=block_m,
+        NUM_STAGES=tile.num_stages,
+        **_constants(weight, bias, tile),
+    )
+
+
+def _constants(weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile) -> dict[str, Any]:
+    return {
+        "K": weight.shape[1],
+        "BLOCK_N": tile.columns,
+        "BLOCK_K": tile.depth,
+        "HAS_BIAS": bias is not None,
+        "num_warps": tile.num_warps,
+    }
+
+
+def _normed(x: torch.Tensor, gain: torch.Tensor, eps: float, *, early: bool) -> torch.Tensor:
+    from piecegraph.llm.kernels import skinny_kernels
+
+    rows, width = x.shape
+    out = x.new_empty(rows, width)
+    skinny_kernels.norm_kernel[(rows,)](
+        x,
+        gain,
+        out,
+        x.stride(0),
+        out.stride(0),
+        eps,
+        WIDTH=width,
+        BLOCK=_power_of_two(width),
+        num_warps=8 if width >= 4096 else 4,
+        **early_constants(x.device, is_wanted=early),
+    )
+    return out
+
+
+def _gate(both: torch.Tensor, out: torch.Tensor, *, early: bool) -> None:
+    from piecegraph.llm.kernels import skinny_kernels
+
+    rows, columns = out.shape
+    skinny_kernels.gate_kernel[(rows, -(-columns // _GATE_BLOCK))](
+        both,
+        out,
+        columns,
+        both.stride(0),
+        out.stride(0),
+        BLOCK=_GATE_BLOCK,
+        num_warps=4,
+        **early_constants(both.device, is_wanted=early),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What is done to queries, keys and values on their way from the linears to attention."""
+
+    cos: torch.Tensor
+    """[..., tokens, width of a head], as ``sin``."""
+    sin: torch.Tensor
+    q_gain: torch.Tensor | None = None
+    """Of the norm of each head, before it is turned; keys have one if queries have. None if there is none."""
+    k_gain: torch.Tensor | None = None
+    eps: float = 0.0
+
+
+def rotate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads, *, early: bool) -> Sequence[torch.Tensor]:
+    """Queries, keys and values as attention takes them, [tokens, heads, width], of rows with heads side by side."""
+    width, tokens = heads.cos.shape[-1], q.numel() // q.shape[-1]
+    rows = [tensor.reshape(tokens, -1) for tensor in (q, k, v)]
+    if not _fits_heads(rows, heads):
+        return plain_rotate(q, k, v, heads)
+    from piecegraph.llm.kernels import skinny_kernels
+
+    num_q, num_k, num_v = (tensor.shape[1] // width for tensor in rows)
+    outs = [tensor.new_empty(tokens, tensor.shape[1] // width, width) for tensor in rows]
+    skinny_kernels.heads_kernel[(tokens, num_q + num_k + num_v)](
+        *rows,
+        heads.q_gain,
+        heads.k_gain,
+        heads.cos,
+        heads.sin,
+        *outs,
+        *(tensor.stride(0) for tensor in rows),
+        width,
+        heads.eps,
+        WIDTH=width,
+        Q_HEADS=num_q,
+        K_HEADS=num_k,
+        HAS_NORM=heads.q_gain is not None,
+        num_warps=1,
+        **early_constants(q.device, is_wanted=early),
+    )
+    return outs
+
+
+def plain_rotate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads) -> Sequence[torch.Tensor]:
+    """See :func:`rotate`."""
+    width, tokens = heads.cos.shape[-1], q.numel() // q.shape[-1]
+    cos, sin = (turn.reshape(tokens, 1, width) for turn in (heads.cos, heads.sin))
+    found = []
+    for rows, gain in ((q, heads.q_gain), (k, heads.k_gain)):
+        x = rows.reshape(tokens, -1, width)
+        x = x if gain is None else F.rms_norm(x, (width,), gain, heads.eps)
+        first, second = x.chunk(2, -1)
+        found.append(x * cos + torch.cat((-second, first), -1) * sin)
+    return (*found, v.reshape(tokens, -1, width).contiguous())
+
+
+def _fits_heads(rows: Sequence[torch.Tensor], heads: Heads) -> bool:
+    q = rows[0]
+    width = heads.cos.shape[-1]
+    given = (heads.cos, heads.sin, heads.q_gain, heads.k_gain)
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and _power_of_two(width) == width
+        and rows[1].shape == rows[2].shape
+        and all(tensor.dtype == q.dtype and tensor.stride(-1) == 1 for tensor in rows)
+        and all(tensor.dtype == q.dtype and tensor.is_contiguous() for tensor in given if tensor is not None)
+    )
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
