@@ -1135,12 +1135,6 @@ copy_all: Callable[[Any, Any], None] = torch._foreach_copy_
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def driver_cuda_version() -> str:
-    """The newest CUDA version the installed driver supports."""
-    version = int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined] # only in CUDA builds
-    return f"{version // 1000}.{version % 1000 // 10}"
-
-
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device_index: 0)
 """The handle of a device's current stream, without building a Stream object. Builds without CUDA have none."""
 
