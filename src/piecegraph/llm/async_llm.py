@@ -36,13 +36,14 @@ import torch
 
 from piecegraph.base.coerce import as_integer, as_real
 from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RankError, RequestError
-from piecegraph.llm.llm import LLM, Conversation, Prompt, chunk_of
+from piecegraph.llm.llm import LLM, Conversation
 from piecegraph.llm.run.answers import Answers, Inbox
 from piecegraph.llm.run.arguments import SamplingArguments, sampling_rows
 from piecegraph.llm.run.generation import Generation
 from piecegraph.llm.run.prompts import name_prompt, tokens_of
 from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.results import Chunk
+from piecegraph.llm.running import Prompt, chunk_of
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +256,7 @@ class AsyncLLM:
     ) -> None:
         """Read a prompt and have it queued, or tell why it is refused. In its event loop or the tokenizer's thread."""
         try:
-            generations = self.llm.prepare(
+            generations = self.llm.running.prepare(
                 prompt,
                 params,
                 on_new=lambda index: functools.partial(self._take_new, call, index),

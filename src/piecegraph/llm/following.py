@@ -10,21 +10,18 @@ import atexit
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
 import torch
 
-from piecegraph.errors import ConfigError, PiecegraphError
+from piecegraph.errors import ConfigError, PiecegraphError, RankError
 from piecegraph.llm.config import LLMConfig
 from piecegraph.llm.ranks.group import Ranks, join
 from piecegraph.llm.ranks.orders import STEP, Orders
-from piecegraph.llm.run.engine import LLMEngine
-from piecegraph.llm.run.generation import Generation
-
-MakeReplica = Callable[..., Generation]
-"""Makes a request of its id, tokens, parameters, seed and positions."""
+from piecegraph.llm.run.results import Chunk, Completion
+from piecegraph.llm.running import Prompt, RunningModel
 
 
 class Closable(Protocol):
@@ -71,19 +68,84 @@ def leave_at_exit(model: Closable) -> None:
     atexit.register(leave)
 
 
+def take_place(ranks: Ranks | None, running: RunningModel) -> RunningModel | Leader | Follower:
+    """Who answers the calls that are made in this process: the first rank leads, and the others follow it."""
+    if ranks is None:
+        return running
+    orders = Orders(ranks)
+    return Leader(orders, running) if ranks.leads else Follower(orders, running)
+
+
+class Leader:
+    """The rank that answers, and tells the others what it does: see Note [One schedule].
+
+    Args:
+        orders: the way to the others.
+        running: its part of the model.
+    """
+
+    def __init__(self, orders: Orders, running: RunningModel) -> None:
+        self._orders = orders
+        self._running = running
+        running.started.engine.orders = orders
+
+    def answer(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], raises: bool) -> list[Completion]:
+        """As a model alone does, for the same call on the other ranks, too."""
+        with self._answering() as answers:
+            answers += self._running.answer(prompts, rows, raises)
+        return answers
+
+    def stream(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], raises: bool) -> Iterator[Chunk]:
+        """The same as they come. Chunks are for this rank alone."""
+        with self._answering():
+            yield from self._running.stream(prompts, rows, raises)
+
+    def close(self) -> None:
+        """Have the others close the model. The lock is held."""
+        self._orders.tell("close")
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[list[Completion]]:
+        """Around a call: its answers, or its error, are those of the same call on the other ranks."""
+        found: list[Completion] = []
+        try:
+            yield found
+        except RankError:
+            raise
+        except (PiecegraphError, GeneratorExit) as error:  # the latter: a stream was left unread
+            self._tell_answers(error if isinstance(error, PiecegraphError) else [])
+            raise
+        self._tell_answers(found)
+
+    def _tell_answers(self, found: list[Completion] | PiecegraphError) -> None:
+        if self._running.is_open:
+            with self._running.lock:
+                self._orders.tell("answers", found)
+
+
 class Follower:
     """A rank that does what the first one tells it.
 
     Args:
         orders: where they come from.
-        engine: what they are carried out on.
-        make_replica: makes the requests that the first rank was asked for.
+        running: its part of the model, which they are carried out on.
     """
 
-    def __init__(self, orders: Orders, engine: LLMEngine, make_replica: MakeReplica) -> None:
+    def __init__(self, orders: Orders, running: RunningModel) -> None:
         self._orders = orders
-        self._engine = engine
-        self._make_replica = make_replica
+        self._running = running
+
+    def answer(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], raises: bool) -> list[Completion]:
+        """What the first rank answers to its prompts."""
+        found: list[Completion] | PiecegraphError = self.until("answers")
+        if isinstance(found, PiecegraphError):
+            raise found
+        return found
+
+    def stream(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], raises: bool) -> Iterator[Chunk]:
+        """Nothing: chunks are the first rank's alone."""
+        self.answer(prompts, rows, raises)
+        yield from ()
 
     @torch.inference_mode()
     def until(self, end: str) -> Any:
@@ -101,13 +163,14 @@ class Follower:
             self._obey(name, args)
 
     def _obey(self, name: str, args: tuple[Any, ...]) -> None:
+        engine = self._running.started.engine
         if name == STEP:
-            self._engine.step()
+            engine.step()
         elif name == "enqueue":
-            self._engine.enqueue(self._make_replica(*args))
+            engine.enqueue(self._running.copy_request(*args))
         elif name == "finish":
-            self._engine.finish(*args)
+            engine.finish(*args)
         elif name == "record_idle":
-            self._engine.record_idle(*args)
+            engine.record_idle(*args)
         else:
             assert name == "answers", name  # of a call that was not made here
