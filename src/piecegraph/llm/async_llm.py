@@ -121,6 +121,10 @@ class AsyncLLM:
         if self.llm.follows:
             why = "another rank takes requests"
             raise ConfigError("PG681", "this rank cannot serve", why=why, hint="call follow() of an LLM on this rank")
+        if self.llm.replicas is not None:
+            why = "replicas of one job answer calls of generate, and not requests as they come"
+            hint = "start a server for each, or let Ray Serve do it: docs/serve.md"
+            raise ConfigError("PG681", f"data_parallel_size is {self.llm.replicas.size}", why=why, hint=hint)
         self._owns_llm = not isinstance(model, LLM)
         self._records_idle = records_idle
         self._numbers = itertools.count()

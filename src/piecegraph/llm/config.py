@@ -24,6 +24,7 @@ _OTHER_NAMES = {
     "enable_prefix_caching": "prefix_cache",
     "enforce_eager": 'cudagraph_mode="none"',
     "tp_size": "tensor_parallel_size",
+    "dp_size": "data_parallel_size",
 }
 """What other libraries call ours."""
 
@@ -112,6 +113,7 @@ class LLMConfig:
     cudagraph_mode: CudagraphMode
     deterministic: bool
     tensor_parallel_size: int
+    data_parallel_size: int
     seed: int
     options: LLMOptions
 
@@ -141,13 +143,15 @@ def make_llm_config(
     memory_fraction: float | None,
     deterministic: bool,
     tensor_parallel_size: int,
+    data_parallel_size: int,
     seed: int,
     options: Mapping[str, Any] | None,
     **rest: Any,
 ) -> LLMConfig:
     """Resolve what was left to us by what the machine has."""
     num_ranks = _positive("tensor_parallel_size", tensor_parallel_size)
-    where = _device(device) if num_ranks == 1 else _device_of_rank(device)
+    num_replicas = _positive("data_parallel_size", data_parallel_size)
+    where = _device(device) if num_ranks * num_replicas == 1 else _device_of_rank(device)
     is_gpu = where.type == "cuda"
     _check_choice("deterministic", deterministic, (True, False))
     default_seqs, default_tokens = (256, 4096) if is_gpu else (16, 512)
@@ -164,6 +168,7 @@ def make_llm_config(
         capture_sizes=_sizes(capture_sizes),
         deterministic=deterministic,
         tensor_parallel_size=num_ranks,
+        data_parallel_size=num_replicas,
         seed=_seed(seed),
         options=_options(options if options is not None else {}),
         **rest,

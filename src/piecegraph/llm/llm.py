@@ -20,8 +20,9 @@ from piecegraph.engine.recorded import RecordedTapes
 from piecegraph.errors import ConfigError
 from piecegraph.graph import interception
 from piecegraph.llm.config import check_path, make_llm_config, refuse_names
-from piecegraph.llm.following import Follower, Leader, join_ranks, leave_at_exit, take_place, together
+from piecegraph.llm.following import join_job, leave_at_exit, take_place
 from piecegraph.llm.model.loader import LoadFormat
+from piecegraph.llm.ranks.group import Ranks, Replicas
 from piecegraph.llm.report import explain_llm, stats_of_llm
 from piecegraph.llm.run.arguments import SAMPLING_NAMES, OnError, SamplingArguments, check_flags, sampling_rows
 from piecegraph.llm.run.fair_lock import FairLock
@@ -70,6 +71,7 @@ class LLM:
             large as the largest (``max_batch_tokens``, by default ``max_num_seqs``), and takes as long.
         tensor_parallel_size: so many processes run the model together, started by ``torchrun``; each calls this with
             the same arguments. See docs/ranks.md.
+        data_parallel_size: so many models, of so many processes each, share out the prompts of every call.
         seed: what sampling without a seed of its own starts from.
         options: rarely needed settings, see :class:`piecegraph.llm.config.LLMOptions`.
 
@@ -98,6 +100,7 @@ class LLM:
         cudagraph_mode: CudagraphMode = "auto",
         deterministic: bool = False,
         tensor_parallel_size: int = 1,
+        data_parallel_size: int = 1,
         seed: int = 0,
         options: Mapping[str, Any] | None = None,
         **unknown: Never,
@@ -118,32 +121,49 @@ class LLM:
             cudagraph_mode=cudagraph_mode,
             deterministic=deterministic,
             tensor_parallel_size=tensor_parallel_size,
+            data_parallel_size=data_parallel_size,
             seed=seed,
             options=options,
         )
         self.path = check_path(path)
         self.events = EventLog("ignore")
-        self.ranks = join_ranks(self.path, self.config)
-        """The processes that run the model together; None if it is this one."""
-        if self.ranks is not None and not self.ranks.leads:
+        self._job = join_job(self.path, self.config)
+        if not self._job.is_first:
             self.config = replace(self.config, options=replace(self.config.options, progress=False))
-        with interception.off(), together(self.ranks, "loading a model"):
+        with interception.off(), self._job.together("loading a model"):
             started = unintercepted(start)(self.path, self.config, self.events, self.ranks)
-        self.running = RunningModel(self.path, self.config, started, is_shared=self.ranks is not None)
-        self._place = take_place(self.ranks, self.running)
-        if self.ranks is not None:
+        started = replace(started, decisions=(*started.decisions, *self._job.decisions))
+        self.running = RunningModel(
+            self.path,
+            self.config,
+            started,
+            is_shared=self.ranks is not None,
+            request_numbers=self._job.request_numbers,
+        )
+        self._place = take_place(self._job, self.running)
+        if self._job.watch is not None:
             leave_at_exit(self)
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes that run the model together; None if it is this one."""
+        return self._job.ranks
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """The models that share out calls with this one; None if it is alone."""
+        return self._job.replicas
 
     @property
     def follows(self) -> bool:
         """Whether another rank schedules and answers, and this one does its part."""
-        return isinstance(self._place, Follower)
+        return self._place.follows
 
     def follow(self) -> None:
         """Do what the first rank's model does, until it is closed: for ranks that make no calls of their own."""
-        if isinstance(self._place, Follower) and self.running.is_open:
-            self._place.until("close")
-            self._give_up()
+        if self.follows and self.running.is_open:
+            self._place.follow()
+            self._close()
 
     @property
     def started(self) -> Started:
@@ -157,27 +177,25 @@ class LLM:
 
     def close(self) -> None:
         """Give back weights, cache and graphs. Requests that run in other threads end with ``"abort"``."""
-        if not self.running.is_open:
-            return
-        if self.follows:
-            self.follow()
-            return
+        if self.running.is_open:
+            if self.follows:
+                self.follow()
+            else:
+                self._close()
+
+    def _close(self) -> None:
         with self.lock:
             self.started.engine.close()
-            if isinstance(self._place, Leader):
-                self._place.close()
-            self._give_up()
-
-    def _give_up(self) -> None:
-        self.running.give_up()
-        if self.ranks is not None:
-            self.ranks.close()
+            self._place.close()
+            self.running.give_up()
+            self._job.close()
 
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or self.ranks is None:  # ranks that go on miss the one that failed, and are not told to close
+        # Ranks that go on miss the one that failed, and are not told to close.
+        if kind is None or self._job.watch is None:
             self.close()
 
     @property

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import threading
 import time
 from collections import deque
@@ -43,14 +42,17 @@ class RunningModel:
         config: how it was asked for.
         started: its parts.
         is_shared: whether other ranks run it, too.
+        request_numbers: what tells the seeds of requests apart.
     """
 
-    def __init__(self, path: str, config: LLMConfig, started: Started, *, is_shared: bool) -> None:
+    def __init__(
+        self, path: str, config: LLMConfig, started: Started, *, is_shared: bool, request_numbers: Iterator[int]
+    ) -> None:
         self._path, self._config, self._is_shared = path, config, is_shared
         self._started: Started | None = started
         self.lock = FairLock()
         """Held by whoever uses the engine."""
-        self._request_numbers = itertools.count(1)
+        self._request_numbers = request_numbers
         self._guides: Guides | None = None
         """Made when a form is first asked for."""
         self._guides_lock = threading.Lock()
@@ -88,15 +90,18 @@ class RunningModel:
             )
         return self.started.loaded.tokenizer
 
-    def answer(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], raises: bool) -> list[Completion]:
+    def answer(
+        self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], raises: bool, *, first_index: int = 0
+    ) -> list[Completion]:
         """The answers to prompts.
 
         Args:
             prompts: texts or lists of token ids.
             rows: how to go on from each of them.
             raises: raise the first error, and not answer with it.
+            first_index: by which errors name the first prompt.
         """
-        with self._queued(prompts, rows, None) as queued:
+        with self._queued(prompts, rows, None, first_index) as queued:
             if raises:
                 raise_first(each for each in queued if isinstance(each, Completion))
             waiting = [each for each in queued if isinstance(each, Generation)]
@@ -230,13 +235,17 @@ class RunningModel:
 
     @contextlib.contextmanager
     def _queued(
-        self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], chunks: deque[Chunk] | None
+        self,
+        prompts: Sequence[Prompt],
+        rows: Sequence[dict[str, Any]],
+        chunks: deque[Chunk] | None,
+        first_index: int = 0,
     ) -> Iterator[list[Generation | Completion]]:
         """Queue prompts, and abort what is not done in the end: after an error, or if a stream is left unread."""
         arrival_time = time.perf_counter()
         # Before it is waited for the lock, and not while it is held: a tokenizer takes its time.
         prepared: list[Generation | Completion] = []
-        for index, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+        for index, (prompt, row) in enumerate(zip(prompts, rows, strict=True), first_index):
             prepared += self._prepare(index, prompt, row, len(prepared), chunks, arrival_time)
         queued: list[Generation | Completion] = []
         try:

@@ -85,7 +85,6 @@ def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None) 
     part = None
     if ranks is not None:
         part = Part(ranks.rank, ranks.size, ranks.label)
-        ranks.share_random_state(config.device)  # dummy weights are drawn whole
     with progress.bar("load", 1) as bar:
         loaded = load(path, dtype=config.dtype, device=config.device, load_format=config.load_format, part=part)
         bar.advance(path)

@@ -92,6 +92,8 @@ class Watch:
             self._is_noticed.set()
             raise
         except BaseException as error:
+            if self._is_noticed.is_set():  # it was told where it was raised, inside of another such block
+                raise
             if _may_be_theirs(error) and self._is_known.wait(_CAUSE_SECONDS):
                 self._is_noticed.set()
                 raise self._known() from error
