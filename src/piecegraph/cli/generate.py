@@ -123,7 +123,7 @@ def _load(model: str, num_prompts: int, sampling: _Sampling, how: dict[str, Any]
     if params.without_effect:
         option = f"--{params.without_effect[0].replace('_', '-')}"
         raise click.UsageError(f"{option} has no effect without --temperature.")
-    ranks = shared(how["device"], how.pop("tensor_parallel_size"))
+    ranks: dict[str, Any] = shared(how["device"], how.pop("tensor_parallel_size"))
     # A command that is over soon has no use for sizes that only some requests need.
     return load_model(model, num_prompts=num_prompts, options={"record_seconds": 0}, **how, **ranks)
 

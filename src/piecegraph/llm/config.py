@@ -60,6 +60,10 @@ class LLMOptions:
     record_seconds: float | Literal["auto"] = "auto"
     """How long the sizes of steps that are not always recorded are recorded for when the model is loaded; 0: not at
     all. ``"auto"``: 4 seconds on a GPU without provenance, otherwise 0."""
+    one_shot_bytes: int = 128 * 1024
+    """Of several ranks with NVLink between them: sums of up to so many bytes are made by one kernel, larger ones by
+    NCCL. 0: all of them by NCCL.
+    """
     provenance: bool = False
     """Write down which line of the model put which kernels into the graphs, for ``trace()`` and ``kernels``."""
     graph_device: GraphDeviceName = "auto"
@@ -85,6 +89,7 @@ class LLMOptions:
                 object.__setattr__(self, name, count)
         if not _is_auto(self.record_seconds):
             object.__setattr__(self, "record_seconds", _seconds("options['record_seconds']", self.record_seconds))
+        object.__setattr__(self, "one_shot_bytes", _bytes("options['one_shot_bytes']", self.one_shot_bytes))
         if self.dump is not None:
             check_folder("options['dump']", self.dump)
         for name in ("fuse_linears", "self_check", "latent_cache", "full_steps", "provenance", "cache", "dump_inputs"):
@@ -298,6 +303,13 @@ def _seconds(name: str, value: Any) -> float:
     found = as_real(value)
     if found is None or not found >= 0:
         raise _bad(name, value, 'a number that is not negative, or "auto"')
+    return found
+
+
+def _bytes(name: str, value: Any) -> int:
+    found = as_integer(value)
+    if found is None or found < 0 or found % 16:
+        raise _bad(name, value, "a multiple of 16 that is not negative")
     return found
 
 
