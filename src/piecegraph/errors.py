@@ -120,6 +120,7 @@ CODES: dict[str, str] = {
     "PG682": "a model cannot be shared out to ranks",
     "PG683": "another rank has failed, or is gone",
     "PG684": "ranks differ where they must agree",
+    "PG685": "sums over ranks by one kernel are wrong",
     "PG701": "a trace cannot be read",
     "PG702": "a trace is empty",
     "PG703": "a trace is not JSON",

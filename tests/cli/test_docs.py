@@ -92,6 +92,7 @@ BENCHMARKS = {
     "python benchmarks/replay.py": "--repeats 40",
     "python benchmarks/trace_reader.py": "--megabytes 0.2",
     "python benchmarks/report.py": "--kernels 400 --rounds 1",
+    "python benchmarks/overlap.py": "--tiny",
 }
 """Each with what makes it quick, on a CPU, too."""
 
@@ -455,6 +456,7 @@ def test_benchmarks_run_on_a_cpu(command: str, python: Callable[..., str]) -> No
         "python benchmarks/llm.py": "decode 1",
         "python benchmarks/provenance.py": "eager, provenance",
         "python benchmarks/trace_reader.py": "trace.json.gz",
+        "python benchmarks/overlap.py": "two tapes, two streams",
         "python benchmarks/report.py": "distinct" if missing_browser() is None else "nothing to measure",
     }.get(command, "piecegraph") in table
 

@@ -297,7 +297,8 @@ def test_stop_texts_need_a_tokenizer_also_with_a_scheduler_of_one_s_own(
     models: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = models.load("llama")
-    monkeypatch.setattr(llm, "_started", replace(llm.started, loaded=replace(llm.started.loaded, tokenizer=None)))
+    untold = replace(llm.started, loaded=replace(llm.started.loaded, tokenizer=None))
+    monkeypatch.setattr(llm.running, "_started", untold)
     scheduler = llm.make_scheduler()
     with pytest.raises(piecegraph.errors.ModelError, match="PG666"):
         scheduler.add(Request("mine", prompts()[3], SamplingParams(stop=("never",))))

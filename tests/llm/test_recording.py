@@ -11,7 +11,7 @@ import pytest
 
 import piecegraph
 from piecegraph.errors import ConfigError
-from piecegraph.llm import llm as llm_module
+from piecegraph.llm import running
 from piecegraph.llm.cache.memory import EachKindOnce, Memory
 from piecegraph.llm.run.step import Bucket
 from piecegraph.llm.specs import AttentionLayer
@@ -88,7 +88,7 @@ def test_what_nothing_covers_runs_without_graphs_once(models: Shelf) -> None:
 
 
 def test_what_is_missing_is_recorded_when_it_is_asked_for(models: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_module, "_IDLE_SHARE", 0.0)
+    monkeypatch.setattr(running, "_IDLE_SHARE", 0.0)
     llm = load(models)
     answer(llm, temperature=0.7)
     assert llm.stats()["num_recorded_idle"] == 0

@@ -421,7 +421,7 @@ def test_launches_of_triton_kernels_are_calls(monkeypatch: pytest.MonkeyPatch) -
     module.JITFunction = Kernel  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triton.runtime.jit", module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch_compat, "triton_launchers", torch_compat.triton_launchers.__wrapped__)
+    monkeypatch.setattr(torch_compat.kernels, "triton_launchers", torch_compat.triton_launchers.__wrapped__)
     launched: list[str] = []
 
     @contextlib.contextmanager

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from piecegraph.base import torch_compat
 
 _Parts = tuple[Any, list[Any], list[str]]
@@ -32,6 +34,12 @@ class Structure:
     def is_leaf(self) -> bool:
         return self.cls is None
 
+    @property
+    def has_objects(self) -> bool:
+        """Whether objects of plain classes are in it, which are containers only if :func:`flatten` is told so."""
+        is_object = self.cls is not None and _builder(self.cls) is _build_object
+        return is_object or any(child.has_objects for child in self.children)
+
     def build(self, leaves: Iterator[Any]) -> Any:
         """Fill the structure with leaves, in the order :func:`flatten` gave them."""
         if self.cls is None:
@@ -50,8 +58,8 @@ def flatten(
     Args:
         value: what is taken apart.
         path: what its paths begin with.
-        is_container: asked of each object of a plain Python class (:func:`attributes`) that is no other container:
-            whether to take it apart by its attributes. Without it, none is.
+        is_container: asked of everything but tensors that is no other container: whether to take it apart by its
+            attributes, if it is of a plain Python class (:func:`attributes`). Without it, none is.
 
     >>> leaves, paths, structure = flatten({"x": (1, 2), "y": [3]}, "batch")
     >>> leaves, paths
@@ -85,6 +93,12 @@ def each_once() -> Callable[[Any], bool]:
         return len(met) > num_met
 
     return is_new
+
+
+def children(value: Any) -> dict[str, Any]:
+    """What a container is taken apart into, by the names that paths have of it; empty for a leaf."""
+    parts = _split(value)
+    return {} if parts is None else dict(zip(parts[2], parts[1], strict=True))
 
 
 def map_arguments(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -128,8 +142,10 @@ def _split(value: Any) -> _Parts | None:
 
 
 def _split_object(value: Any, is_container: Callable[[Any], bool] | None) -> _Parts | None:
-    state = None if is_container is None else attributes(value)
-    if state is None or is_container is None or not is_container(value):
+    if is_container is None or isinstance(value, torch.Tensor) or not is_container(value):
+        return None
+    state = attributes(value)
+    if state is None:
         return None
     return tuple(state), list(state.values()), [f".{name}" for name in state]
 

@@ -55,6 +55,8 @@ class BenchConfig:
     dtype: torch.dtype | Literal["auto"] = "auto"
     device: torch.device
     tensor_parallel_size: int = 1
+    num_replicas: int = 1
+    """Models of so many ranks each that measure the same at once."""
     graph_device: Literal["auto", "simulated"] = "auto"
     """``"simulated"``: graphs are recorded without a GPU, for tests."""
 
@@ -98,6 +100,7 @@ def resolve(
     """What will run, and each of its settings with the reason for it. What is empty is left to us."""
     where = _device(device)
     has_gpu = where.type == "cuda"
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     config = BenchConfig(
         model=model,
         is_module=is_module,
@@ -108,7 +111,8 @@ def resolve(
         load_format="dummy" if model in shapes.NAMES and not is_module else load_format,
         dtype=_dtype(dtype),
         device=where,
-        tensor_parallel_size=tensor_parallel_size or int(os.environ.get("WORLD_SIZE", "1")),
+        tensor_parallel_size=tensor_parallel_size or num_processes,
+        num_replicas=max(1, num_processes // (tensor_parallel_size or num_processes)),
         **rest,
     )
     if config.output_len < 2:
@@ -134,6 +138,9 @@ def _decisions(config: BenchConfig, given: set[str]) -> tuple[Decision, ...]:
     found.append(Decision("repeats", str(config.repeats), turns))
     if config.tensor_parallel_size > 1:
         found.append(Decision("ranks", str(config.tensor_parallel_size), "the model is split over them"))
+    if config.num_replicas > 1:
+        why = "each runs the whole load at once with the others; figures are of the first"
+        found.append(Decision("replicas", str(config.num_replicas), why))
     return tuple(found)
 
 

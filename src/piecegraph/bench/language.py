@@ -19,6 +19,7 @@ from piecegraph.bench.runner import Runner, UnavailableError
 from piecegraph.errors import ConfigError
 from piecegraph.llm.llm import LLM
 from piecegraph.llm.model.loader import load, unplug
+from piecegraph.llm.ranks.group import start_job
 from piecegraph.llm.run.agreement import Finding, findings, jittered, row_errors, widened
 
 _MEMORY_SHARE = 0.8
@@ -61,6 +62,8 @@ class LanguageModel:
 
     def __init__(self, config: BenchConfig) -> None:
         self._config = config
+        if config.num_replicas > 1:
+            start_job(config.device.type)  # they agree on what is measured next
         self._path = shapes.shape_folder(config.model) if config.model in shapes.NAMES else config.model
         start = time.perf_counter()
         torch.manual_seed(0)  # random weights are then those of every other mode

@@ -50,7 +50,7 @@ def run(config: BenchConfig, decisions: tuple[Decision, ...], progress: Progress
     return BenchResult(
         created=now(),
         model=config.model,
-        machine=fingerprint(config.tensor_parallel_size),
+        machine=fingerprint(config.tensor_parallel_size * config.num_replicas),
         config=(*decisions, _turns(groups)),
         startup=tuple(sweep.startup),
         rows=tuple(sorted(rows, key=place)),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from piecegraph.cli.answers import Answers, document, summary
-from piecegraph.cli.loading import load_model, model_options, shared, this_rank
+from piecegraph.cli.loading import load_model, model_options, ranks_option, shared, this_rank
 
 if TYPE_CHECKING:
     from piecegraph.llm.llm import LLM
@@ -41,6 +41,7 @@ class _Sampling:
 @click.option("--seed", type=click.IntRange(min=0), help="Fixes what is sampled.")
 @click.option("--raw", is_flag=True, help="Go on from the prompt as it is, without the chat template.")
 @model_options
+@ranks_option
 @click.option("--max-model-len", type=click.IntRange(min=2), help="Tokens of prompt and answer at most.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, at the end.")
 @click.option("--explain", "explains", is_flag=True, help="Tell how the model was run, on standard error.")
@@ -122,9 +123,9 @@ def _load(model: str, num_prompts: int, sampling: _Sampling, how: dict[str, Any]
     if params.without_effect:
         option = f"--{params.without_effect[0].replace('_', '-')}"
         raise click.UsageError(f"{option} has no effect without --temperature.")
+    ranks: dict[str, Any] = shared(how["device"], how.pop("tensor_parallel_size"))
     # A command that is over soon has no use for sizes that only some requests need.
-    how = {**how, **shared(how["device"])}
-    return load_model(model, num_prompts=num_prompts, options={"record_seconds": 0}, **how)
+    return load_model(model, num_prompts=num_prompts, options={"record_seconds": 0}, **how, **ranks)
 
 
 def _answer(llm: LLM, prompts: list[str], sampling: _Sampling, *, raw: bool, prints: bool) -> Answers:

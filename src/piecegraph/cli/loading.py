@@ -38,6 +38,12 @@ def model_options(command: Command) -> Command:
     return command
 
 
+def ranks_option(command: Command) -> Command:
+    """``--tensor-parallel-size``."""
+    help_text = "Processes of a model; a job with more has replicas.  [all of torchrun's]"
+    return click.option("--tensor-parallel-size", metavar="N", type=click.IntRange(min=1), help=help_text)(command)
+
+
 def num_ranks() -> int:
     """How many processes ``torchrun`` has started for this command; 0 if it was started by itself."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
@@ -48,14 +54,20 @@ def this_rank() -> int:
     return int(os.environ["RANK"]) if num_ranks() else 0
 
 
-def shared(device: str) -> dict[str, int]:
-    """Arguments of a model that all processes of this command run together."""
+def shared(device: str, tensor_parallel_size: int | None) -> dict[str, int]:
+    """Arguments of a model that all processes of this command run together, or of several."""
     if not num_ranks():
-        return {}
+        return {} if tensor_parallel_size is None else {"tensor_parallel_size": tensor_parallel_size}
     from piecegraph.llm.ranks.group import start_job
 
     start_job("cuda" if is_gpu(device) else "cpu")  # also for one process, which then goes the way of several
-    return {"tensor_parallel_size": num_ranks()}
+    size = tensor_parallel_size or num_ranks()
+    return {"tensor_parallel_size": size, "data_parallel_size": num_replicas(size)}
+
+
+def num_replicas(tensor_parallel_size: int | None) -> int:
+    """How many models a job of ``torchrun`` has. A size that does not divide it is refused when they are loaded."""
+    return max(1, num_ranks() // (tensor_parallel_size or max(1, num_ranks())))
 
 
 def is_gpu(device: str) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from piecegraph.cli.loading import is_gpu, model_options, num_ranks, shared, this_rank
+from piecegraph.cli.loading import is_gpu, model_options, num_ranks, num_replicas, ranks_option, shared, this_rank
 from piecegraph.errors import CommandError
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ _INTERRUPTED = 130
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), help="Seconds of a request, its waiting included.")
 @click.option("--drain-timeout", type=click.FloatRange(min=0), help="Seconds that requests have left after SIGTERM.")
 @model_options
+@ranks_option
 def serve(
     model: str,
     host: str,
@@ -70,6 +71,9 @@ def serve(
 
     if num_ranks() and (others or admin_key):
         raise click.UsageError("--model and --admin-key are for one process: ranks share one model.")
+    if (number := num_replicas(how["tensor_parallel_size"])) > 1:
+        told = f"--tensor-parallel-size {how['tensor_parallel_size']} leaves {number} replicas, and one is served here"
+        raise click.UsageError(f"{told}: use Ray Serve for several (docs/serve.md), or start a job for each.")
     named = _named(model_name or model, model, others)
     fractions = _fractions(memory_fraction, len(named), on_gpu=is_gpu(how["device"]))
     specs = _specs(named, fractions, how)
@@ -158,7 +162,7 @@ def _arguments(spec: ModelSpec, how: dict[str, Any]) -> dict[str, Any]:
         "dtype": spec.dtype,
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.max_num_seqs,
-        **shared(device),
+        **shared(device, how["tensor_parallel_size"]),
     }
 
 

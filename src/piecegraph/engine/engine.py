@@ -14,7 +14,6 @@ import torch
 from piecegraph.base import torch_compat
 from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
-from piecegraph.base.structure import flatten
 from piecegraph.engine.eager_interception import ThreadInterceptions, as_eager_code
 from piecegraph.engine.planner import Planner, Subject
 from piecegraph.engine.recorded import RecordedTapes
@@ -26,7 +25,7 @@ from piecegraph.errors import CallError, PiecegraphError
 from piecegraph.graph.dims import EarlierShape
 from piecegraph.graph.interception import Interception, registry
 from piecegraph.graph.outside import OutsideValues, values_in_reach
-from piecegraph.graph.signature import Binder, Call, LayoutMisfit, Signature
+from piecegraph.graph.signature import Binder, Call, LayoutMisfit, Signature, flatten_arguments
 from piecegraph.tape.library import TapeLibrary
 from piecegraph.tape.tape import WeightMovedError
 
@@ -263,7 +262,8 @@ class Engine:
     def _needs_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if self.subject.module is not None and any(p.requires_grad for p in self.subject.module.parameters()):
             return True
-        return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in flatten((args, kwargs))[0])
+        leaves = flatten_arguments((args, kwargs))[0]
+        return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
     def _fall_back(self, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_open()

@@ -27,7 +27,7 @@ from piecegraph.engine.sharing import Sharing
 from piecegraph.engine.watch import writes_put_back
 from piecegraph.errors import CallError, ConfigError, PiecegraphError, RecordError
 from piecegraph.graph import interception
-from piecegraph.graph.signature import Binder, Call, Signature
+from piecegraph.graph.signature import Binder, Call, Signature, flatten_arguments
 from piecegraph.tape.body import Body, Sizes, TracedBody, can_cut
 from piecegraph.tape.buckets import best_fit, ladder, next_rung
 from piecegraph.tape.buffers import preserved, rows_at, unharmed
@@ -421,7 +421,7 @@ def _outcome(run: Callable[[Call], Any], call: Call, state: Sequence[torch.Tenso
     """What a call gives, what its containers hold afterwards, and what it leaves in its arguments and in other memory.
     The caller's own containers are left alone.
     """
-    leaves, _, structure = flatten((call.args, call.kwargs))
+    leaves, _, structure = flatten_arguments((call.args, call.kwargs))
     args, kwargs = structure.build(iter(leaves))
     result = run(call._replace(args=args, kwargs=kwargs))
     found, _, shape = flatten((result, args, kwargs), is_container=each_once())

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 
 from piecegraph.base.plan import Decision
-from piecegraph.base.structure import Structure, flatten
+from piecegraph.base.structure import Structure
 from piecegraph.graph.dims import DimRequest, EarlierShape, find_dynamic_dims
-from piecegraph.graph.signature import Binder, Signature, make_signature
+from piecegraph.graph.signature import Binder, Signature, flatten_arguments, make_signature
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def read_example(
 ) -> Example:
     """Take an example call apart and decide which of its dimensions are sizes."""
     names, values = binder.bind(args, kwargs)
-    leaves, _, structure = flatten(tuple(values))
-    paths = [path for name, value in zip(names, values, strict=True) for path in flatten(value, name)[1]]
+    leaves, _, structure = flatten_arguments(tuple(values))
+    paths = [path for name, value in zip(names, values, strict=True) for path in flatten_arguments(value, name)[1]]
     requests, decision = find_dynamic_dims(function, leaves, paths, dynamic_dims, earlier)
     signature = make_signature(names, values, requests, static_inputs, training)
     return Example(args, kwargs, binder, tuple(leaves), structure, signature, requests, decision)

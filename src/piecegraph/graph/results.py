@@ -14,7 +14,7 @@ import torch
 import torch.fx
 
 from piecegraph.base import torch_compat
-from piecegraph.base.structure import Structure, attributes, flatten
+from piecegraph.base.structure import Structure, attributes, children, flatten
 from piecegraph.errors import TraceError
 from piecegraph.graph.example import Example
 from piecegraph.graph.fx_nodes import writes_in_place
@@ -57,15 +57,15 @@ class GeneratedCode:
         """
         args, kwargs = self._example.with_tensors(tensors)
         _, values = self._example.binder.bind(args, kwargs)
-        before = [(keys, container, _state(container)) for keys, container in _containers(values)][1:]
+        before = [(keys, container, _held(container)) for keys, container in _containers(values)][1:]
         with torch_compat.outside_inference(), _unchanged(self._touched):
             returned = self._run(*args, **kwargs)
-        changed = [(keys, value, old) for keys, value, old in before if _changes(old, _state(value))]
+        changed = [(keys, value, old) for keys, value, old in before if _changes(old, _held(value))]
         if not changed:
             return returned, ()
         names = self._example.signature.names
         updates = tuple(_update(names, keys, value, old, returned) for keys, value, old in changed)
-        added = [_added(old, _state(value)) for _, value, old in changed]
+        added = [_added(old, _held(value)) for _, value, old in changed]
         return (None if any(update.is_result for update in updates) else returned, *added), updates
 
     def at_other_sizes(self, tensors: Sequence[torch.Tensor], made: _MadeObjects) -> list[Any]:
@@ -92,11 +92,29 @@ class GeneratedCode:
 
 def _containers(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Everything in the arguments that can be changed, and the keys that lead there."""
-    if isinstance(value, (dict, list)):
+    held = _held(value)
+    if isinstance(value, (dict, list)) or (held and not isinstance(value, tuple)):
         yield keys, value
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    for key, part in parts:
+    for key, part in held.items():
         yield from _containers(part, (*keys, key))
+
+
+class _Attribute(str):
+    """A key that is no item, but an attribute of an object."""
+
+    __slots__ = ()
+
+
+def _held(value: Any) -> dict[Any, Any]:
+    """What a container among the arguments holds; nothing if it is none."""
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    if isinstance(value, torch.Tensor) or is_constant(value):
+        return {}
+    named = {**children(value), **getattr(value, "__dict__", {})}
+    return {_Attribute(name.removeprefix(".")): part for name, part in named.items()}
 
 
 def _added(old: dict[Any, Any], new: dict[Any, Any]) -> dict[Any, Any]:
@@ -105,16 +123,17 @@ def _added(old: dict[Any, Any], new: dict[Any, Any]) -> dict[Any, Any]:
 
 def _update(names: Sequence[str], keys: tuple[Any, ...], value: Any, old: dict[Any, Any], returned: Any) -> Update:
     """How a container among the arguments is changed. Refuses what cannot be done again at every call."""
-    new = _state(value)
+    new = _held(value)
+    is_in_object = not isinstance(value, (dict, list)) or any(isinstance(key, _Attribute) for key in keys)
     is_result = returned is value
     is_inside = not is_result and any(part is value for part in _reachable(returned))
     is_appended = list(new)[: len(old)] == list(old) and all(new[key] is old[key] for key in old)
-    if is_inside or (isinstance(value, list) and not is_appended):
-        name = names[keys[0]] + "".join(f"[{key!r}]" for key in keys[1:])
+    if is_in_object or is_inside or (isinstance(value, list) and not is_appended):
+        name = names[keys[0]] + "".join(f".{key}" if isinstance(key, _Attribute) else f"[{key!r}]" for key in keys[1:])
         raise TraceError(
             "PG202",
             f"the function changes Python state: {name}",
-            why="a list is changed other than at its end, or the result holds what is changed",
+            why="an object is changed, or a list other than at its end, or the result holds what is changed",
             hint="return what is new instead",
         )
     return Update(keys, tuple(key for key in old if key not in new), is_result)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import operator
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from piecegraph.base.structure import Structure, flatten
+from piecegraph.base.structure import Structure, attributes, flatten
 from piecegraph.errors import TraceError
 from piecegraph.graph.dims import DimRequest, EarlierShape
 
@@ -169,12 +170,16 @@ class Signature:
     """Type and device of each argument, if all of them are tensors of which nothing else but the shape is looked at."""
     _known: dict[tuple[torch.Size, ...], tuple[int, ...]] = field(init=False, repr=False, compare=False)
     """The sizes of shapes that such calls had."""
+    _has_objects: bool = field(init=False, repr=False, compare=False)
+    """Whether objects of plain classes are among the arguments: to look for them takes time."""
 
     def __post_init__(self) -> None:
         leaves = [leaf for leaf in self.arguments if type(leaf) is TensorLeaf and leaf.is_plain]
         plain = tuple((leaf.dtype, leaf.device) for leaf in leaves) if len(leaves) == len(self.arguments) else None
         object.__setattr__(self, "_plain", plain)
         object.__setattr__(self, "_known", {})
+        structures = [argument[0] for argument in self.arguments if isinstance(argument, tuple)]
+        object.__setattr__(self, "_has_objects", any(structure.has_objects for structure in structures))
 
     @property
     def tensors(self) -> tuple[TensorLeaf, ...]:
@@ -235,14 +240,18 @@ class Signature:
         tensors: list[torch.Tensor] = []
         sizes: list[int] = [-1] * len(self.size_names)
         for argument, value in zip(self.arguments, values, strict=True):
-            reason = _match_one(argument, value, tensors, sizes)
+            reason = _match_one(argument, value, tensors, sizes, self._has_objects)
             if reason is not None:
                 return reason
         return Call(tensors, tuple(sizes), args, kwargs)
 
 
 def _match_one(
-    argument: Leaf | tuple[Structure, tuple[Leaf, ...]], value: Any, tensors: list[torch.Tensor], sizes: list[int]
+    argument: Leaf | tuple[Structure, tuple[Leaf, ...]],
+    value: Any,
+    tensors: list[torch.Tensor],
+    sizes: list[int],
+    has_objects: bool,
 ) -> str | None:
     """Match one argument of any kind; adds its tensors. Says why it does not fit."""
     if not isinstance(argument, tuple):
@@ -250,7 +259,7 @@ def _match_one(
             tensors.append(value)
         return _misfit(argument, value, sizes)
     structure, specs = argument
-    leaves, _, found = flatten(value)
+    leaves, _, found = flatten_arguments(value) if has_objects else flatten(value)
     if found != structure:
         return f"{specs[0].name if specs else 'a container'} has another structure than planned"
     tensors += [leaf for leaf, spec in zip(leaves, specs, strict=True) if type(spec) is TensorLeaf]
@@ -304,7 +313,7 @@ def make_signature(
     arguments: list[Leaf | tuple[Structure, tuple[Leaf, ...]]] = []
     position = 0
     for name, value in zip(names, values, strict=True):
-        leaves, paths, structure = flatten(value, name)
+        leaves, paths, structure = flatten_arguments(value, name)
         specs = tuple(
             _leaf(path, leaf, dynamic.get(position + i, {}), path in static_inputs)
             for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True))
@@ -342,8 +351,24 @@ def _leaf(name: str, value: Any, dynamic: dict[int, int], is_static: bool) -> Le
         "PG203",
         f"{name} is a {type(value).__name__}",
         why="a plan cannot see changes inside such an object",
-        hint="pass tensors, numbers, strings, None, or tuples, lists, dicts and dataclasses of them",
+        hint="pass tensors, numbers, strings, None, and tuples, lists, dicts, dataclasses or plain objects of them",
     )
+
+
+def flatten_arguments(value: Any, path: str = "") -> tuple[list[Any], list[str], Structure]:
+    """Take arguments apart. Objects that carry tensors between parts of a model are containers among them."""
+    return flatten(value, path, is_container=_carries_tensors)
+
+
+def _carries_tensors(value: Any) -> bool:
+    """Whether an object holds tensors, and nothing that could change unseen: a cache, whose parts are objects again,
+    is a state and no container.
+    """
+    if is_constant(value):
+        return False
+    held = flatten(attributes(value))[0]
+    is_tensor = [isinstance(leaf, torch.Tensor) for leaf in held]
+    return any(is_tensor) and all(map(operator.or_, is_tensor, map(is_constant, held)))
 
 
 def is_constant(value: Any) -> bool:

@@ -36,13 +36,14 @@ import torch
 
 from piecegraph.base.coerce import as_integer, as_real
 from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RankError, RequestError
-from piecegraph.llm.llm import LLM, Conversation, Prompt, chunk_of
+from piecegraph.llm.llm import LLM, Conversation
 from piecegraph.llm.run.answers import Answers, Inbox
 from piecegraph.llm.run.arguments import SamplingArguments, sampling_rows
 from piecegraph.llm.run.generation import Generation
 from piecegraph.llm.run.prompts import name_prompt, tokens_of
 from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.results import Chunk
+from piecegraph.llm.running import Prompt, chunk_of
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,10 @@ class AsyncLLM:
         if self.llm.follows:
             why = "another rank takes requests"
             raise ConfigError("PG681", "this rank cannot serve", why=why, hint="call follow() of an LLM on this rank")
+        if self.llm.replicas is not None:
+            why = "replicas of one job answer calls of generate, and not requests as they come"
+            hint = "start a server for each, or let Ray Serve do it: docs/serve.md"
+            raise ConfigError("PG681", f"data_parallel_size is {self.llm.replicas.size}", why=why, hint=hint)
         self._owns_llm = not isinstance(model, LLM)
         self._records_idle = records_idle
         self._numbers = itertools.count()
@@ -255,7 +260,7 @@ class AsyncLLM:
     ) -> None:
         """Read a prompt and have it queued, or tell why it is refused. In its event loop or the tokenizer's thread."""
         try:
-            generations = self.llm.prepare(
+            generations = self.llm.running.prepare(
                 prompt,
                 params,
                 on_new=lambda index: functools.partial(self._take_new, call, index),

@@ -24,6 +24,7 @@ _OTHER_NAMES = {
     "enable_prefix_caching": "prefix_cache",
     "enforce_eager": 'cudagraph_mode="none"',
     "tp_size": "tensor_parallel_size",
+    "dp_size": "data_parallel_size",
 }
 """What other libraries call ours."""
 
@@ -59,6 +60,10 @@ class LLMOptions:
     record_seconds: float | Literal["auto"] = "auto"
     """How long the sizes of steps that are not always recorded are recorded for when the model is loaded; 0: not at
     all. ``"auto"``: 4 seconds on a GPU without provenance, otherwise 0."""
+    one_shot_bytes: int = 128 * 1024
+    """Of several ranks with NVLink between them: sums of up to so many bytes are made by one kernel, larger ones by
+    NCCL. 0: all of them by NCCL.
+    """
     provenance: bool = False
     """Write down which line of the model put which kernels into the graphs, for ``trace()`` and ``kernels``."""
     graph_device: GraphDeviceName = "auto"
@@ -84,6 +89,7 @@ class LLMOptions:
                 object.__setattr__(self, name, count)
         if not _is_auto(self.record_seconds):
             object.__setattr__(self, "record_seconds", _seconds("options['record_seconds']", self.record_seconds))
+        object.__setattr__(self, "one_shot_bytes", _bytes("options['one_shot_bytes']", self.one_shot_bytes))
         if self.dump is not None:
             check_folder("options['dump']", self.dump)
         for name in ("fuse_linears", "self_check", "latent_cache", "full_steps", "provenance", "cache", "dump_inputs"):
@@ -112,6 +118,7 @@ class LLMConfig:
     cudagraph_mode: CudagraphMode
     deterministic: bool
     tensor_parallel_size: int
+    data_parallel_size: int
     seed: int
     options: LLMOptions
 
@@ -141,13 +148,15 @@ def make_llm_config(
     memory_fraction: float | None,
     deterministic: bool,
     tensor_parallel_size: int,
+    data_parallel_size: int,
     seed: int,
     options: Mapping[str, Any] | None,
     **rest: Any,
 ) -> LLMConfig:
     """Resolve what was left to us by what the machine has."""
     num_ranks = _positive("tensor_parallel_size", tensor_parallel_size)
-    where = _device(device) if num_ranks == 1 else _device_of_rank(device)
+    num_replicas = _positive("data_parallel_size", data_parallel_size)
+    where = _device(device) if num_ranks * num_replicas == 1 else _device_of_rank(device)
     is_gpu = where.type == "cuda"
     _check_choice("deterministic", deterministic, (True, False))
     default_seqs, default_tokens = (256, 4096) if is_gpu else (16, 512)
@@ -164,6 +173,7 @@ def make_llm_config(
         capture_sizes=_sizes(capture_sizes),
         deterministic=deterministic,
         tensor_parallel_size=num_ranks,
+        data_parallel_size=num_replicas,
         seed=_seed(seed),
         options=_options(options if options is not None else {}),
         **rest,
@@ -293,6 +303,13 @@ def _seconds(name: str, value: Any) -> float:
     found = as_real(value)
     if found is None or not found >= 0:
         raise _bad(name, value, 'a number that is not negative, or "auto"')
+    return found
+
+
+def _bytes(name: str, value: Any) -> int:
+    found = as_integer(value)
+    if found is None or found < 0 or found % 16:
+        raise _bad(name, value, "a multiple of 16 that is not negative")
     return found
 
 

@@ -1,30 +1,27 @@
-"""A model on several ranks: they are joined, the first one leads, and the others do what it tells them.
-
-See Note [One schedule] for what is told. A program that ``torchrun`` starts makes the same calls on every rank; on the
-others than the first, a call carries out orders until the first rank's call is over, and has its answers.
-"""
+"""A model among other processes: the ranks that run it together and the replicas beside it are joined, and left."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import sys
 import weakref
-from collections.abc import Callable
-from dataclasses import fields
-from typing import Any, Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 
-from piecegraph.errors import ConfigError, PiecegraphError
+from piecegraph.base.plan import Decision
+from piecegraph.errors import PiecegraphError
 from piecegraph.llm.config import LLMConfig
-from piecegraph.llm.ranks.group import Ranks, join
-from piecegraph.llm.ranks.orders import STEP, Orders
-from piecegraph.llm.run.engine import LLMEngine
-from piecegraph.llm.run.generation import Generation
-
-MakeReplica = Callable[..., Generation]
-"""Makes a request of its id, tokens, parameters, seed and positions."""
+from piecegraph.llm.place import Follower, Leader, Place
+from piecegraph.llm.ranks.group import Ranks, Replicas, join, join_replicas
+from piecegraph.llm.ranks.orders import Orders
+from piecegraph.llm.ranks.watch import Watch
+from piecegraph.llm.replicas import Replica
+from piecegraph.llm.running import RunningModel
 
 
 class Closable(Protocol):
@@ -34,28 +31,72 @@ class Closable(Protocol):
         """Give it up."""
 
 
-def join_ranks(path: str, config: LLMConfig) -> Ranks | None:
-    """The ranks that run a model together; None if it is one process.
+@dataclass(frozen=True)
+class Job:
+    """The other processes that a model has to do with."""
+
+    ranks: Ranks | None
+    """Those that run it together; None if it is one process."""
+    replicas: Replicas | None
+    """None if there are no others that share out calls."""
+
+    @property
+    def watch(self) -> Watch | None:
+        """Of all of them; None if there are none."""
+        joined = self.ranks if self.replicas is None else self.replicas
+        return None if joined is None else joined.watch
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that tells of all."""
+        return (self.ranks is None or self.ranks.leads) and (self.replicas is None or self.replicas.number == 0)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What ``explain()`` tells of replicas."""
+        if self.replicas is None:
+            return ()
+        return (Decision("data parallel", self.replicas.title, "the prompts of each call are shared out"),)
+
+    @property
+    def request_numbers(self) -> Iterator[int]:
+        """Of which no two replicas have the same."""
+        if self.replicas is None:
+            return itertools.count(1)
+        return itertools.count(1 + self.replicas.number, self.replicas.size)
+
+    def together(self, subject: str) -> contextlib.AbstractContextManager[None]:
+        """Around what they do together: what fails on one of them stops all."""
+        return contextlib.nullcontext() if self.watch is None else self.watch.together(subject)
+
+    def close(self) -> None:
+        """The model is gone."""
+        if self.ranks is not None:
+            self.ranks.close()
+        if self.replicas is not None:
+            self.replicas.close()
+
+
+def join_job(path: str, config: LLMConfig) -> Job:
+    """Find the processes that share a model, or calls, with this one.
 
     Raises:
         ConfigError: PG681, this is not a job of so many processes.
         RankError: PG684, they were called with different arguments.
     """
-    if config.tensor_parallel_size > 1 and config.device.type == "cuda":
+    num_ranks, num_replicas = config.tensor_parallel_size, config.data_parallel_size
+    if num_ranks * num_replicas > 1 and config.device.type == "cuda":
         torch.cuda.set_device(config.device)  # NCCL asks for it
-    ranks = join(config.tensor_parallel_size, config.device)
-    if ranks is None:
-        return None
-    with together(ranks, "joining the ranks"):
+    replicas = join_replicas(num_replicas, num_ranks, config.device) if num_replicas > 1 else None
+    job = Job(join(num_ranks, config.device, watch=None if replicas is None else replicas.watch), replicas)
+    with job.together("joining the ranks"):
         shown = {field.name: getattr(config, field.name) for field in fields(config)}
         shown |= {"device": config.device.type, "backend": str(getattr(config.backend, "__name__", config.backend))}
-        ranks.check_same("the arguments of LLM", f"{path!r} {shown}")
-    return ranks
-
-
-def together(ranks: Ranks | None, subject: str) -> contextlib.AbstractContextManager[None]:
-    """Around what ranks do together: what fails on one of them stops all."""
-    return contextlib.nullcontext() if ranks is None else ranks.watch.together(subject)
+        for ranks in (None if replicas is None else replicas.firsts, job.ranks):
+            if ranks is not None:
+                ranks.check_same("the arguments of LLM", f"{path!r} {shown}")
+                ranks.share_random_state(config.device)  # dummy weights are drawn whole, and are those of all
+    return job
 
 
 def leave_at_exit(model: Closable) -> None:
@@ -71,43 +112,10 @@ def leave_at_exit(model: Closable) -> None:
     atexit.register(leave)
 
 
-class Follower:
-    """A rank that does what the first one tells it.
-
-    Args:
-        orders: where they come from.
-        engine: what they are carried out on.
-        make_replica: makes the requests that the first rank was asked for.
-    """
-
-    def __init__(self, orders: Orders, engine: LLMEngine, make_replica: MakeReplica) -> None:
-        self._orders = orders
-        self._engine = engine
-        self._make_replica = make_replica
-
-    @torch.inference_mode()
-    def until(self, end: str) -> Any:
-        """Carry out orders up to one of a name; what came with it.
-
-        Raises:
-            ConfigError: PG106, the first rank has closed the model.
-        """
-        while True:
-            name, args = self._orders.hear()
-            if name == end:
-                return args[0] if args else None
-            if name == "close":
-                raise ConfigError("PG106", "the model was closed by the first rank", hint="call it on every rank alike")
-            self._obey(name, args)
-
-    def _obey(self, name: str, args: tuple[Any, ...]) -> None:
-        if name == STEP:
-            self._engine.step()
-        elif name == "enqueue":
-            self._engine.enqueue(self._make_replica(*args))
-        elif name == "finish":
-            self._engine.finish(*args)
-        elif name == "record_idle":
-            self._engine.record_idle(*args)
-        else:
-            assert name == "answers", name  # of a call that was not made here
+def take_place(job: Job, running: RunningModel) -> Place:
+    """Who answers the calls that are made in this process."""
+    ranks, replicas = job.ranks, job.replicas
+    if ranks is not None and not ranks.leads:
+        return Follower(running, Orders(ranks))
+    place = Place(running) if replicas is None or replicas.firsts is None else Replica(running, replicas.firsts)
+    return place if ranks is None else Leader(running, Orders(ranks), place)

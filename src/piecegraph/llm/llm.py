@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import itertools
 import math
 import os
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never, Unpack, overload
@@ -22,46 +17,35 @@ from piecegraph.base.config import CudagraphMode
 from piecegraph.base.events import EventLog
 from piecegraph.engine.eager_interception import unintercepted
 from piecegraph.engine.recorded import RecordedTapes
-from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RankError, RequestError
+from piecegraph.errors import ConfigError
 from piecegraph.graph import interception
 from piecegraph.llm.config import check_path, make_llm_config, refuse_names
-from piecegraph.llm.following import Follower, join_ranks, leave_at_exit, together
+from piecegraph.llm.following import join_job, leave_at_exit, take_place
 from piecegraph.llm.model.loader import LoadFormat
-from piecegraph.llm.ranks.group import Ranks
-from piecegraph.llm.ranks.orders import Orders
+from piecegraph.llm.ranks.group import Ranks, Replicas
 from piecegraph.llm.report import explain_llm, stats_of_llm
 from piecegraph.llm.run.arguments import SAMPLING_NAMES, OnError, SamplingArguments, check_flags, sampling_rows
 from piecegraph.llm.run.fair_lock import FairLock
-from piecegraph.llm.run.generation import Generation, text_behind
+from piecegraph.llm.run.generation import text_behind
 from piecegraph.llm.run.prompts import (
     chat_tokens,
     conversations_of,
     decoder_of,
-    name_prompt,
     one_for_each,
-    raise_first,
-    refused,
-    tokens_of,
 )
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.results import Chunk, Completion, StepResult
 from piecegraph.llm.run.scheduler import Scheduler
 from piecegraph.llm.run.step import StepPlan
 from piecegraph.llm.run.stop import IncrementalText
-from piecegraph.llm.run.structured import Guide, Guides, StructuredOutputsParams
+from piecegraph.llm.running import Prompt, RunningModel
 from piecegraph.llm.startup import Started, start
 from piecegraph.provenance.live import LiveKernels
 
 if TYPE_CHECKING:
     from piecegraph.provenance.trace import Trace
 
-Prompt = str | Sequence[int]
 Conversation = str | Sequence[Mapping[str, Any]]
-OnNew = Callable[[Generation, str, list[int]], None]
-
-_IDLE_SHARE, _MOST_IDLE_S = 0.05, 0.25
-"""Of the time that calls take, so much is used at their ends to record what their steps missed; and at once at most so
-much, and what the last recording takes longer."""
 
 
 class LLM:
@@ -87,6 +71,7 @@ class LLM:
             large as the largest (``max_batch_tokens``, by default ``max_num_seqs``), and takes as long.
         tensor_parallel_size: so many processes run the model together, started by ``torchrun``; each calls this with
             the same arguments. See docs/ranks.md.
+        data_parallel_size: so many models, of so many processes each, share out the prompts of every call.
         seed: what sampling without a seed of its own starts from.
         options: rarely needed settings, see :class:`piecegraph.llm.config.LLMOptions`.
 
@@ -115,6 +100,7 @@ class LLM:
         cudagraph_mode: CudagraphMode = "auto",
         deterministic: bool = False,
         tensor_parallel_size: int = 1,
+        data_parallel_size: int = 1,
         seed: int = 0,
         options: Mapping[str, Any] | None = None,
         **unknown: Never,
@@ -135,97 +121,87 @@ class LLM:
             cudagraph_mode=cudagraph_mode,
             deterministic=deterministic,
             tensor_parallel_size=tensor_parallel_size,
+            data_parallel_size=data_parallel_size,
             seed=seed,
             options=options,
         )
         self.path = check_path(path)
         self.events = EventLog("ignore")
-        self.ranks = join_ranks(self.path, self.config)
-        """The processes that run the model together; None if it is this one."""
-        if self.ranks is not None and not self.ranks.leads:
+        self._job = join_job(self.path, self.config)
+        if not self._job.is_first:
             self.config = replace(self.config, options=replace(self.config.options, progress=False))
-        with interception.off(), together(self.ranks, "loading a model"):
-            self._started: Started | None = unintercepted(start)(self.path, self.config, self.events, self.ranks)
-        self._follower: Follower | None = None
-        """On the other ranks than the first."""
-        if self.ranks is not None:
-            self._take_place(self.ranks)
-        self.lock = FairLock()
-        """Held by whoever uses the engine."""
-        self._request_numbers = itertools.count(1)
-        self._guides: Guides | None = None
-        """Made when a form is first asked for."""
-        self._guides_lock = threading.Lock()
-        self._idle_s = 0.0
-        """What may be used for recording; negative if the last one took longer."""
+        with interception.off(), self._job.together("loading a model"):
+            started = unintercepted(start)(self.path, self.config, self.events, self.ranks)
+        started = replace(started, decisions=(*started.decisions, *self._job.decisions))
+        self.running = RunningModel(
+            self.path,
+            self.config,
+            started,
+            is_shared=self.ranks is not None,
+            request_numbers=self._job.request_numbers,
+        )
+        self._place = take_place(self._job, self.running)
+        if self._job.watch is not None:
+            leave_at_exit(self)
 
-    def _take_place(self, ranks: Ranks) -> None:
-        """The first rank leads, and the others follow: see Note [One schedule]."""
-        orders, engine = Orders(ranks), self.started.engine
-        if ranks.leads:
-            engine.orders = orders
-        else:
-            self._follower = Follower(orders, engine, self._make_replica)
-        leave_at_exit(self)
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes that run the model together; None if it is this one."""
+        return self._job.ranks
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """The models that share out calls with this one; None if it is alone."""
+        return self._job.replicas
 
     @property
     def follows(self) -> bool:
         """Whether another rank schedules and answers, and this one does its part."""
-        return self._follower is not None
+        return self._place.follows
 
     def follow(self) -> None:
         """Do what the first rank's model does, until it is closed: for ranks that make no calls of their own."""
-        if self._follower is not None:
-            self._follower.until("close")
-            self._give_up()
+        if self.follows and self.running.is_open:
+            self._place.follow()
+            self._close()
 
     @property
     def started(self) -> Started:
         """The running parts. Raises after ``close()``."""
-        if self._started is None:
-            raise ConfigError("PG106", "the model was called after close()", hint="load it again")
-        return self._started
+        return self.running.started
+
+    @property
+    def lock(self) -> FairLock:
+        """Held by whoever uses the engine."""
+        return self.running.lock
 
     def close(self) -> None:
         """Give back weights, cache and graphs. Requests that run in other threads end with ``"abort"``."""
-        if self._started is None:
-            return
-        if self._follower is not None:
-            self.follow()
-            return
-        with self.lock:
-            engine = self.started.engine
-            engine.close()
-            if engine.orders is not None:
-                engine.orders.tell("close")
-            self._give_up()
+        if self.running.is_open:
+            if self.follows:
+                self.follow()
+            else:
+                self._close()
 
-    def _give_up(self) -> None:
-        self._started = self._follower = None
-        gc.collect()  # a model and its modules refer to each other
-        if self.config.device.type == "cuda":
-            torch.cuda.empty_cache()
-        if self.ranks is not None:
-            self.ranks.close()
+    def _close(self) -> None:
+        with self.lock:
+            self.started.engine.close()
+            self._place.close()
+            self.running.give_up()
+            self._job.close()
 
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or self.ranks is None:  # ranks that go on miss the one that failed, and are not told to close
+        # Ranks that go on miss the one that failed, and are not told to close.
+        if kind is None or self._job.watch is None:
             self.close()
 
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer. Raises if it has none."""
-        if self.started.loaded.tokenizer is None:
-            raise ModelError(
-                "PG666",
-                f"the model at {self.path} has no tokenizer",
-                why=self.started.loaded.tokenizer_error,
-                hint="give prompts as lists of token ids; piecegraph trace has --prompt-tokens",
-            )
-        return self.started.loaded.tokenizer
+        return self.running.tokenizer
 
     @overload
     def generate(
@@ -312,9 +288,8 @@ class LLM:
         rows = sampling_rows(len(each), sampling_params, sampling)
         _ = self.started  # raises after close(), and not only when a stream is read
         raises = on_error == "raise"
-        if self._follower is not None:
-            return self._followed_stream() if stream else self._followed()
-        return self._stream(each, rows, raises) if stream else self._answer(each, rows, raises)
+        place = self._place
+        return place.stream(each, rows, raises) if stream else place.answer(each, rows, raises)
 
     @overload
     def chat(
@@ -497,278 +472,3 @@ class LLM:
                 engine.record_idle(missing[0])
                 if time.perf_counter() >= end or self.lock.is_wanted:
                     return len(engine.forward.missing)
-
-    # -- requests
-
-    def _answer(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], raises: bool) -> list[Completion]:
-        with self._told_to_others() as told:
-            with self._queued(prompts, rows, None) as queued:
-                if raises:
-                    raise_first(each for each in queued if isinstance(each, Completion))
-                waiting = [each for each in queued if isinstance(each, Generation)]
-                while self._step(waiting, ()):
-                    pass
-                answers = [each if isinstance(each, Completion) else completion_of(each) for each in queued]
-            self._record_missed(answers)
-            if raises:
-                raise_first(answers)
-            told += answers
-        return answers
-
-    @contextlib.contextmanager
-    def _told_to_others(self) -> Iterator[list[Completion]]:
-        """Around a call: its answers, or its error, are those of the same call on the other ranks."""
-        found: list[Completion] = []
-        try:
-            yield found
-        except RankError:
-            raise
-        except (PiecegraphError, GeneratorExit) as error:  # the latter: a stream was left unread
-            self._tell_answers(error if isinstance(error, PiecegraphError) else [])
-            raise
-        self._tell_answers(found)
-
-    def _tell_answers(self, found: list[Completion] | PiecegraphError) -> None:
-        if self._started is not None and (orders := self._started.engine.orders) is not None:
-            with self.lock:
-                orders.tell("answers", found)
-
-    def _followed(self) -> list[Completion]:
-        """What the first rank answers."""
-        assert self._follower is not None
-        found: list[Completion] | PiecegraphError = self._follower.until("answers")
-        if isinstance(found, PiecegraphError):
-            raise found
-        return found
-
-    def _followed_stream(self) -> Iterator[Chunk]:
-        """Nothing: chunks are the first rank's alone."""
-        self._followed()
-        yield from ()
-
-    def _stream(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], raises: bool) -> Iterator[Chunk]:
-        """Nothing is queued before the first chunk is asked for: a stream that nobody reads holds nothing."""
-        chunks: deque[Chunk] = deque()
-        finished: list[Completion] = []
-        with self._told_to_others():
-            with self._queued(prompts, rows, chunks) as queued:
-                waiting = [each for each in queued if isinstance(each, Generation)]
-                is_running = True
-                while is_running:
-                    is_running = self._step(waiting, chunks)
-                    while chunks:
-                        chunk = chunks.popleft()
-                        if chunk.finished is not None:
-                            finished.append(chunk.finished)
-                            if raises:
-                                raise_first(finished[-1:])
-                        yield chunk
-            self._record_missed(finished)
-
-    def _step(self, waiting: list[Generation], chunks: Sized) -> bool:
-        """Run a step, for all threads' requests, unless those of others bring what this one waits for: a chunk, or the
-        end of all its requests. False if it is the end.
-        """
-
-        def is_done() -> bool:
-            return all(each.is_done for each in reversed(waiting))
-
-        with self.lock.turn(lambda: len(chunks) > 0 or is_done()) as is_mine, torch.inference_mode():
-            while waiting and waiting[-1].is_done:
-                waiting.pop()
-            if is_mine and waiting:
-                has_run = self.started.engine.step()
-                assert has_run, "requests are left, but there is nothing to do"
-            return bool(waiting)
-
-    def _record_missed(self, answers: Sequence[Completion]) -> None:
-        """Record what steps have missed behind the last token of a call, if nobody else is waiting: see
-        Note [No request waits for a recording]. Over many calls it takes a small share of their time.
-        """
-        with self.lock.turn_at_once() as is_mine:
-            if not is_mine or self._started is None:
-                return
-            engine = self._started.engine
-            took = max((answer.metrics.total_s for answer in answers), default=0.0)
-            self._idle_s = min(self._idle_s + _IDLE_SHARE * took, _MOST_IDLE_S)
-            while self._idle_s > 0 and engine.is_idle and not self.lock.is_wanted and engine.forward.missed:
-                with torch.inference_mode():
-                    self._idle_s -= engine.record_idle(engine.forward.missed[0])
-
-    @contextlib.contextmanager
-    def _queued(
-        self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], chunks: deque[Chunk] | None
-    ) -> Iterator[list[Generation | Completion]]:
-        """Queue prompts, and abort what is not done in the end: after an error, or if a stream is left unread."""
-        arrival_time = time.perf_counter()
-        # Before it is waited for the lock, and not while it is held: a tokenizer takes its time.
-        prepared: list[Generation | Completion] = []
-        for index, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
-            prepared += self._prepare(index, prompt, row, len(prepared), chunks, arrival_time)
-        queued: list[Generation | Completion] = []
-        try:
-            with self.lock:
-                for index, each in enumerate(prepared):
-                    queued.append(each if isinstance(each, Completion) else self._enqueue(each))
-                    if chunks is not None and isinstance(queued[-1], Completion):
-                        chunks.append(Chunk(index, "", [], queued[-1]))
-            yield queued
-        finally:
-            if left := [each for each in queued if isinstance(each, Generation) and not each.is_done]:
-                self._abort(left)
-
-    def _abort(self, generations: Sequence[Generation]) -> None:
-        """End requests now; or behind the step of the thread that has the lock. To wait for it might be to wait for
-        oneself: garbage collection closes a forgotten stream wherever a thread happens to be, also in line.
-        """
-        engine = self.started.engine
-        engine.abort_later(generations)
-        with self.lock.turn_at_once() as is_mine:
-            if is_mine:
-                engine.abort_left()
-
-    def prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        on_new: Callable[[int], OnNew] | None = None,
-        is_streamed: bool = True,
-        arrival_time: float | None = None,
-    ) -> list[Generation]:
-        """The requests for the answers to a prompt, which are not queued yet. Any thread may make them, at any time.
-
-        Args:
-            prompt: a text or a list of token ids.
-            params: how to go on from it.
-            on_new: makes what is called with new text and tokens of an answer, given its number.
-            is_streamed: False to have that called at the end alone.
-            arrival_time: see :class:`~piecegraph.llm.run.request.Request`.
-
-        Raises:
-            RequestError: the prompt is nothing that a model can go on from, or no answer can have the form that is
-                asked for.
-            ModelError: it needs a tokenizer, and there is none.
-        """
-        if params.logits_processors and self.ranks is not None:
-            why = "they would have to choose the same on every rank"
-            raise ConfigError("PG108", "logits_processors was given to a model on ranks", why=why)
-        text = prompt if isinstance(prompt, str) else None
-        needs_text = text is not None or params.stop or any(isinstance(word, str) for word in params.bad_words)
-        needs_text = needs_text or params.structured_outputs is not None
-        tokenizer: Any = self.tokenizer if needs_text else self.started.loaded.tokenizer
-        tokens: Any = tokens_of(text, tokenizer) if text is not None else prompt
-        params = params.with_words(lambda word: tokens_of(word, tokenizer, add_special_tokens=False))
-        decode = None
-        if tokenizer is not None:
-            decode = decoder_of(tokenizer, skip_special_tokens=params.skip_special_tokens)
-        found = [
-            self.started.engine.prepare(
-                tokens,
-                params.of_answer(number),
-                seed=(self.config.seed * 1_000_003 + next(self._request_numbers)) % 2**64,
-                prompt=text,
-                decode=decode,
-                on_new=None if on_new is None else on_new(number),
-                is_streamed=is_streamed,
-                arrival_time=arrival_time,
-                guide=self._guide(params.structured_outputs),
-            )
-            for number in range(params.n)
-        ]
-        for each in found[1:]:
-            each.request.first_answer = found[0].request
-        return found
-
-    def _make_replica(
-        self, request_id: str, tokens: list[int], params: SamplingParams, seed: int, mrope_positions: Any
-    ) -> Generation:
-        """A request as the first rank has it. Its text is made there."""
-        guide = self._guide(params.structured_outputs)
-        request = Request(request_id, tokens, params, seed=seed, mrope_positions=mrope_positions, guide=guide)
-        return Generation(request, None, None)
-
-    def _guide(self, wanted: StructuredOutputsParams | None) -> Guide | None:
-        if wanted is None:
-            return None
-        with self._guides_lock:  # to read a tokenizer takes a second
-            if self._guides is None:
-                scheduler = self.started.engine.scheduler
-                self._guides = Guides(self.tokenizer, scheduler.limits.vocab_size, scheduler.eos_token_ids)
-        return self._guides.make(wanted)
-
-    def _prepare(
-        self,
-        index: int,
-        prompt: Prompt,
-        row: dict[str, Any],
-        first: int,
-        chunks: deque[Chunk] | None,
-        arrival_time: float,
-    ) -> Sequence[Generation | Completion]:
-        """What one of the prompts asks for, or why it cannot be served: an entry for each of its answers.
-
-        Args:
-            index: of the prompt.
-            prompt: itself.
-            row: how to go on from it.
-            first: the number of its first answer.
-            chunks: where these are streamed to.
-            arrival_time: when it was asked for.
-        """
-        num_answers = 1
-        try:
-            params = SamplingParams(**row)
-            num_answers = params.n
-            on_new = None if chunks is None else lambda number: _collector(first + number, chunks)
-            found = self.prepare(prompt, params, on_new=on_new, arrival_time=arrival_time)
-        except (RequestError, ConfigError, ModelError) as error:
-            return [refused(prompt, name_prompt(error, index))] * num_answers
-        for generation in found:
-            generation.prompt_index = index
-        return found
-
-    def _enqueue(self, generation: Generation) -> Generation | Completion:
-        """The same, once it is queued. The lock is held."""
-        try:
-            self.started.engine.enqueue(generation)
-        except (RequestError, ConfigError, ModelError) as error:
-            prompt = generation.prompt if generation.prompt is not None else generation.request.tokens.tolist()
-            return refused(prompt, name_prompt(error, generation.prompt_index))
-        return generation
-
-
-def completion_of(generation: Generation) -> Completion:
-    """The answer to a prompt: in plain tensors, also where a stream makes it in the middle of a step."""
-    with torch.inference_mode(False):
-        found = generation.completion()
-    return found if found.error is None else replace(found, error=name_prompt(found.error, generation.prompt_index))
-
-
-def chunk_of(index: int, generation: Generation, text: str, tokens: list[int]) -> Chunk | None:
-    """What is new of an answer, if anything is.
-
-    Args:
-        index: of the answer.
-        generation: whose it is.
-        text: what is new.
-        tokens: the same, as tokens.
-    """
-    finished = completion_of(generation) if generation.is_done else None
-    if finished is not None and not generation.is_streamed:
-        text = finished.text or ""
-    if not text and not tokens and finished is None:
-        return None
-    logprobs = None
-    if generation.request.params.logprobs is not None:
-        logprobs = generation.logprobs[len(generation.logprobs) - len(tokens) :]
-    return Chunk(index, text, tokens, finished, logprobs)
-
-
-def _collector(index: int, chunks: deque[Chunk]) -> OnNew:
-    def on_new(generation: Generation, text: str, tokens: list[int]) -> None:
-        chunk = chunk_of(index, generation, text, tokens)
-        if chunk is not None:
-            chunks.append(chunk)
-
-    return on_new

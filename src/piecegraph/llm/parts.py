@@ -182,7 +182,8 @@ class Parts:
         """
         of_states = self.states.unallocated_bytes(self.limits.max_num_seqs) if self.states is not None else 0
         if self.config.device.type != "cuda":
-            num_ranks = 1 if self.ranks is None else self.ranks.size  # all of them on this machine, as far as is known
+            # All of them on this machine, as far as is known.
+            num_ranks = self.config.tensor_parallel_size * self.config.data_parallel_size
             return int(free_host_bytes() * self.config.memory_fraction) // num_ranks - of_states
         self.memory.allocate([2] * len(self.model.reaches))
         largest = _largest_steps(self.forward.sizes.largest(self.limits))

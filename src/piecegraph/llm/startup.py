@@ -30,6 +30,7 @@ from piecegraph.llm.model.trace_cache import TraceCache, cache_for
 from piecegraph.llm.model.traced_model import TracedModel, TracedSites, trace_model
 from piecegraph.llm.parts import Parts, batch_limits, block_size_for, step_sizes
 from piecegraph.llm.ranks.group import Ranks
+from piecegraph.llm.ranks.one_shot import choose_all_reduce
 from piecegraph.llm.run.early_kernels import EarlyKernels, Shapes, shapes_of
 from piecegraph.llm.run.engine import LLMEngine
 from piecegraph.llm.run.row_check import check_rows
@@ -82,10 +83,11 @@ def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None) 
     choose_kernel(config.attention, (), torch.float32, config.device, deterministic=config.deterministic)
     if path == demo_model.NAME:
         path = str(demo_model.demo_folder(progress))
-    part = None
+    part: Part | None = None
+    sums: tuple[Decision, ...] = ()
     if ranks is not None:
         part = Part(ranks.rank, ranks.size, ranks.label)
-        ranks.share_random_state(config.device)  # dummy weights are drawn whole
+        sums = choose_all_reduce(ranks, config.device, config.options.one_shot_bytes, events)
     with progress.bar("load", 1) as bar:
         loaded = load(path, dtype=config.dtype, device=config.device, load_format=config.load_format, part=part)
         bar.advance(path)
@@ -113,7 +115,7 @@ def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None) 
         eos_token_ids=_eos_token_ids(loaded),
         looks_ahead=look_ahead.choice == "on",
     )
-    decisions = [*loaded.decisions, *rotations, *model.decisions, rows, length]
+    decisions = [*loaded.decisions, *sums, *rotations, *model.decisions, rows, length]
     decisions += [*parts.kernels, *early, *threads, prefix_cache, look_ahead]
     decisions += _checks(loaded, model, parts, engine, progress)
     clock.lap("check")

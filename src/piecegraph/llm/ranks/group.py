@@ -69,14 +69,19 @@ class Ranks:
         distributed.broadcast_object_list(box, group_src=0, group=self.control)
         return box[0]
 
+    def gather(self, value: Value) -> list[Value]:
+        """What each rank has, in their order."""
+        found: list[Any] = [None] * self.size
+        distributed.all_gather_object(found, value, group=self.control)
+        return found
+
     def check_same(self, what: str, value: str) -> None:
         """Raise if something is not the same on all ranks.
 
         Raises:
             RankError: PG684.
         """
-        found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, value, group=self.control)
+        found = self.gather(value)
         other = next((rank for rank in range(self.size) if found[rank] != found[0]), None)
         if other is not None:
             why = f"rank 0 has {found[0]}, and rank {other} has {found[other]}"
@@ -99,12 +104,61 @@ class Ranks:
             self.are_all(True)
 
 
-def join(size: int, device: torch.device) -> Ranks | None:
+@dataclass(frozen=True)
+class Replicas:
+    """The models of a job that share out calls, as one process of one of them sees them."""
+
+    number: int
+    """Of its own model."""
+    size: int
+    firsts: Ranks | None
+    """The first rank of each model; None if this is none of them."""
+    watch: Watch
+    """Over all processes of the job."""
+
+    @property
+    def title(self) -> str:
+        """Which of them this is."""
+        return f"replica {self.number} of {self.size}"
+
+    def close(self) -> None:
+        """The model is gone, on all replicas before any of them goes on."""
+        self.watch.close()
+        if self.firsts is not None:
+            self.firsts.close()
+
+
+def join_replicas(num_replicas: int, size: int, device: torch.device) -> Replicas:
+    """The replicas that this process shares out calls with.
+
+    Args:
+        num_replicas: how many there are.
+        size: how many ranks each of them has.
+        device: what the model runs on.
+
+    Raises:
+        ConfigError: PG681, this is not a job of so many processes.
+    """
+    start_job(device.type)
+    world, me = distributed.get_world_size(), distributed.get_rank()
+    if world != num_replicas * size:
+        what = f"data_parallel_size is {num_replicas}, of {size} {'rank' if size == 1 else 'ranks'} each"
+        hint = f"start {num_replicas * size}"
+        raise ConfigError("PG681", what, why=f"the job has {world} processes", hint=hint)
+    watch = Watch(f"piecegraph/replicas {next(_models)}", me, world)
+    watch.start()
+    group = _first_ranks(distributed.group.WORLD, size)
+    firsts = Ranks(me // size, num_replicas, "first ranks", group, group, watch) if me % size == 0 else None
+    return Replicas(me // size, num_replicas, firsts, watch)
+
+
+def join(size: int, device: torch.device, *, watch: Watch | None = None) -> Ranks | None:
     """The ranks that this process shares a model with; None if it has one of its own.
 
     Args:
         size: how many share a model. A job of several times as many processes has several models.
         device: what the model runs on.
+        watch: that over all models of the job, if they end together; otherwise each model has one.
 
     Raises:
         ConfigError: PG681, this is not a job of so many processes.
@@ -117,8 +171,9 @@ def join(size: int, device: torch.device) -> Ranks | None:
         why = f"the job has {world} processes"
         raise ConfigError("PG681", f"tensor_parallel_size is {size}", why=why, hint="start a multiple of it")
     label = f"ranks of {size}"
-    watch = Watch(f"piecegraph/model {next(_models)}/{me // size}", me % size, size)
-    watch.start()
+    if watch is None:
+        watch = Watch(f"piecegraph/model {next(_models)}/{me // size}", me % size, size)
+        watch.start()
     data, control = _groups(distributed.group.WORLD, size, device.type)
     name_group(label, data)
     return Ranks(me % size, size, label, data, control, watch)
@@ -158,3 +213,9 @@ def _groups(world: Any, size: int, device_type: str) -> tuple[Any, Any]:
             mine = data, control
     assert mine is not None
     return mine
+
+
+@functools.cache
+def _first_ranks(world: Any, size: int) -> Any:
+    """The group of the first of every ``size`` neighbours. All processes of the job make it, once."""
+    return distributed.new_group(list(range(0, distributed.get_world_size(), size)), backend="gloo", timeout=_NO_LIMIT)

@@ -60,10 +60,10 @@ class Watch:
 
     def start(self) -> None:
         """Tell the others who we are, and look after them from now on."""
-        self._store.set(f"{self._prefix}/process/{self.rank}", json.dumps([os.getpid(), _machine()]))
+        self._store.set(f"{self._prefix}/process/{self.rank}", json.dumps([os.getpid(), machine()]))
         for rank in range(self.size):
-            pid, machine = json.loads(self._store.get(f"{self._prefix}/process/{rank}"))
-            if rank != self.rank and machine == _machine():
+            pid, where = json.loads(self._store.get(f"{self._prefix}/process/{rank}"))
+            if rank != self.rank and where == machine():
                 with contextlib.suppress(ProcessLookupError):  # gone already: torchrun, or a collective, will tell
                     self._processes[rank] = os.pidfd_open(pid)
         self._thread.start()
@@ -92,6 +92,8 @@ class Watch:
             self._is_noticed.set()
             raise
         except BaseException as error:
+            if self._is_noticed.is_set():  # it was told where it was raised, inside of another such block
+                raise
             if _may_be_theirs(error) and self._is_known.wait(_CAUSE_SECONDS):
                 self._is_noticed.set()
                 raise self._known() from error
@@ -178,7 +180,7 @@ def _may_be_theirs(error: BaseException) -> bool:
     return isinstance(cause, RuntimeError)
 
 
-def _machine() -> str:
+def machine() -> str:
     """What numbers of processes mean the same in."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"

@@ -1,0 +1,52 @@
+"""CUDA: driver, streams and graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device_index: 0)
+"""The handle of a device's current stream, without building a Stream object. Builds without CUDA have none."""
+
+
+def graph_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+    """What replays a graph, without the Python around it, which asks whether a pool is tracked: ours is not."""
+    replay: Callable[[], None] = super(torch.cuda.CUDAGraph, graph).replay
+    return replay
+
+
+_abandoned: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose capture failed. torch's allocator for pinned memory keeps calling into them, so they may never be
+destroyed.
+"""
+
+
+def abandon_capture(graph: torch.cuda.CUDAGraph, pool_id: tuple[int, int], device_index: int) -> None:
+    """Leave a capture that failed, on the capture stream. The pool cannot be captured into again.
+
+    ``capture_end`` raises before it has tidied up (torch 2.11): the allocator still serves the capture, and so does
+    the allocator for pinned memory, which has no way out; and the random number generator still counts for the
+    capture. An empty capture that succeeds puts the generator right.
+    """
+    _abandoned.append(graph)
+    with contextlib.suppress(RuntimeError):
+        graph.capture_end()
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device_index, pool_id)
+    healthy = torch.cuda.CUDAGraph()
+    healthy.capture_begin(capture_error_mode="thread_local")
+    torch.zeros(1, device=f"cuda:{device_index}")
+    healthy.capture_end()
+
+
+@contextlib.contextmanager
+def capture_hidden() -> Iterator[None]:
+    """Inside, Python is told that no graph is being captured."""
+    asked = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: False
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked

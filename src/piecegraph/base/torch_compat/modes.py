@@ -1,0 +1,98 @@
+"""What a thread is in: dispatch modes, inference mode, autocast, profilers, and where random numbers are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+
+def add_modes(function_mode: Any, dispatch_mode: Any, *, innermost: bool) -> None:
+    """Put a pair of modes on this thread's stacks, innermost or outermost.
+
+    Not by entering them: leaving must be the reverse of entering then, and torch.compile would refuse to compile.
+    """
+    functions, others = _function_modes(), _dispatch_modes()
+    _set_function_modes([function_mode, *functions] if innermost else [*functions, function_mode])
+    _set_dispatch_modes([dispatch_mode, *others] if innermost else [*others, dispatch_mode])
+
+
+def remove_modes(function_mode: Any, dispatch_mode: Any) -> None:
+    """Take a pair of modes off this thread's stacks, wherever in them it is."""
+    _set_function_modes([mode for mode in _function_modes() if mode is not function_mode])
+    _set_dispatch_modes([mode for mode in _dispatch_modes() if mode is not dispatch_mode])
+
+
+def _function_modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+def _set_function_modes(modes: Sequence[Any]) -> None:
+    for _ in range(torch._C._len_torch_function_stack()):
+        torch._C._pop_torch_function_stack()
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+def _dispatch_modes() -> list[Any]:
+    """Without those of torch's own machinery (fakes, proxies), which have places of their own."""
+    modes = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    return [mode for mode in modes if getattr(mode, "_mode_key", None) is None]
+
+
+def _set_dispatch_modes(modes: Sequence[Any]) -> None:
+    for _ in range(len(_dispatch_modes())):
+        torch._C._pop_torch_dispatch_stack(None)
+    for mode in modes:
+        torch._C._push_on_torch_dispatch_stack(mode)
+
+
+def unseen() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no mode sees which functions of torch are called."""
+    return torch._C.DisableTorchFunction()  # type: ignore[no-untyped-call,no-any-return,unused-ignore]
+
+
+def is_profiling() -> bool:
+    """Whether a profiler runs, in any thread: a second one would fail, or end the process."""
+    return bool(torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled())
+
+
+is_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on for any device; asking for each takes four times as long."""
+
+
+@contextlib.contextmanager
+def outside_inference() -> Iterator[None]:
+    """Grad off, inference mode off: what is traced, allocated or recorded inside serves calls in both modes."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def without_trace(devices: Iterable[torch.device]) -> Iterator[None]:
+    """As :func:`outside_inference`, and :func:`drawn_again`."""
+    with outside_inference(), drawn_again(devices):
+        yield
+
+
+@contextlib.contextmanager
+def drawn_again(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Random numbers drawn inside are drawn again afterwards: those of the CPU, of these devices and of the current
+    one, where a function of no tensors makes some.
+    """
+    with torch.random.fork_rng(_cuda_indices(devices)):
+        yield
+
+
+def random_states(devices: Iterable[torch.device]) -> list[bytes]:
+    """Where the random number generators of the CPU and of these devices are: equal if nothing was drawn between."""
+    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, _cuda_indices(devices))]
+    return [bytes(state.tolist()) for state in states]
+
+
+def _cuda_indices(devices: Iterable[torch.device]) -> list[int]:
+    current = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    return sorted({*current, *(device.index for device in devices if device.type == "cuda")})

@@ -1,0 +1,113 @@
+"""Symbolic sizes: expressions, symbols, and the conditions that tracing relied on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import sympy
+import torch
+import torch.fx
+
+
+def meta_value(node: torch.fx.Node) -> Any:
+    """What Dynamo saw a node produce: a fake tensor, a SymInt, a tuple of them, or None."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def size_expr(value: Any) -> sympy.Expr:
+    """The expression behind an int or SymInt, known equalities applied."""
+    return value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else sympy.sympify(value)
+
+
+def size_hint(value: Any) -> int | None:
+    """What a size was in the call that was traced; None if it is read from data."""
+    if not isinstance(value, torch.SymInt):
+        return int(value)
+    hint = value.node.hint
+    return None if hint is None or not isinstance(hint, int) else hint
+
+
+def size_text(value: Any, names: Mapping[sympy.Symbol, str]) -> str:
+    """A size as Python, with names for its symbols."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    renamed = {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in names.items()}
+    return str(PythonPrinter().doprint(size_expr(value).xreplace(renamed)))
+
+
+def original_symbol(value: Any) -> sympy.Symbol | None:
+    """The symbol Dynamo first gave a size, before it learned equalities; None for a plain int."""
+    expr = value.node._expr if isinstance(value, torch.SymInt) else None
+    return expr if isinstance(expr, sympy.Symbol) else None
+
+
+def unbacked_symbols(value: Any) -> frozenset[sympy.Symbol]:
+    """The symbols in a value that stand for data (``item()``, ``nonzero()``), not for an input's size."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    if isinstance(value, (tuple, list)):
+        return frozenset().union(*(unbacked_symbols(v) for v in value)) if value else frozenset()
+    if not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return frozenset()
+    return frozenset(free_unbacked_symbols(value))
+
+
+def is_unbacked(symbol: sympy.Symbol) -> bool:
+    """Whether a symbol stands for data."""
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    return symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
+
+
+def free_symbols(value: Any) -> tuple[sympy.Symbol, ...]:
+    """All symbols in a tensor's sizes and strides, or in a SymInt, in a stable order."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols as torch_free_symbols
+
+    if not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return ()
+    return tuple(sorted(torch_free_symbols(value), key=str))
+
+
+def emit_expr(
+    graph: torch.fx.Graph, expr: sympy.Expr, symbols: Mapping[sympy.Symbol, torch.fx.Node]
+) -> torch.fx.Node | int:
+    """Add nodes to a graph that compute a size expression from the nodes of its symbols."""
+    from torch.fx.proxy import GraphAppendingTracer, Proxy
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    if expr in symbols:
+        return symbols[expr]
+    tracer = GraphAppendingTracer(graph)
+    result = sympy_interp(PythonReferenceAnalysis, {s: Proxy(n, tracer) for s, n in symbols.items()}, expr)
+    return result.node if isinstance(result, Proxy) else int(result)
+
+
+def size_guards(fake_mode: Any) -> tuple[tuple[sympy.Basic, str], ...]:
+    """The conditions on symbolic sizes that tracing and compiling relied on, each with the user's line."""
+    env = fake_mode.shape_env if fake_mode is not None else None
+    if env is None:
+        return ()
+    guards = [(guard.expr, str(getattr(guard.sloc, "maybe_user_loc", None) or "")) for guard in env.guards]
+    for symbol, bounds in env.var_to_range.items():
+        # A lower bound of 2 is Dynamo's default, not something the model asked for: sizes below are checked against the
+        # model.
+        if bounds.lower > 2:
+            guards.append((sympy.Ge(symbol, bounds.lower), "torch._check"))
+        if bounds.upper.is_finite and bounds.upper < torch.iinfo(torch.int32).max:
+            guards.append((sympy.Le(symbol, bounds.upper), "torch._check"))
+    return tuple(guards)
+
+
+@contextlib.contextmanager
+def keeping_guards(fake_mode: Any) -> Iterator[None]:
+    """What is compiled inside is thrown away, and with it what it relied on."""
+    env = fake_mode.shape_env if fake_mode is not None else None
+    before = list(env.guards) if env is not None else []
+    try:
+        yield
+    finally:
+        if env is not None:
+            env.guards[:] = before

@@ -1,0 +1,423 @@
+"""Dynamo: a function becomes one graph, and what it would have guarded."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import copy
+import functools
+import inspect
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.fx
+
+
+@dataclass(frozen=True)
+class DynamoCapture:
+    """What Dynamo knows after tracing one function once."""
+
+    graph_module: torch.fx.GraphModule | None
+    """None when the function does no tensor work at all."""
+    example_inputs: tuple[Any, ...]
+    """The real object behind each placeholder, in order; symbolic sizes are SymInts."""
+    fake_mode: Any
+    external_objects: Mapping[int, Any]
+    """Streams and events that the graph refers to by index; held here, because Dynamo's own table is weak."""
+    run_bytecode: Callable[[Callable[..., Any]], Callable[..., Any]]
+    """Given a function for the graph, the function with the user's signature that Dynamo generated around it."""
+    touched: Mapping[str, Any]
+    """Python objects outside the function that it changes, by name. Running the generated code changes them."""
+    sources: tuple[str, ...]
+    """The expression that leads to each placeholder's object."""
+    constants: tuple[str, ...]
+    """Expressions for the numbers and strings that were read from globals, closures and the module."""
+    scopes: dict[str, Any]
+    """What the expressions are evaluated in."""
+    left_out: tuple[str, ...]
+    """What the function does that is in no graph and changes no tensor, with the lines."""
+    code: tuple[CodeType, ...]
+    """All Python that was read for the trace."""
+    imports: Mapping[str, str]
+    """The modules that expressions name, by the names they have there."""
+    sizes: tuple[tuple[torch.Tensor, int, Any], ...] = ()
+    """Every symbolic size of an argument, with the tensor and the dimension: also of one that is no input of the graph,
+    because nothing but its size is read.
+    """
+
+
+def dynamo_capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DynamoCapture:
+    """Trace a function or bound method into one graph, without installing anything on its code object.
+
+    ``torch.compile`` would keep guards and a cache entry on the code object that all instances of a class share.
+    """
+    from torch._dynamo import config, convert_frame, graph_bytecode_inputs
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+    settings = config.patch(
+        capture_scalar_outputs=True,
+        capture_dynamic_output_shape_ops=True,
+        automatic_dynamic_shapes=False,
+        side_effect_replay_policy="warn",
+        allow_rnn=True,
+        ignore_logging_functions={_cudnn_flags, warnings.warn, print},
+    )
+    with (
+        torch.no_grad(),
+        settings,
+        _going_on() as gone_on,
+        get_metrics_context(),
+        dynamo_timed("piecegraph.trace"),
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always")
+        captured = convert_frame.fullgraph_capture(function, args, kwargs)
+    objects = {i: ref() for i, ref in graph_bytecode_inputs.index_to_external_object_weakref.items()}
+    backend_input = captured.backend_input
+    plain_function = getattr(function, "__func__", function)
+    receiver = (function.__self__,) if hasattr(function, "__self__") else ()
+    bound = inspect.signature(plain_function, follow_wrapped=False).bind(*receiver, *args, **kwargs)
+    bound.apply_defaults()
+    outer = inspect.getclosurevars(plain_function).nonlocals
+    call_scopes = {"L": {**outer, **bound.arguments}, "G": plain_function.__globals__}
+    touched = _touched_objects(told, call_scopes)
+
+    run_bytecode = functools.partial(_around_graph, captured, plain_function, receiver, gone_on.copies)
+    output = captured.graph_capture_output
+    names, imports = _outside_values(output, plain_function, receiver)
+    scopes, code, left_out = outside_scopes(function, imports), tuple(output.traced_code), tuple(gone_on.left_out)
+    if backend_input is None:
+        return DynamoCapture(None, (), None, objects, run_bytecode, touched, (), names, scopes, left_out, code, imports)
+    graph_module, inputs, fake_mode = (
+        backend_input.graph_module,
+        tuple(backend_input.example_inputs),
+        backend_input.fake_mode,
+    )
+    sizes = _symbolic_sizes(fake_mode, call_scopes)
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    sources = tuple(_source_name(getattr(node, "_dynamo_source", None)) for node in placeholders)
+    return DynamoCapture(
+        graph_module,
+        inputs,
+        fake_mode,
+        objects,
+        run_bytecode,
+        touched,
+        sources,
+        names,
+        scopes,
+        left_out,
+        code,
+        imports,
+        sizes,
+    )
+
+
+def _around_graph(
+    captured: Any,
+    plain_function: Callable[..., Any],
+    receiver: tuple[Any, ...],
+    copies: Sequence[Any],
+    graph_function: Callable[..., Any],
+) -> Callable[..., Any]:
+    """The code that Dynamo generated around a graph, with a function in the graph's place."""
+    environment = captured.graph_capture_output.get_runtime_env()
+    backend_id = "no_graph" if captured.backend_input is None else captured.backend_input.backend_id
+    names = {**vars(builtins), **plain_function.__globals__}  # torch 2.11 does not look for builtins itself
+    generated = environment.forward_callable(backend_id, graph_function, extra_globals=names)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = [dict(vars(value)) for value in copies]
+        try:
+            return generated(*receiver, *args, **kwargs)
+        finally:  # a copy of the trace's is changed by every run, and every run is to find it as it was
+            for value, state in zip(copies, before, strict=True):
+                vars(value).clear()
+                vars(value).update(state)
+
+    return run
+
+
+def _symbolic_sizes(fake_mode: Any, scopes: Mapping[str, Any]) -> tuple[tuple[torch.Tensor, int, Any], ...]:
+    """torch 2.11 to 2.13: where each symbol comes from is known to the shape environment alone."""
+    from torch._dynamo.source import TensorProperty, TensorPropertySource
+
+    sizes: list[tuple[torch.Tensor, int, Any]] = []
+    for symbol, sources in fake_mode.shape_env.var_to_sources.items():
+        for source in sources:
+            if isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE:
+                owner = _evaluate(_source_name(source.base), scopes)
+                if isinstance(owner, torch.Tensor) and source.idx is not None:
+                    sizes.append((owner, source.idx, fake_mode.shape_env.create_symintnode(symbol, hint=None)))
+    return tuple(sizes)
+
+
+def _source_name(source: Any) -> str:
+    name = getattr(source, "name", "")
+    return str(name() if callable(name) else name)  # a method up to torch 2.11
+
+
+def _outside_values(
+    output: Any, function: Callable[..., Any], receiver: tuple[Any, ...]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """What Dynamo would guard of the values outside the call: their expressions, and the modules that these name.
+
+    Hooks are left out, which would be looked up by the hundred at every call, and torch's own state.
+    """
+    code = function.__code__
+    held = dict(zip(code.co_varnames, receiver, strict=False))
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    imports = {name: module for name, module in output.import_sources.items() if not module.startswith("torch")}
+    roots = [f"L[{name!r}]" for name in (*held, *cells)]
+    roots += [f"G[{name!r}]" for name in (*function.__globals__, *imports) if not name.startswith("__builtins")]
+    kinds = {"CONSTANT_MATCH": "{}", "EQUALS_MATCH": "{}", "SEQUENCE_LENGTH": "len({})"}
+    found: dict[str, None] = {}
+    for guard in output.output_graph.guards:
+        # What is found on the class may come to be on the instance.
+        name, kind = _CLASS_ATTRIBUTE.sub(r"\1.\2", guard.name), guard.create_fn_name()
+        root = name.partition("]")[0] + "]"
+        if kind in kinds and root in roots:
+            found[kinds[kind].format(name)] = None
+    return tuple(_IMPORTED.sub(r"\1", name) for name in sorted(found)), imports
+
+
+_IMPORTED = re.compile(r"G\['(__import_\w+)'\]")
+
+_CLASS_ATTRIBUTE = re.compile(r"(?:dict\()?type\((.*)\)(?:\.__mro__\[\d+\])?\.__dict__\)?\['(\w+)'\]")
+
+
+class _Scope(dict[str, Any]):
+    """Names that are looked up anew whenever they are read."""
+
+    def __init__(self, fixed: Mapping[str, Any], look_up: Callable[[str], Any]) -> None:
+        super().__init__(fixed)
+        self._look_up = look_up
+
+    def __missing__(self, name: str) -> Any:
+        return self._look_up(name)
+
+
+_patching_dynamo = threading.RLock()
+"""Held while Dynamo's classes are patched, so that two threads do not undo each other's patch."""
+
+_LOGGING = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")
+
+
+@contextlib.contextmanager
+def _going_on() -> Iterator[_Tolerance]:
+    """Dynamo goes on, inside, where it would give up at something that changes no tensor."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.get_torch_obj_rule_map()  # made once, and not of what is in its place below
+    tolerance = _Tolerance()
+    with _patching_dynamo, contextlib.ExitStack() as undo:
+        for owner, name, patch in tolerance.patches():
+            if hasattr(owner, name):
+                undo.callback(setattr, owner, name, getattr(owner, name))
+            else:
+                undo.callback(delattr, owner, name)
+            setattr(owner, name, patch)
+        yield tolerance
+
+
+class _Tolerance:
+    """What Dynamo does in the place of giving up.
+
+    Loggers, warnings, ``print`` and ``torch.backends.cudnn.flags`` are left out; ``requires_grad_()`` on what was
+    computed without gradients, too; ``new_full`` with a tensor, which would be read on the host, fills with it instead.
+    ``copy.deepcopy``, which torch 2.13 traces by itself, copies Python objects once, while tracing. A number on the CPU
+    is data as any other: Dynamo would take it for the one of the trace, with a guard.
+    """
+
+    def __init__(self) -> None:
+        from torch._dynamo.variables import builtin, misc, tensor
+        from torch._subclasses.fake_tensor import FakeTensorConverter
+
+        self._builtin, self._misc, self._tensor = builtin, misc, tensor
+        self._logger_call = misc.LoggingLoggerVariable.call_method
+        self._ignored_call = misc.IgnoredFunctionVariable.call_function
+        self._requires_grad = tensor.TensorVariable.method_requires_grad_
+        self._copied = builtin.BuiltinVariable.call_deepcopy
+        self._converter, self._converted = FakeTensorConverter, FakeTensorConverter.from_real_tensor
+        self.left_out: dict[str, None] = {}
+        """The calls that are in no graph, with their lines."""
+        self.copies: list[Any] = []
+        """Objects that were copied while tracing."""
+
+    def patches(self) -> list[tuple[Any, str, Any]]:
+        """(owner, name, what takes its place)."""
+        from torch._dynamo import utils
+
+        return [
+            (self._misc.LoggingLoggerVariable, "call_method", _as_method(self._call_logger)),
+            (self._misc.IgnoredFunctionVariable, "call_function", _as_method(self._call_ignored)),
+            (self._tensor.TensorVariable, "method_requires_grad_", _as_method(self._require_grad)),
+            (self._tensor.TensorVariable, "method_new_full", _as_method(self._new_full)),
+            (self._builtin.BuiltinVariable, "call_deepcopy", _as_method(self._deepcopy)),
+            (self._converter, "from_real_tensor", _as_method(self._convert)),
+            (torch.backends.cudnn, "flags", _without_cudnn_flags),
+            (utils, "_get_dynamo_config_for_logging", lambda: None),  # cannot write functions (torch 2.11)
+        ]
+
+    def _leave_out(self, what: str, tx: Any) -> None:
+        frame = tx.frame_summary() if tx.f_code.co_filename != __file__ else tx.parent.frame_summary()
+        self.left_out[f"{what} at {frame.filename.rpartition('/')[2]}:{frame.lineno}"] = None
+
+    def _call_logger(self, variable: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.variables.constant import ConstantVariable
+
+        if name not in _LOGGING and not name.endswith(("_once", "_advice")):
+            return self._logger_call(variable, tx, name, *args, **kwargs)
+        self._leave_out(f"logger.{name}", tx)
+        return ConstantVariable.create(None)
+
+    def _call_ignored(self, variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        self._leave_out(variable.value.__name__.lstrip("_"), tx)
+        return self._ignored_call(variable, tx, *args, **kwargs)
+
+    def _require_grad(self, variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if variable.source is not None:  # an argument or a weight: the caller would see it
+            return self._requires_grad(variable, tx, *args, **kwargs)
+        self._leave_out("requires_grad_", tx)
+        return variable
+
+    def _deepcopy(self, variable: Any, tx: Any, x: Any, *args: Any) -> Any:
+        from torch._dynamo.source import GlobalSource
+        from torch._dynamo.variables.base import VariableTracker
+
+        if x.python_type() in _COPIED_PART_BY_PART:
+            return tx.inline_user_function_return(VariableTracker.build(tx, _copied_deeply), [x], {})
+        if x.source is None or tx.output.side_effects.has_pending_mutation(x):
+            return self._copied(variable, tx, x, *args)
+        known: dict[int, Any] = {}
+        value = copy.deepcopy(x.value, known)
+        if any(isinstance(part, torch.Tensor) for part in known.values()) or not hasattr(value, "__dict__"):
+            return self._copied(variable, tx, x, *args)
+        self.copies.append(value)
+        name = tx.output.install_global_by_id(_COPY, value)
+        return VariableTracker.build(tx, value, GlobalSource(name))
+
+    def _convert(self, converter: Any, *args: Any, **kwargs: Any) -> Any:
+        fake = self._converted(converter, *args, **kwargs)
+        fake.item_memo = None
+        return fake
+
+    def _new_full(self, variable: Any, tx: Any, size: Any = None, fill_value: Any = None, *args: Any, **kw: Any) -> Any:
+        if not isinstance(fill_value, self._tensor.TensorVariable) or args:
+            return None  # Dynamo does it
+        return variable.call_method(tx, "new_empty", [size], kw).call_method(tx, "fill_", [fill_value], {})
+
+
+def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that a class hands its instances to: a bound method would not be handed them."""
+    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
+
+
+def _cudnn_flags() -> None:
+    """Stands for a call of ``torch.backends.cudnn.flags`` that is left out."""
+
+
+def _without_cudnn_flags(
+    enabled: bool = False,
+    benchmark: bool = False,
+    benchmark_limit: int = 10,
+    deterministic: bool = False,
+    allow_tf32: bool = True,
+    fp32_precision: str = "none",
+) -> contextlib.AbstractContextManager[None]:
+    """Which of cuDNN's kernels run is not part of a trace; how exact they are would be."""
+    if not allow_tf32 or fp32_precision != "none":
+        raise RuntimeError("torch.backends.cudnn.flags sets a precision")
+    _cudnn_flags()
+    return contextlib.nullcontext()
+
+
+_COPY = "__piecegraph_copy"
+"""How names of copies begin that were made while tracing: changes of them are nobody's."""
+
+_COPIED_PART_BY_PART = (dict, list, tuple, str, int, float, bool, type(None), type, torch.dtype, torch.device)
+
+
+def _copied_deeply(value: Any) -> Any:
+    """``copy.deepcopy`` as Dynamo of torch 2.11 can trace it, but for objects."""
+    if isinstance(value, dict):
+        return {key: copy.deepcopy(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [copy.deepcopy(part) for part in value]
+    if isinstance(value, tuple):
+        return tuple([copy.deepcopy(part) for part in value])
+    return value
+
+
+_SIDE_EFFECTS = re.compile(r"found certain side effects .* you can double check: (\[.*\])", re.DOTALL)
+
+
+def _touched_objects(told: Sequence[warnings.WarningMessage], scopes: Mapping[str, Any]) -> dict[str, Any]:
+    """The objects behind the source names (``L['self']``, ``G['module'].state``) that Dynamo warned of; other
+    warnings go on.
+    """
+    touched: dict[str, Any] = {}
+    for warning in told:
+        found = _SIDE_EFFECTS.search(str(warning.message))
+        if found is None and str(warning.message).startswith("Dynamo detected"):  # a remark on tracing
+            continue
+        if found is None:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+            continue
+        for name in ast.literal_eval(found.group(1)):
+            if not name.startswith(f"G['{_COPY}"):
+                touched[name] = _evaluate(name, scopes)
+    return touched
+
+
+def _evaluate(name: str, scopes: Mapping[str, Any]) -> Any:
+    """What one of Dynamo's names of a source stands for; None if it is no path from the arguments or globals."""
+    try:
+        return eval(name, dict(scopes))
+    except (SyntaxError, NameError, KeyError, AttributeError, TypeError):
+        return None
+
+
+def explain_dynamo_error(error: BaseException) -> tuple[list[tuple[str, int]], str, str]:
+    """The traced stack as (file, line), outermost first, the reason, and Dynamo's first hint."""
+    stack = [(frame.filename, frame.lineno or 0) for frame in getattr(error, "real_stack", None) or []]
+    lines = [text.strip() for text in str(error).splitlines() if text.strip()]
+    reason = lines[0] if lines else type(error).__name__
+    explanation = next((text.removeprefix("Explanation: ") for text in lines if text.startswith("Explanation: ")), "")
+    hint = next((text.removeprefix("Hint: ") for text in lines if text.startswith("Hint: ")), "")
+    raised = next((text for text in lines if text.startswith("Developer debug context: raised exception ")), "")
+    if raised:  # the user's code itself raises; what Dynamo thinks of that explains nothing
+        return stack, raised.removeprefix("Developer debug context: "), ""
+    return stack, f"{reason}: {explanation}" if explanation else reason, hint
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Ask Dynamo for a symbolic size."""
+    torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def dynamic_marks(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions a user marked with ``mark_dynamic`` or ``maybe_mark_dynamic``."""
+    strict = getattr(tensor, "_dynamo_dynamic_indices", ())
+    weak = getattr(tensor, "_dynamo_weak_dynamic_indices", ())
+    return tuple(sorted({*strict, *weak}))
+
+
+def outside_scopes(function: Callable[..., Any], imports: Mapping[str, str]) -> dict[str, Any]:
+    """What expressions for values outside a call are evaluated in; see :attr:`DynamoCapture.constants`."""
+    plain = getattr(function, "__func__", function)
+    receiver = (function.__self__,) if hasattr(function, "__self__") else ()
+    code = plain.__code__
+    held = dict(zip(code.co_varnames, receiver, strict=False))
+    cells = dict(zip(code.co_freevars, plain.__closure__ or (), strict=True))
+    local = _Scope(held, lambda name: cells[name].cell_contents)
+    modules = {name: sys.modules[module] for name, module in imports.items() if module in sys.modules}
+    return {"L": local, "G": plain.__globals__, **modules}
