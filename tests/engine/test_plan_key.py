@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -148,6 +149,8 @@ def test_versions_settings_and_the_machine_are_named(monkeypatch: pytest.MonkeyP
             assert named in miss()
     with torch.backends.cudnn.flags(enabled=True, deterministic=True):  # it can be set when torch's own tests are about
         assert "settings: cudnn was " in miss()
+    monkeypatch.setenv("TRITON_PTXAS_PATH", os.path.join(os.path.dirname(torch.__file__), "bin", "ptxas"))
+    assert miss().startswith("cache: warm"), "Inductor sets it, to what comes with torch"
     monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
     assert "settings: TORCHINDUCTOR_MAX_AUTOTUNE was nothing, is 1" in miss()
 
