@@ -467,13 +467,23 @@ def original_symbol(value: Any) -> sympy.Symbol | None:
 
 def unbacked_symbols(value: Any) -> frozenset[sympy.Symbol]:
     """The symbols in a value that stand for data (``item()``, ``nonzero()``), not for an input's size."""
+    if isinstance(value, (tuple, list)):
+        return frozenset().union(*map(unbacked_symbols, value)) if value else frozenset()
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
+        # Asked of every node of a graph: torch's own function would walk through each size's expression again.
+        return unbacked_symbols((*value.shape, *value.stride(), value.storage_offset()))
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return _unbacked_in(value.node.expr) if value.node.is_symbolic() else frozenset()
+    if not isinstance(value, torch.Tensor):
+        return frozenset()
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-    if isinstance(value, (tuple, list)):
-        return frozenset().union(*(unbacked_symbols(v) for v in value)) if value else frozenset()
-    if not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return frozenset()
     return frozenset(free_unbacked_symbols(value))
+
+
+@functools.lru_cache(maxsize=4096)
+def _unbacked_in(expr: sympy.Basic) -> frozenset[sympy.Symbol]:
+    return frozenset(symbol for symbol in expr.free_symbols if is_unbacked(symbol))
 
 
 def is_unbacked(symbol: sympy.Symbol) -> bool:
@@ -633,8 +643,15 @@ def import_inductor() -> None:
 
 
 def start_compile_workers() -> None:
-    """Start Inductor's worker processes, which takes seconds, so that they come up while the model is traced."""
-    import torch._inductor.async_compile  # noqa: F401 - importing it starts them
+    """Start Inductor's worker processes, which import torch, so that they come up while the model is traced.
+
+    Until they are up, kernels are compiled in this process, one after the other. Torch 2.11 to 2.13 start them when the
+    first graph is compiled; earlier versions did when the module was imported.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.warm_pool()
+    AsyncCompile.wakeup()
 
 
 def is_cudagraph_unsafe(target: Any) -> bool:
@@ -1499,8 +1516,8 @@ def load_compiled(artifact: str) -> CompiledGraph:
     import torch._inductor.config
     from torch._inductor.standalone_compile import CacheCompiledArtifact
 
-    # That it was compiled shows that it can be.
-    settings = torch._inductor.config.patch({"cpp.vec_isa_ok": True})  # type: ignore[attr-defined]
+    # That it was compiled shows that it can be. With one thread no worker processes are started, for nothing.
+    settings = torch._inductor.config.patch({"cpp.vec_isa_ok": True, "compile_threads": 1})  # type: ignore[attr-defined]
     with torch.no_grad(), settings, _generated_sources(None) as sources, _without_headers():
         function = CacheCompiledArtifact._load_impl(contextlib.nullcontext(), artifact)
     return CompiledGraph(function, sources[-1] if sources else None)
