@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.fx
@@ -47,8 +48,9 @@ def fuse_linears(traced: Traced) -> tuple[Traced, Decision]:
     inputs = {copies[node]: source for node, source in traced.inputs.items()}
     groups = _find_groups(graph, inputs, {id(weight.tensor) for weight in traced.written_weights})
     replaced: dict[torch.fx.Node, torch.fx.Node] = {}
+    known: _KnownFakes = {}
     for group in groups:
-        _fuse(graph, inputs, group, replaced)
+        _fuse(graph, inputs, group, replaced, known)
     order = {node: i for i, node in enumerate(graph.nodes)}
     now = {old: replaced.get(new, new) for old, new in copies.items()}
     results = tuple(FromGraph(now[leaf.node]) if isinstance(leaf, FromGraph) else leaf for leaf in traced.results)
@@ -113,6 +115,7 @@ def _fuse(
     inputs: dict[torch.fx.Node, GraphInput],
     group: _Group,
     replaced: dict[torch.fx.Node, torch.fx.Node],
+    known: _KnownFakes,
 ) -> None:
     """Replace the linears by one; each result is made contiguous, so that whatever reads it sees what it saw before."""
     first, source = group.nodes[0], group.nodes[0].args[0]
@@ -125,12 +128,8 @@ def _fuse(
     with graph.inserting_before(first):
         joint = graph.call_function(first.target, (source, *operands))  # type: ignore[arg-type]
         parts = graph.call_method("split", (joint, widths, -1))
-        # Not by F.linear on fakes, which takes torch as long as all the rest that is done here.
-        shaped = torch_compat.run_fake(
-            lambda fake: fake.new_empty(*fake.shape[:-1], sum(widths)), torch_compat.meta_value(first)
-        )
+        shaped, fake_parts = _fakes_of(torch_compat.meta_value(first), widths, known)
         joint.meta = {**first.meta, "example_value": shaped}
-        fake_parts = torch_compat.run_fake(lambda fake: fake.split(widths, -1), shaped)
         parts.meta = {**first.meta, "example_value": fake_parts}
         take_places(joint, group.nodes)
         take_places(parts, group.nodes)
@@ -143,6 +142,22 @@ def _fuse(
             replaced[node] = result
     for node in group.nodes:
         graph.erase_node(node)
+
+
+_KnownFakes = dict[tuple[Any, ...], tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
+"""What a joint linear makes, and its parts: equal layers share them, as torch takes milliseconds for each."""
+
+
+def _fakes_of(
+    like: torch.Tensor, widths: list[int], known: _KnownFakes
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The fake result of a joint linear, and its parts, for the result of one of the linears that it stands for."""
+    key = (*map(torch_compat.size_expr, like.shape), like.dtype, like.device, *widths)
+    if key not in known:
+        # Not by F.linear on fakes, which takes torch as long as all the rest that is done here.
+        shaped = torch_compat.run_fake(lambda fake: fake.new_empty(*fake.shape[:-1], sum(widths)), like)
+        known[key] = shaped, torch_compat.run_fake(lambda fake: fake.split(widths, -1), shaped)
+    return known[key]
 
 
 def _add_joint_weight(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from piecegraph.base.collector import collector_paused
 from piecegraph.base.config import Options
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Decision
@@ -63,12 +64,13 @@ class Started:
 
 def start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None = None) -> Started:
     """Load, trace, compile, measure, allocate, record, check."""
-    try:
+    with collector_paused():
+        try:
+            return _start(path, config, events, ranks)
+        except _WrongPlanError:
+            pass  # what it holds of the device goes with it
+        gc.collect()
         return _start(path, config, events, ranks)
-    except _WrongPlanError:
-        pass  # what it holds of the device goes with it
-    gc.collect()
-    return _start(path, config, events, ranks)
 
 
 class _WrongPlanError(Exception):

@@ -1,0 +1,26 @@
+"""Python's garbage collector during a start."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from piecegraph.base.collector import collector_paused
+
+
+def test_the_collector_goes_on_after_a_start_even_if_that_fails() -> None:
+    with pytest.raises(RuntimeError), collector_paused():
+        assert not gc.isenabled()
+        raise RuntimeError
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
