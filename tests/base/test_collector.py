@@ -10,9 +10,13 @@ from piecegraph.base.collector import collector_paused
 
 
 def test_the_collector_goes_on_after_a_start_even_if_that_fails() -> None:
-    with pytest.raises(RuntimeError), collector_paused():
-        assert not gc.isenabled()
-        raise RuntimeError
+    def fail() -> None:
+        with collector_paused():
+            assert not gc.isenabled()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert gc.isenabled()
 
 

@@ -24,7 +24,7 @@ from piecegraph.engine.plan_key import pipeline_factors
 from piecegraph.errors import located
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.example import Example
-from piecegraph.graph.fuse import fuse_linears
+from piecegraph.graph.fuse import PlaceWeight, fuse_linears, place_by_copy
 from piecegraph.graph.interception import Interception
 from piecegraph.graph.lower import CompiledPieces, Lowering, lower
 from piecegraph.graph.program import Program
@@ -84,11 +84,11 @@ class Pipeline:
         self.clock.lap("trace")
         return found
 
-    def fuse(self, traced: Traced) -> tuple[Traced, tuple[Decision, ...]]:
+    def fuse(self, traced: Traced, place: PlaceWeight = place_by_copy) -> tuple[Traced, tuple[Decision, ...]]:
         """The same graph with linears joined, if that is asked for."""
         if not self.options.fuse_linears:
             return traced, ()
-        fused, decision = fuse_linears(traced)
+        fused, decision = fuse_linears(traced, place)
         self.clock.lap("split")
         return fused, (decision,)
 

@@ -9,7 +9,7 @@ difference.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +40,17 @@ class _Group:
         return " + ".join(weight.name.removesuffix(".weight") for weight in self.weights)
 
 
-def fuse_linears(traced: Traced) -> tuple[Traced, Decision]:
+PlaceWeight = Callable[[torch.Tensor, torch.Tensor], None]
+"""Gives a parameter other memory of the same layout, which then holds what it held."""
+
+
+def place_by_copy(parameter: torch.Tensor, memory: torch.Tensor) -> None:
+    """The :data:`PlaceWeight` of parameters whose numbers are there."""
+    memory.copy_(parameter.detach())
+    parameter.data = memory
+
+
+def fuse_linears(traced: Traced, place: PlaceWeight = place_by_copy) -> tuple[Traced, Decision]:
     """Join the linears of a traced graph that share their input."""
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     graph = torch.fx.Graph()
@@ -50,6 +60,7 @@ def fuse_linears(traced: Traced) -> tuple[Traced, Decision]:
     replaced: dict[torch.fx.Node, torch.fx.Node] = {}
     known: _KnownFakes = {}
     for group in groups:
+        _join_weights(group, place)
         _fuse(graph, inputs, group, replaced, known)
     order = {node: i for i, node in enumerate(graph.nodes)}
     now = {old: replaced.get(new, new) for old, new in copies.items()}
@@ -163,7 +174,7 @@ def _fakes_of(
 def _add_joint_weight(
     graph: torch.fx.Graph, inputs: dict[torch.fx.Node, GraphInput], weights: Sequence[Weight], neighbour: torch.Tensor
 ) -> torch.fx.Node:
-    joint = join([weight.tensor for weight in weights])
+    joint = _joint([weight.tensor for weight in weights])
     with graph.inserting_before(next(iter(graph.nodes))):
         node = graph.placeholder("joint_" + "_".join(weight.name.replace(".", "_") for weight in weights))
     node.meta["example_value"] = torch_compat.fake_like(joint, neighbour)
@@ -171,21 +182,26 @@ def _add_joint_weight(
     return node
 
 
-def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor that holds all of them, along their first dimension; they become views of it."""
+def _join_weights(group: _Group, place: PlaceWeight) -> None:
+    """Lay the weights of linears one behind the other, and their biases."""
+    for weights in filter(None, (group.weights, group.biases)):
+        tensors = [weight.tensor for weight in weights]
+        if not _is_joined(tensors):
+            first, rows = tensors[0].detach(), [tensor.shape[0] for tensor in tensors]
+            with torch_compat.outside_inference():
+                joint = first.new_empty(sum(rows), *first.shape[1:])
+                for tensor, part in zip(tensors, joint.split(rows), strict=True):
+                    place(tensor, part)
+
+
+def _joint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor over tensors that lie one behind the other."""
     first, rows = tensors[0], [tensor.shape[0] for tensor in tensors]
-    shape = (sum(rows), *first.shape[1:])
-    if _is_joined(tensors):
-        return first.detach().as_strided(shape, first.stride(), first.storage_offset())
-    with torch_compat.outside_inference():
-        joint = torch.cat([tensor.detach() for tensor in tensors])
-    for tensor, part in zip(tensors, joint.split(rows), strict=True):
-        tensor.data = part
-    return joint
+    return first.detach().as_strided((sum(rows), *first.shape[1:]), first.stride(), first.storage_offset())
 
 
 def separate(tensors: Sequence[torch.Tensor]) -> None:
-    """Undo :func:`join`: every tensor gets memory of its own again."""
+    """Undo :func:`_join_weights`: every tensor gets memory of its own again."""
     for tensor in tensors:
         tensor.data = tensor.detach().clone()
 

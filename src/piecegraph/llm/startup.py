@@ -14,7 +14,9 @@ from piecegraph.base.config import Options
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Decision
 from piecegraph.base.progress import Progress, StageClock, all_stages
+from piecegraph.dumps.target import target_of
 from piecegraph.errors import ConfigError, ModelError
+from piecegraph.graph.fuse import place_by_copy
 from piecegraph.llm.cache.paged import CacheGroup, PagedCache
 from piecegraph.llm.cache.states import choose_states
 from piecegraph.llm.config import LLMConfig
@@ -28,6 +30,7 @@ from piecegraph.llm.model.rotations import hold_rotations, short_length
 from piecegraph.llm.model.shards import Part
 from piecegraph.llm.model.trace_cache import TraceCache, cache_for
 from piecegraph.llm.model.traced_model import TracedModel, TracedSites, trace_model
+from piecegraph.llm.model.weight_stream import WeightsRead
 from piecegraph.llm.parts import Parts, batch_limits, block_size_for, step_sizes
 from piecegraph.llm.ranks.group import Ranks
 from piecegraph.llm.run.early_kernels import EarlyKernels, linear_shapes
@@ -60,6 +63,8 @@ class Started:
     decisions: tuple[Decision, ...]
     stages: Mapping[str, float]
     """Seconds of each stage; their sum is the time it took."""
+    weights: WeightsRead | None
+    """How weights came from their files to the device; None if they stayed where they were."""
 
 
 def start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None = None) -> Started:
@@ -90,12 +95,16 @@ def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None) 
     with progress.bar("load", 1) as bar:
         loaded = load(path, dtype=config.dtype, device=config.device, load_format=config.load_format, part=part)
         bar.advance(path)
+    if loaded.weights is not None and target_of(Options(dump=config.options.dump)) is not None:
+        loaded.weights.wait()  # a dump tells of numbers, too
     limits, length = _limits(loaded, config)
     # How many groups of layers there are is not known yet; one at least, and most models have no more.
     check_batch(batch_limits(loaded, 16, limits, 1, has_mrope=False), free_bytes_twice(config.device))
     rotations = hold_rotations(loaded.model, limits.max_model_len)
     clock.lap("load")
     model, cache, early = _trace_and_compile(loaded, config, limits, clock, events, part)
+    weights = loaded.weights.wait() if loaded.weights is not None else None
+    clock.lap("load")
     trace_embeds = _embeds_tracer(loaded, model, cache, config, events, part)
     parts = Parts.make(loaded, model, config, limits, trace_embeds, events, ranks)
     with model.pipeline.compiling():
@@ -130,6 +139,7 @@ def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None) 
         state_bytes=parts.state_bytes,
         decisions=tuple(decisions),
         stages=all_stages(clock.seconds, of="piecegraph.llm.llm"),
+        weights=weights,
     )
 
 
@@ -205,6 +215,7 @@ def _trace_and_compile(
             deterministic=config.deterministic,
             part=part,
             clock=clock,
+            place_weight=place_by_copy if loaded.weights is None else loaded.weights.place,
         )
         _check_sizes(loaded, model, limits)
         if config.deterministic:
