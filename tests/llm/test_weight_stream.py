@@ -112,18 +112,18 @@ def test_a_file_that_becomes_shorter_is_an_error(folder: Path, tmp_path: Path, g
         stream.wait()
 
 
-def test_a_model_answers_the_same_with_joined_linears(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer() -> tuple[str, dict[str, Any], str]:
-        with piecegraph.LLM(str(folder), backend="eager", dtype=torch.float32, max_model_len=64) as llm:
-            return llm.generate(["The first"], max_new_tokens=4)[0].text, llm.stats(), llm.explain()
-
-    expected, stats, _ = answer()
-    assert stats["weights"] is None, "on a CPU they stay in the files that they are mapped from"
+def test_a_model_starts_meanwhile_and_its_linears_are_joined(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "stream_weights", lambda model, device: start(model))
-    found, stats, told = answer()
-    assert found == expected
-    assert stats["weights"]["num_bytes"] > 0
-    assert "  weights: " in told
+    with piecegraph.LLM(str(folder), backend="eager", dtype=torch.float32, max_model_len=64) as llm:
+        assert same(llm.started.loaded.model, read(folder))
+        weight = llm.started.loaded.model.model.layers[0].mlp.up_proj.weight
+        assert weight.untyped_storage().nbytes() > weight.nbytes, "it shares the memory of gate_proj"
+        assert llm.stats()["weights"]["num_bytes"] > 0
+        assert "  weights: " in llm.explain()
+
+
+def test_weights_on_a_cpu_stay_in_their_files(folder: Path) -> None:
+    assert weight_stream.stream_weights(read(folder), CPU) is None
 
 
 def test_the_disk_is_told_apart() -> None:

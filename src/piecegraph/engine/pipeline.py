@@ -135,6 +135,15 @@ class Pipeline:
         """Around all that compiles for this plan, whoever compiles: what is compiled inside is kept with it."""
         return self.kept[-1].compiling() if self.kept else contextlib.nullcontext()
 
+    def recall(self, what: str) -> int | None:
+        """What an earlier start with the same plan has measured; None if it has not."""
+        return self.kept[-1].recall(what) if self.kept else None
+
+    def note(self, what: str, value: int | None) -> None:
+        """Have it kept with the plan; None if it is not to be relied on any more."""
+        if self.kept:
+            self.kept[-1].note(what, value)
+
     def refuse_kept(self, reason: str) -> bool:
         """The last trace is wrong. Whether it came from the cache, which has it no more: another is worth a try."""
         if not self.kept or not self.kept[-1].is_warm:

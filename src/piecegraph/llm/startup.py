@@ -115,6 +115,7 @@ def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None) 
         clock.lap("measure")
         if parts.device is not None:
             parts.forward.record_at_start(_record_seconds(config))
+            parts.check_memory()
         clock.lap("record")
     prefix_cache, look_ahead = _prefix_cache(config, model), _look_ahead(config)
     engine = parts.make_engine(
