@@ -44,8 +44,8 @@ from piecegraph.llm.run.step import StepCounts
 _DEFAULT_LEN = 32768
 """The longest sequence unless it is asked for: every sequence may need as many blocks."""
 
-_RECORD_SECONDS = 1.0
-"""On a GPU; about what the sizes take that are padded most under load."""
+_RECORD_SECONDS = 1.5
+"""On a GPU; a small model has all powers of two by then."""
 
 
 @dataclass(frozen=True)
@@ -348,7 +348,7 @@ def _look_ahead(config: LLMConfig) -> Decision:
 
 
 def _record_seconds(config: LLMConfig) -> float:
-    """How long sizes are recorded for that not every request needs."""
+    """How long sizes are recorded, if more are left than are needed in any case."""
     wish = config.options.record_seconds
     if wish != "auto":
         return wish
