@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from piecegraph.base import torch_compat
+from piecegraph.base.collector import collector_paused
 from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
 from piecegraph.base.structure import flatten
@@ -209,6 +210,7 @@ class Engine:
             self._kinds[self._kinds.index(narrow)] = narrow._replace(is_rigid=True)
             self._kinds[-1] = newest._replace(is_rigid=True)
 
+    @collector_paused()
     def _make_plan(
         self,
         args: tuple[Any, ...],
