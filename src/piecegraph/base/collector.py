@@ -19,5 +19,9 @@ def collector_paused() -> Iterator[None]:
     try:
         yield
     finally:
+        if not gc.get_freeze_count():
+            # What was made is old at once: otherwise the collector would look through it as soon as it is back.
+            gc.freeze()
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
