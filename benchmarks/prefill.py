@@ -5,12 +5,14 @@ host, as serving engines do. Outputs are compared before anything is timed. Run 
 
     python benchmarks/prefill.py                    # the Llama-1B shape of the README
     python benchmarks/prefill.py --tiny             # a few seconds, also on a CPU
+    python benchmarks/prefill.py --start            # new processes: the stages of a cold and of a warm start
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +28,7 @@ from piecegraph.bench.result import Timing
 from piecegraph.bench.shapes import shape_config
 from piecegraph.bench.timing import QUICK, Effort, measure
 from results import Contender, save, table
+from starts import STARTED_BY, Start, start_twice, tell_start
 
 LADDER = [*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64), *range(1280, 2049, 256)]
 TIMED = [16, 128, 256, 512, 1024, 2048]
@@ -177,6 +180,31 @@ def run_breakable_peer(bench: Bench, ladder: list[int]) -> Contender:
     return contender
 
 
+def start_piecegraph(bench: Bench, ladder: list[int]) -> Start:
+    """Compile and record every size, and nothing else."""
+    start, model = time.perf_counter(), bench.model
+
+    def forward(input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return body(model, input_ids, position_ids)
+
+    def prepare(sizes: dict[str, int]) -> None:
+        requests[:] = [sizes["s0"]]
+
+    fast = piecegraph.compile(
+        forward,
+        splitting_ops=[attention],
+        capture_sizes=ladder,
+        dynamic_dims={"input_ids": 1, "position_ids": 1},
+        options={"prepare": prepare},
+    )
+    fast.capture(*bench.inputs(max(bench.sizes)))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    wall = time.perf_counter() - start
+    cache = next((str(decision) for decision in fast.plan.decisions if decision.subject == "cache"), "")
+    return Start(wall, fast.stats()["plans"][0]["seconds"], cache)
+
+
 def run_piecegraph(bench: Bench, ladder: list[int], name: str, *, fuse: bool = False, **arguments: Any) -> Contender:
     start = time.perf_counter()
     model = bench.model
@@ -232,9 +260,17 @@ def main() -> None:
         help="comma list of: inductor, fused, eager-pieces, compile, reduce-overhead, peer",
     )
     parser.add_argument("-o", "--output", help="write the results as JSON")
+    parser.add_argument("--start", action="store_true", help="only start, in two new processes with one cache")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes, ladder = ([8, 16], [8, 16]) if options.tiny else (TIMED, LADDER)
+    if options.start:
+        start_twice([__file__, "--only", "inductor"] + ["--tiny"] * options.tiny)
+        return
+    if STARTED_BY in os.environ:
+        with torch.inference_mode():
+            tell_start(start_piecegraph(Bench(device, sizes, ladder, tiny=options.tiny), ladder))
+        return
     wanted = set(filter(None, options.only.split(",")))
     ways: dict[str, Callable[[Bench], Contender]] = {
         "eager": run_eager,

@@ -165,6 +165,7 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         "python benchmarks/explain.py",  # test_the_benchmark_of_explain_runs
         "python benchmarks/attention.py",  # needs a GPU; test_scripts_parse
         "python benchmarks/serving.py",  # tests/benchmarks/test_serving.py
+        "python benchmarks/start.py",  # tests/benchmarks/test_start.py
         "piecegraph env",
         "piecegraph doctor",  # tests/doctor/test_page
         "piecegraph doctor --json",

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piecegraph
+from piecegraph.base import torch_compat
 from tests.cases.modules import attention
 
 
@@ -71,6 +72,15 @@ def test_four_matmuls_a_layer_are_left_of_seven() -> None:
     with torch.no_grad():
         fast(torch.randn(8, 12))
     assert count_linears(fast) == 4 * 4
+
+
+def test_equal_layers_take_torch_no_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    run_fake = torch_compat.run_fake
+    monkeypatch.setattr(torch_compat, "run_fake", lambda *args: calls.append(args) or run_fake(*args))
+    with torch.no_grad():
+        compile_fused(Model()).capture(torch.randn(8, 12))
+    assert len(calls) == 4, "what q, k and v make together, and what gate and up make; of each, its parts"
 
 
 def test_nothing_is_stored_twice_and_loading_weights_reaches_the_graphs() -> None:

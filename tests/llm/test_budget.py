@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -68,3 +72,57 @@ def test_prompt_log_probabilities_in_parts_are_the_same(models: Shelf, monkeypat
     monkeypatch.setattr("piecegraph.llm.run.sampling._TABLE_BYTES", 5 * 4 * 128)
     assert rows_at_once(128) == 5
     assert logprobs() == pytest.approx(whole, abs=1e-5)
+
+
+class Gpu:
+    """The memory of a device, on which recording the largest steps takes 100 MiB."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free, self.num_recorded, self.noted = 8 << 30, 0, dict[str, Any]()
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, 10 << 30))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        properties = SimpleNamespace(name="a GPU", total_memory=10 << 30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    def start(self, max_num_seqs: int = 4) -> int:
+        """The budget of a process that finds what others have noted; its own memory is free again afterwards."""
+        limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_batch_tokens=64, max_model_len=128, vocab_size=100)
+        library = SimpleNamespace(session=contextlib.nullcontext, record=self._record, forget=lambda: None, dropped={})
+        sizes = choose_step_sizes("auto", has_graphs=True, max_num_seqs=4, max_batch_tokens=64)
+        pipeline = SimpleNamespace(recall=self.noted.get, note=self.noted.__setitem__)
+        options = SimpleNamespace(provenance=False)
+        fields = {
+            "config": SimpleNamespace(
+                device=torch.device("cuda"),
+                cudagraph_mode="auto",
+                deterministic=False,
+                options=options,
+                memory_fraction=1,
+            ),
+            "model": SimpleNamespace(pipeline=pipeline, reaches=()),
+            "limits": limits,
+            "memory": SimpleNamespace(allocate=lambda blocks: None),
+            "forward": SimpleNamespace(library=library, sizes=sizes),
+            "buffers": SimpleNamespace(limits=()),
+            **{"states": None, "device": self, "events": None, "kernels": (), "ranks": None},
+        }
+        before = self.free
+        found = parts.Parts(**fields)._measure_budget()  # type: ignore[arg-type]
+        self.free = before
+        return found
+
+    def _record(self, keys: Any, *, tidies: bool) -> None:
+        self.num_recorded += 1
+        self.free -= 100 << 20
+
+
+def test_the_largest_steps_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    first = gpu.start()
+    assert gpu.start() == first
+    assert gpu.num_recorded == 1
+    gpu.free -= 300 << 20  # another process takes it
+    assert gpu.start() == first - (300 << 20)
+    assert gpu.num_recorded == 1
+    gpu.start(max_num_seqs=3)
+    assert gpu.num_recorded == 2, "other steps take other memory"

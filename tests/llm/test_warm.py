@@ -84,6 +84,19 @@ def test_a_new_process_traces_nothing(forked: ForkServer, tmp_path: Path, monkey
         assert 0.98 * found["wall"] < sum(found["stages"].values()) <= found["wall"]
 
 
+def test_what_a_start_has_measured_is_kept(model: Path) -> None:
+    found: list[int | None] = []
+    for noted in (12, None):
+        with load(model) as llm:
+            pipeline = llm.started.model.pipeline
+            found.append(pipeline.recall("bytes"))
+            pipeline.note("bytes", noted)
+            pipeline.keep(llm.started.model.traced)
+    with load(model) as llm:
+        found.append(llm.started.model.pipeline.recall("bytes"))
+    assert found == [None, 12, None]
+
+
 def test_an_edited_configuration_is_a_miss(model: Path) -> None:
     with load(model) as llm:
         assert "cache: warm" in told(llm)

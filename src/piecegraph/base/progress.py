@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Literal, Protocol
 
+from piecegraph.base.collector import collector_paused
+
 STAGES = ("import", "load", "trace", "split", "compile", "kernels", "measure", "record", "check")
 """Of a start, in their order: not all of them are to be found in every start."""
 
@@ -22,7 +24,8 @@ def timed_import(home: str, *, of: str) -> ModuleType:
     """Import a module; what that takes is counted as part of importing another."""
     start = time.perf_counter()
     try:
-        return importlib.import_module(home)
+        with collector_paused():
+            return importlib.import_module(home)
     finally:
         import_seconds[of] += time.perf_counter() - start
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from piecegraph.base import torch_compat
+from piecegraph.base.collector import collector_paused
 from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
 from piecegraph.engine.eager_interception import ThreadInterceptions, as_eager_code
@@ -208,6 +209,7 @@ class Engine:
             self._kinds[self._kinds.index(narrow)] = narrow._replace(is_rigid=True)
             self._kinds[-1] = newest._replace(is_rigid=True)
 
+    @collector_paused()
     def _make_plan(
         self,
         args: tuple[Any, ...],

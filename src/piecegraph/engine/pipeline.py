@@ -24,7 +24,7 @@ from piecegraph.engine.plan_key import pipeline_factors
 from piecegraph.errors import located
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.example import Example
-from piecegraph.graph.fuse import fuse_linears
+from piecegraph.graph.fuse import PlaceWeight, fuse_linears, place_by_copy
 from piecegraph.graph.interception import Interception
 from piecegraph.graph.lower import CompiledPieces, Lowering, lower
 from piecegraph.graph.program import Program
@@ -94,11 +94,11 @@ class Pipeline:
         self.clock.lap("trace")
         return found
 
-    def fuse(self, traced: Traced) -> tuple[Traced, tuple[Decision, ...]]:
+    def fuse(self, traced: Traced, place: PlaceWeight = place_by_copy) -> tuple[Traced, tuple[Decision, ...]]:
         """The same graph with linears joined, if that is asked for."""
         if not self.options.fuse_linears:
             return traced, ()
-        fused, decision = fuse_linears(traced)
+        fused, decision = fuse_linears(traced, place)
         self.clock.lap("split")
         return fused, (decision,)
 
@@ -163,6 +163,15 @@ class Pipeline:
     def compiling(self) -> contextlib.AbstractContextManager[None]:
         """Around all that compiles for this plan, whoever compiles: what is compiled inside is kept with it."""
         return self.kept[-1].compiling() if self.kept else contextlib.nullcontext()
+
+    def recall(self, what: str) -> int | None:
+        """What an earlier start with the same plan has measured; None if it has not."""
+        return self.kept[-1].recall(what) if self.kept else None
+
+    def note(self, what: str, value: int | None) -> None:
+        """Have it kept with the plan; None if it is not to be relied on any more."""
+        if self.kept:
+            self.kept[-1].note(what, value)
 
     def refuse_kept(self, reason: str) -> bool:
         """The last trace is wrong. Whether it came from the cache, which has it no more: another is worth a try."""

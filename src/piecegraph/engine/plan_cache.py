@@ -48,6 +48,7 @@ from piecegraph.graph.sizes import SizeGuards
 from piecegraph.graph.tracer import Traced
 
 _TRACE, _GUARDS, _PIECES, _COMPILED = "trace.pickle", "guards.pickle", "pieces.json", "compiled"
+_MEASURED = "measured.json"
 _SHOWN_CHANGES = 3
 
 
@@ -74,6 +75,9 @@ class KeptPlan:
         """Where compilers write, and read what was loaded."""
         self.pieces: Mapping[str, KeptPiece] = {}
         """By structural key."""
+        self._measured: dict[str, int] = {}
+        self._has_news = False
+        """Whether something was measured that the entry does not hold."""
         self.decision = Decision("cache", "off", "nothing was traced")
         self.is_warm = False
 
@@ -115,6 +119,17 @@ class KeptPlan:
         with contextlib.suppress(CacheError):
             remove_entry(self._key)
 
+    def recall(self, what: str) -> int | None:
+        """What was measured by an earlier start."""
+        return self._measured.get(what)
+
+    def note(self, what: str, value: int | None) -> None:
+        """Keep what was measured, for later starts; None if it is not to be relied on any more."""
+        self._has_news = True
+        self._measured.pop(what, None)
+        if value is not None:
+            self._measured[what] = value
+
     def compiling(self) -> contextlib.AbstractContextManager[None]:
         """Around everything that compiles or loads compiled code."""
         folder = self._compiler_folder() if self._key else None
@@ -138,7 +153,11 @@ class KeptPlan:
             traced: the trace, if it was cut: compiling adds conditions on sizes.
             pieces: what was compiled of it.
         """
-        is_known = self.is_warm and all(piece.is_loaded or piece.kept is None for piece in pieces.values())
+        is_known = (
+            self.is_warm
+            and not self._has_news
+            and all(piece.is_loaded or piece.kept is None for piece in pieces.values())
+        )
         if not self._key or not self._trace or is_known:
             return
         records = {key: piece.kept for key, piece in pieces.items() if piece.kept is not None}
@@ -150,6 +169,7 @@ class KeptPlan:
                 (folder / _TRACE).write_bytes(self._trace)
                 (folder / _GUARDS).write_bytes(guards)
                 (folder / _PIECES).write_text(json.dumps({key: kept._asdict() for key, kept in records.items()}))
+                (folder / _MEASURED).write_text(json.dumps(self._measured))
             write_entry(
                 self._key,
                 self._name,
@@ -174,6 +194,7 @@ class KeptPlan:
             torch_compat.settle_kernels(str(folder / _COMPILED))
             pieces = json.loads((folder / _PIECES).read_text())
             self.pieces = {key: KeptPiece(**record) for key, record in pieces.items()}
+            self._measured = json.loads((folder / _MEASURED).read_text())
         except StaleTraceError:
             raise
         except Exception as error:  # its files are what was written: whoever wrote them knew another torch, or us

@@ -400,7 +400,7 @@ class PlanRunner:
 
     def _why_not_pad(self, key: SizeKey, sizes: Sizes, call: Call) -> str | Unclear | None:
         """How padding calls of ``sizes`` to a recorded size would change them, or None. See Note [Padding]."""
-        with self.library.session():
+        with self.library.session(tidies=False):  # it was recorded just now
             self.calls.prepare(sizes)
             try:
                 return padding_changes(self.calls, self.library.tapes[key].run, key, sizes, call)

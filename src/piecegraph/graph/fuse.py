@@ -9,8 +9,9 @@ difference.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.fx
@@ -39,7 +40,17 @@ class _Group:
         return " + ".join(weight.name.removesuffix(".weight") for weight in self.weights)
 
 
-def fuse_linears(traced: Traced) -> tuple[Traced, Decision]:
+PlaceWeight = Callable[[torch.Tensor, torch.Tensor], None]
+"""Gives a parameter other memory of the same layout, which then holds what it held."""
+
+
+def place_by_copy(parameter: torch.Tensor, memory: torch.Tensor) -> None:
+    """The :data:`PlaceWeight` of parameters whose numbers are there."""
+    memory.copy_(parameter.detach())
+    parameter.data = memory
+
+
+def fuse_linears(traced: Traced, place: PlaceWeight = place_by_copy) -> tuple[Traced, Decision]:
     """Join the linears of a traced graph that share their input."""
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     graph = torch.fx.Graph()
@@ -47,8 +58,10 @@ def fuse_linears(traced: Traced) -> tuple[Traced, Decision]:
     inputs = {copies[node]: source for node, source in traced.inputs.items()}
     groups = _find_groups(graph, inputs, {id(weight.tensor) for weight in traced.written_weights})
     replaced: dict[torch.fx.Node, torch.fx.Node] = {}
+    known: _KnownFakes = {}
     for group in groups:
-        _fuse(graph, inputs, group, replaced)
+        _join_weights(group, place)
+        _fuse(graph, inputs, group, replaced, known)
     order = {node: i for i, node in enumerate(graph.nodes)}
     now = {old: replaced.get(new, new) for old, new in copies.items()}
     results = tuple(FromGraph(now[leaf.node]) if isinstance(leaf, FromGraph) else leaf for leaf in traced.results)
@@ -113,6 +126,7 @@ def _fuse(
     inputs: dict[torch.fx.Node, GraphInput],
     group: _Group,
     replaced: dict[torch.fx.Node, torch.fx.Node],
+    known: _KnownFakes,
 ) -> None:
     """Replace the linears by one; each result is made contiguous, so that whatever reads it sees what it saw before."""
     first, source = group.nodes[0], group.nodes[0].args[0]
@@ -125,12 +139,8 @@ def _fuse(
     with graph.inserting_before(first):
         joint = graph.call_function(first.target, (source, *operands))  # type: ignore[arg-type]
         parts = graph.call_method("split", (joint, widths, -1))
-        # Not by F.linear on fakes, which takes torch as long as all the rest that is done here.
-        shaped = torch_compat.run_fake(
-            lambda fake: fake.new_empty(*fake.shape[:-1], sum(widths)), torch_compat.meta_value(first)
-        )
+        shaped, fake_parts = _fakes_of(torch_compat.meta_value(first), widths, known)
         joint.meta = {**first.meta, "example_value": shaped}
-        fake_parts = torch_compat.run_fake(lambda fake: fake.split(widths, -1), shaped)
         parts.meta = {**first.meta, "example_value": fake_parts}
         take_places(joint, group.nodes)
         take_places(parts, group.nodes)
@@ -145,10 +155,26 @@ def _fuse(
         graph.erase_node(node)
 
 
+_KnownFakes = dict[tuple[Any, ...], tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
+"""What a joint linear makes, and its parts: equal layers share them, as torch takes milliseconds for each."""
+
+
+def _fakes_of(
+    like: torch.Tensor, widths: list[int], known: _KnownFakes
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The fake result of a joint linear, and its parts, for the result of one of the linears that it stands for."""
+    key = (*map(torch_compat.size_expr, like.shape), like.dtype, like.device, *widths)
+    if key not in known:
+        # Not by F.linear on fakes, which takes torch as long as all the rest that is done here.
+        shaped = torch_compat.run_fake(lambda fake: fake.new_empty(*fake.shape[:-1], sum(widths)), like)
+        known[key] = shaped, torch_compat.run_fake(lambda fake: fake.split(widths, -1), shaped)
+    return known[key]
+
+
 def _add_joint_weight(
     graph: torch.fx.Graph, inputs: dict[torch.fx.Node, GraphInput], weights: Sequence[Weight], neighbour: torch.Tensor
 ) -> torch.fx.Node:
-    joint = join([weight.tensor for weight in weights])
+    joint = _joint([weight.tensor for weight in weights])
     with graph.inserting_before(next(iter(graph.nodes))):
         node = graph.placeholder("joint_" + "_".join(weight.name.replace(".", "_") for weight in weights))
     node.meta["example_value"] = torch_compat.fake_like(joint, neighbour)
@@ -156,21 +182,26 @@ def _add_joint_weight(
     return node
 
 
-def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor that holds all of them, along their first dimension; they become views of it."""
+def _join_weights(group: _Group, place: PlaceWeight) -> None:
+    """Lay the weights of linears one behind the other, and their biases."""
+    for weights in filter(None, (group.weights, group.biases)):
+        tensors = [weight.tensor for weight in weights]
+        if not _is_joined(tensors):
+            first, rows = tensors[0].detach(), [tensor.shape[0] for tensor in tensors]
+            with torch_compat.outside_inference():
+                joint = first.new_empty(sum(rows), *first.shape[1:])
+                for tensor, part in zip(tensors, joint.split(rows), strict=True):
+                    place(tensor, part)
+
+
+def _joint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor over tensors that lie one behind the other."""
     first, rows = tensors[0], [tensor.shape[0] for tensor in tensors]
-    shape = (sum(rows), *first.shape[1:])
-    if _is_joined(tensors):
-        return first.detach().as_strided(shape, first.stride(), first.storage_offset())
-    with torch_compat.outside_inference():
-        joint = torch.cat([tensor.detach() for tensor in tensors])
-    for tensor, part in zip(tensors, joint.split(rows), strict=True):
-        tensor.data = part
-    return joint
+    return first.detach().as_strided((sum(rows), *first.shape[1:]), first.stride(), first.storage_offset())
 
 
 def separate(tensors: Sequence[torch.Tensor]) -> None:
-    """Undo :func:`join`: every tensor gets memory of its own again."""
+    """Undo :func:`_join_weights`: every tensor gets memory of its own again."""
     for tensor in tensors:
         tensor.data = tensor.detach().clone()
 

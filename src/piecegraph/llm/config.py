@@ -58,8 +58,8 @@ class LLMOptions:
     num_threads: int | Literal["auto"] = "auto"
     """Of a CPU, for each step; ``"auto"``: the number that is quickest, up to what torch is set to."""
     record_seconds: float | Literal["auto"] = "auto"
-    """How long the sizes of steps that are not always recorded are recorded for when the model is loaded; 0: not at
-    all. ``"auto"``: 4 seconds on a GPU without provenance, otherwise 0."""
+    """How long sizes of steps are recorded when the model is loaded, beyond those that always are; 0: none beyond
+    those. ``"auto"``: 1.5 seconds on a GPU without provenance, otherwise 0."""
     one_shot_bytes: int = 128 * 1024
     """Of several ranks with NVLink between them: sums of up to so many bytes are made by one kernel, larger ones by
     NCCL. 0: all of them by NCCL.

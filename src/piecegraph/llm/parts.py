@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -179,26 +180,59 @@ class Parts:
 
         On a GPU the largest steps are recorded with a cache of two blocks: what they take is measured, not estimated.
         Their graphs are dropped, as they read the small cache, and recorded again; their memory stays with the pool.
+        What they took is kept with the plan: the next start need only ask what is free, whoever else uses the device.
         """
         of_states = self.states.unallocated_bytes(self.limits.max_num_seqs) if self.states is not None else 0
         if self.config.device.type != "cuda":
             # All of them on this machine, as far as is known.
             num_ranks = self.config.tensor_parallel_size * self.config.data_parallel_size
             return int(free_host_bytes() * self.config.memory_fraction) // num_ranks - of_states
+        torch.cuda.empty_cache()  # what loading and tracing needed is free, too
+        free, total = torch.cuda.mem_get_info(self.config.device)
+        taken = self._recall_taken()
+        if taken is None:
+            taken = self._measure_taken()
+            self.model.pipeline.note(self._taken_by, taken)
+            free = torch.cuda.mem_get_info(self.config.device)[0] + taken
+        # The smaller steps share the memory of the largest, but every graph also takes some of the driver's. How much
+        # all of them will take is not known yet: an eighth of what the largest took is kept for it.
+        kept = taken + taken // 8 + of_states + _SPARE_BYTES
+        kept += logprobs_bytes(self.limits.max_num_seqs, self.limits.vocab_size)
+        return free - int(total * (1 - self.config.memory_fraction)) - kept
+
+    @property
+    def _taken_by(self) -> str:
+        """What the memory of the largest steps depends on, besides the plan."""
+        found = torch.cuda.get_device_properties(self.config.device)
+        allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""), os.environ.get("PYTORCH_ALLOC_CONF", "")
+        asked = (self.config.cudagraph_mode, self.config.deterministic, self.config.options.provenance)
+        parts = (self.limits, self.forward.sizes, self.kernels, self.buffers.limits, asked, allocator)
+        return f"bytes of the largest steps: {found.name}, {found.total_memory}, {parts}"
+
+    def _recall_taken(self) -> int | None:
+        """What the largest steps took an earlier start; with ranks, only if all of them know."""
+        taken = self.model.pipeline.recall(self._taken_by)
+        if self.ranks is not None and not self.ranks.are_all(taken is not None):
+            return None
+        return taken
+
+    def _measure_taken(self) -> int:
         self.memory.allocate([2] * len(self.model.reaches))
         largest = _largest_steps(self.forward.sizes.largest(self.limits))
-        free_before = torch.cuda.mem_get_info(self.config.device)[0]
+        with self.forward.library.session():
+            pass  # tidied first: what tracing left behind is not to be measured
+        before = torch.cuda.mem_get_info(self.config.device)[0]
         if self.device is not None:
-            self.forward.library.record(largest)  # tidied first: what tracing left behind is not to be measured
+            self.forward.library.record(largest, tidies=False)
             self.forward.library.forget()
         else:
             self.forward.warm_up(largest)
-        free, total = torch.cuda.mem_get_info(self.config.device)
-        # The smaller steps share the memory of the largest, but every graph also takes some of the driver's. How much
-        # all of them will take is not known yet: an eighth of what the largest took is kept for it.
-        graphs = (free_before - free) // 8
-        kept = graphs + of_states + logprobs_bytes(self.limits.max_num_seqs, self.limits.vocab_size) + _SPARE_BYTES
-        return free - int(total * (1 - self.config.memory_fraction)) - kept
+        return before - torch.cuda.mem_get_info(self.config.device)[0]
+
+    def check_memory(self) -> None:
+        """If what is recorded did not fit, what an earlier start has measured is wrong by now: it is measured again."""
+        if self.config.device.type == "cuda" and self.forward.library.dropped:
+            self.model.pipeline.note(self._taken_by, None)
 
 
 def _largest_steps(buckets: Sequence[Bucket]) -> list[StepKey]:

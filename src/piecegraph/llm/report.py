@@ -18,7 +18,9 @@ def explain_llm(started: Started, events: EventLog) -> str:
     lines = [f"{stats['model']} on {stats['device']}, {stats['dtype']}"]
     lines += ["", "start-up"]
     lines += [f"  {stage:<22} {seconds:8.2f} s" for stage, seconds in stats["stages"].items()]
-    lines += [f"  {'total':<22} {sum(stats['stages'].values()):8.2f} s", "", "decoder"]
+    lines.append(f"  {'total':<22} {sum(stats['stages'].values()):8.2f} s")
+    lines += [f"  weights: {started.weights}"] if started.weights is not None else []
+    lines += ["", "decoder"]
     lines.append(f"  {stats['num_pieces']} pieces, {stats['num_compiles']} distinct (each compiled once)")
     lines += [f"  {count} cuts at {op}: {reason}" for (op, reason), count in _cuts(started).items()]
     lines += ["", "cache", *(f"  {line}" for line in _cache_lines(started))]
@@ -40,6 +42,7 @@ def stats_of_llm(started: Started, events: EventLog) -> dict[str, Any]:
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "stages": dict(started.stages),
+        "weights": _weights(started),
         "num_pieces": sum(isinstance(step, Piece) for step in started.model.steps),
         "num_compiles": started.model.num_compiles,
         "cache_bytes": started.cache_bytes,
@@ -53,6 +56,14 @@ def stats_of_llm(started: Started, events: EventLog) -> dict[str, Any]:
         "num_missing": len(forward.missing),
         "fallbacks": dict(_losses(events)),
     }
+
+
+def _weights(started: Started) -> dict[str, float] | None:
+    read = started.weights
+    if read is None:
+        return None
+    rates = {"gb_per_second": read.gb_per_second, "disk_gb_per_second": read.disk_gb_per_second}
+    return {**dataclasses.asdict(read), **rates}
 
 
 def decisions_of(started: Started) -> list[Decision]:

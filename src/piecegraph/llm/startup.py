@@ -9,11 +9,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from piecegraph.base.collector import collector_paused
 from piecegraph.base.config import Options
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Decision
 from piecegraph.base.progress import Progress, StageClock, all_stages
+from piecegraph.dumps.target import target_of
 from piecegraph.errors import ConfigError, ModelError
+from piecegraph.graph.fuse import place_by_copy
 from piecegraph.llm.cache.paged import CacheGroup, PagedCache
 from piecegraph.llm.cache.states import choose_states
 from piecegraph.llm.config import LLMConfig
@@ -28,6 +31,7 @@ from piecegraph.llm.model.rotations import hold_rotations, short_length
 from piecegraph.llm.model.shards import Part
 from piecegraph.llm.model.trace_cache import TraceCache, cache_for
 from piecegraph.llm.model.traced_model import TracedModel, TracedSites, trace_model
+from piecegraph.llm.model.weight_stream import WeightsRead
 from piecegraph.llm.parts import Parts, batch_limits, block_size_for, step_sizes
 from piecegraph.llm.ranks.group import Ranks
 from piecegraph.llm.ranks.one_shot import choose_all_reduce
@@ -42,8 +46,8 @@ from piecegraph.llm.run.step import StepCounts
 _DEFAULT_LEN = 32768
 """The longest sequence unless it is asked for: every sequence may need as many blocks."""
 
-_RECORD_SECONDS = 1.0
-"""On a GPU; about what the sizes take that are padded most under load."""
+_RECORD_SECONDS = 1.5
+"""On a GPU; a small model has all powers of two by then."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +65,19 @@ class Started:
     decisions: tuple[Decision, ...]
     stages: Mapping[str, float]
     """Seconds of each stage; their sum is the time it took."""
+    weights: WeightsRead | None
+    """How weights came from their files to the device; None if they stayed where they were."""
 
 
 def start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None = None) -> Started:
     """Load, trace, compile, measure, allocate, record, check."""
-    try:
+    with collector_paused():
+        try:
+            return _start(path, config, events, ranks)
+        except _WrongPlanError:
+            pass  # what it holds of the device goes with it
+        gc.collect()
         return _start(path, config, events, ranks)
-    except _WrongPlanError:
-        pass  # what it holds of the device goes with it
-    gc.collect()
-    return _start(path, config, events, ranks)
 
 
 class _WrongPlanError(Exception):
@@ -91,12 +98,16 @@ def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None) 
     with progress.bar("load", 1) as bar:
         loaded = load(path, dtype=config.dtype, device=config.device, load_format=config.load_format, part=part)
         bar.advance(path)
+    if loaded.weights is not None and target_of(Options(dump=config.options.dump)) is not None:
+        loaded.weights.wait()  # a dump tells of numbers, too
     limits, length = _limits(loaded, config)
     # How many groups of layers there are is not known yet; one at least, and most models have no more.
     check_batch(batch_limits(loaded, 16, limits, 1, has_mrope=False), free_bytes_twice(config.device))
     rotations = hold_rotations(loaded.model, limits.max_model_len)
     clock.lap("load")
     model, cache, early = _trace_and_compile(loaded, config, limits, clock, events, part)
+    weights = loaded.weights.wait() if loaded.weights is not None else None
+    clock.lap("load")
     trace_embeds = _embeds_tracer(loaded, model, cache, config, events, part)
     parts = Parts.make(loaded, model, config, limits, trace_embeds, events, ranks)
     with model.pipeline.compiling():
@@ -107,6 +118,7 @@ def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None) 
         clock.lap("measure")
         if parts.device is not None:
             parts.forward.record_at_start(_record_seconds(config))
+            parts.check_memory()
         clock.lap("record")
     prefix_cache, look_ahead = _prefix_cache(config, model), _look_ahead(config)
     engine = parts.make_engine(
@@ -131,6 +143,7 @@ def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None) 
         state_bytes=parts.state_bytes,
         decisions=tuple(decisions),
         stages=all_stages(clock.seconds, of="piecegraph.llm.llm"),
+        weights=weights,
     )
 
 
@@ -208,6 +221,7 @@ def _trace_and_compile(
             decode_pieces=decode.choice == "their own",
             part=part,
             clock=clock,
+            place_weight=place_by_copy if loaded.weights is None else loaded.weights.place,
         )
         _check_sizes(loaded, model, limits)
         if config.deterministic:
@@ -357,7 +371,7 @@ def _look_ahead(config: LLMConfig) -> Decision:
 
 
 def _record_seconds(config: LLMConfig) -> float:
-    """How long sizes are recorded for that not every request needs."""
+    """How long sizes are recorded, if more are left than are needed in any case."""
     wish = config.options.record_seconds
     if wish != "auto":
         return wish

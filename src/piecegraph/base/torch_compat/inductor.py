@@ -25,8 +25,15 @@ def import_inductor() -> None:
 
 
 def start_compile_workers() -> None:
-    """Start Inductor's worker processes, which takes seconds, so that they come up while the model is traced."""
-    import torch._inductor.async_compile  # noqa: F401 - importing it starts them
+    """Start Inductor's worker processes, which import torch, so that they come up while the model is traced.
+
+    Until they are up, kernels are compiled in this process, one after the other. Torch 2.11 to 2.13 start them when the
+    first graph is compiled; earlier versions did when the module was imported.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.warm_pool()
+    AsyncCompile.wakeup()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +228,8 @@ def load_compiled(artifact: str) -> CompiledGraph:
     import torch._inductor.config
     from torch._inductor.standalone_compile import CacheCompiledArtifact
 
-    # That it was compiled shows that it can be.
-    settings = torch._inductor.config.patch({"cpp.vec_isa_ok": True})  # type: ignore[attr-defined]
+    # That it was compiled shows that it can be. With one thread no worker processes are started, for nothing.
+    settings = torch._inductor.config.patch({"cpp.vec_isa_ok": True, "compile_threads": 1})  # type: ignore[attr-defined]
     with torch.no_grad(), settings, _generated_sources(None) as sources, _without_headers():
         function = CacheCompiledArtifact._load_impl(contextlib.nullcontext(), artifact)
     return CompiledGraph(function, sources[-1] if sources else None)

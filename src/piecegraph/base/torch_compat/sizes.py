@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -45,13 +46,23 @@ def original_symbol(value: Any) -> sympy.Symbol | None:
 
 def unbacked_symbols(value: Any) -> frozenset[sympy.Symbol]:
     """The symbols in a value that stand for data (``item()``, ``nonzero()``), not for an input's size."""
+    if isinstance(value, (tuple, list)):
+        return frozenset().union(*map(unbacked_symbols, value)) if value else frozenset()
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
+        # Asked of every node of a graph: torch's own function would walk through each size's expression again.
+        return unbacked_symbols((*value.shape, *value.stride(), value.storage_offset()))
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return _unbacked_in(value.node.expr) if value.node.is_symbolic() else frozenset()
+    if not isinstance(value, torch.Tensor):
+        return frozenset()
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-    if isinstance(value, (tuple, list)):
-        return frozenset().union(*(unbacked_symbols(v) for v in value)) if value else frozenset()
-    if not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return frozenset()
     return frozenset(free_unbacked_symbols(value))
+
+
+@functools.lru_cache(maxsize=4096)
+def _unbacked_in(expr: sympy.Basic) -> frozenset[sympy.Symbol]:
+    return frozenset(symbol for symbol in expr.free_symbols if is_unbacked(symbol))
 
 
 def is_unbacked(symbol: sympy.Symbol) -> bool:

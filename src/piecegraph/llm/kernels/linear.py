@@ -95,7 +95,6 @@ def _with_op(module: torch.fx.GraphModule, op: Any) -> torch.fx.GraphModule:
             if all(isinstance(value, torch.Tensor) for value in operands) and operands[1].dim() == 2:
                 node.target = op
                 node.args = (*node.args, None)[:3]
-    module.recompile()
     return module
 
 

@@ -21,6 +21,7 @@ from piecegraph.llm.model.checkpoint import Checkpoint, find_checkpoint, reason_
 from piecegraph.llm.model.quantisation import make_one_precision, quantisation_of
 from piecegraph.llm.model.refusals import no_interface, refuse_family, refuse_model
 from piecegraph.llm.model.shards import TRIED, Part, slices_to_read, split_model
+from piecegraph.llm.model.weight_stream import WeightStream, stream_weights
 from piecegraph.llm.model.weights import check_weights
 
 LoadFormat = Literal["auto", "dummy"]
@@ -41,6 +42,8 @@ class LoadedModel:
     max_positions: int
     """Tokens of a sequence that the model was made for."""
     decisions: tuple[Decision, ...]
+    weights: WeightStream | None = None
+    """What is still on its way; None if all weights are there."""
 
 
 def load(
@@ -73,6 +76,7 @@ def load(
     is_untried = part is not None and part.size > 1 and config.get_text_config().model_type not in TRIED
     expected = _few_logits(made) if is_untried else None
     of_ranks = split_model(made, part) if part is not None else ()
+    weights = stream_weights(made, device) if expected is None else None
     model = made.to(device)
     refuse_model(model)
     if expected is not None:
@@ -81,7 +85,7 @@ def load(
     tokenizer, tokenizer_error = _read_tokenizer(checkpoint.path, is_local=checkpoint.is_local)
     plug.note_windows(model)
     experts = plug.number_experts(model)
-    return LoadedModel(model, tokenizer, tokenizer_error, experts, _max_positions(config), decisions)
+    return LoadedModel(model, tokenizer, tokenizer_error, experts, _max_positions(config), decisions, weights)
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from piecegraph.engine.pipeline import Pipeline, Variant
 from piecegraph.errors import ModelError, TraceError
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.example import read_example
+from piecegraph.graph.fuse import PlaceWeight, place_by_copy
 from piecegraph.graph.fx_nodes import put_below
 from piecegraph.graph.interception import Interception
 from piecegraph.graph.signature import Binder
@@ -117,6 +118,7 @@ def trace_model(
     decode_pieces: bool = False,
     part: Part | None = None,
     clock: StageClock | None = None,
+    place_weight: PlaceWeight = place_by_copy,
 ) -> TracedModel:
     """Trace and compile a loaded model whose attention goes through our plug.
 
@@ -134,6 +136,7 @@ def trace_model(
         decode_pieces: steps of decoding with few sequences get pieces of their own.
         part: which part of a model it is; None for all of it.
         clock: times its stages.
+        place_weight: moves weights that are joined.
     """
     pipeline = Pipeline(
         type(model).__name__,
@@ -153,7 +156,7 @@ def trace_model(
         traced, position_rows, decisions = _read_decoder(model, cache, pipeline, takes_embeds, position_rows)
     layers, reaches = number_sites(traced.graph)
     states = number_states(traced.graph, tuple(path for path, _ in cache.opaque))
-    traced, fused = pipeline.fuse(traced)
+    traced, fused = pipeline.fuse(traced, place_weight)
     if on_traced is not None:
         on_traced(TracedSites(traced.graph, layers, reaches, states, pipeline))
     lowered = pipeline.cut(traced)

@@ -200,8 +200,8 @@ class Forward:
         Args:
             seconds: behind which nothing more is begun.
         """
-        self.library.record(first_keys(self.sizes), tidies=False)
         end = time.perf_counter() + seconds
+        self.library.record(first_keys(self.sizes), tidies=False)
 
         def goes_on() -> bool:
             has_time = time.perf_counter() < end

@@ -13,7 +13,7 @@ from piecegraph.llm.cache.paged import CacheGroup
 from piecegraph.llm.run.batch import BatchLimits
 from piecegraph.llm.run.scheduler import SchedulerLimits
 from piecegraph.llm.run.step import Bucket, StepPlan
-from piecegraph.llm.specs import Reach
+from piecegraph.llm.specs import Reach, StepKind
 from piecegraph.tape.buckets import ladder
 
 
@@ -133,12 +133,13 @@ class StepSizes:
     def at_start(self) -> list[Bucket]:
         """What is recorded whenever a model is loaded, so that every step finds a size that is not much too large.
 
-        Of a ladder that nobody asked for, that is the powers of two and the last rung: two fifths of it.
+        Of a ladder that nobody asked for, that is the powers of two and the last rung; of the small sizes, which take
+        about the same time, the powers of four: a quarter of it.
         """
         if self.only is not None or self.is_listed:
             return self.all()
         last = {*self.decode[-1:], *self.tokens[-1:]}
-        return [bucket for bucket in self.all() if bucket.num_tokens in last or bucket.num_tokens.bit_count() == 1]
+        return [bucket for bucket in self.all() if bucket.num_tokens in last or _is_coarse(bucket)]
 
     def all(self) -> list[Bucket]:
         """Everything that may be recorded."""
@@ -151,6 +152,16 @@ class StepSizes:
         """The largest steps there are."""
         decode = Bucket(limits.max_num_seqs, limits.max_num_seqs, "decode")
         return [decode, _mixed(limits.max_batch_tokens, limits.max_num_seqs)] if self.only is None else [self.only]
+
+
+_FINE_FROM: dict[StepKind, int] = {"decode": 64, "mixed": 256}
+"""From how many tokens on a step that is twice as large takes much longer."""
+
+
+def _is_coarse(bucket: Bucket) -> bool:
+    size = bucket.num_tokens
+    is_power_of_four = size.bit_length() % 2 == 1
+    return size.bit_count() == 1 and (is_power_of_four or size >= _FINE_FROM[bucket.kind])
 
 
 _FEW_SEQS = 8

@@ -1,0 +1,40 @@
+"""Python's garbage collector during a start."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from piecegraph.base.collector import collector_paused
+
+
+def test_the_collector_goes_on_after_a_start_even_if_that_fails() -> None:
+    def fail() -> None:
+        with collector_paused():
+            assert not gc.isenabled()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert gc.isenabled()
+
+
+def test_what_was_made_is_not_looked_at_as_soon_as_the_collector_is_back() -> None:
+    gc.unfreeze()  # what is frozen is left alone, and the tests freeze what they import
+    try:
+        with collector_paused():
+            made = [["a list"]]
+        assert any(each is made for each in gc.get_objects(generation=2))
+    finally:
+        gc.freeze()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
