@@ -58,7 +58,7 @@ class FusedLinear:
     residual: Node | None
     is_gated: bool
     nodes: tuple[Node, ...]
-    """All that it does."""
+    """All that it does, the linear first: a kernel is told to be there for that."""
 
     def replace(self, graph: torch.fx.Graph) -> dict[Node, Node]:
         """Put the op beside what it stands for; what stands for which node."""
@@ -177,11 +177,11 @@ def _fused_linear(node: Node, taken: Container[Node]) -> FusedLinear:
     norm = _norm(x) if len(x.users) == 1 else None
     before = () if norm is None else norm.nodes
     if (gated := _gate_of(node)) is not None:
-        return FusedLinear(gated[-1], x, weight, bias, norm, None, True, (*before, node, *gated))
+        return FusedLinear(gated[-1], x, weight, bias, norm, None, True, (node, *before, *gated))
     if (residual := _residual_of(node)) is not None and residual[0] not in taken:
         final, other = residual
-        return FusedLinear(final, x, weight, bias, norm, other, False, (*before, node, final))
-    return FusedLinear(node, x, weight, bias, norm, None, False, (*before, node))
+        return FusedLinear(final, x, weight, bias, norm, other, False, (node, *before, final))
+    return FusedLinear(node, x, weight, bias, norm, None, False, (node, *before))
 
 
 def _is_linear(node: Node) -> bool:
