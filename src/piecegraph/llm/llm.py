@@ -20,7 +20,7 @@ from piecegraph.engine.recorded import RecordedTapes
 from piecegraph.errors import ConfigError
 from piecegraph.graph import interception
 from piecegraph.llm.config import check_path, make_llm_config, refuse_names
-from piecegraph.llm.following import join_job, leave_at_exit, take_place
+from piecegraph.llm.job import join_job, leave_at_exit, take_place
 from piecegraph.llm.model.loader import LoadFormat
 from piecegraph.llm.ranks.group import Ranks, Replicas
 from piecegraph.llm.report import explain_llm, stats_of_llm

@@ -76,6 +76,11 @@ class Watch:
         self._is_noticed.set()
         self._thread.join(2 * _LOOK_SECONDS)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank has failed, or is done: the others hear nothing of it any more."""
+        return self._is_noticed.is_set()
+
     @contextlib.contextmanager
     def together(self, subject: str) -> Iterator[None]:
         """Around what all ranks do: an error in it is told to the others, or is theirs.
@@ -92,7 +97,7 @@ class Watch:
             self._is_noticed.set()
             raise
         except BaseException as error:
-            if self._is_noticed.is_set():  # it was told where it was raised, inside of another such block
+            if self.is_over:  # it was told where it was raised, inside of another such block
                 raise
             if _may_be_theirs(error) and self._is_known.wait(_CAUSE_SECONDS):
                 self._is_noticed.set()
