@@ -19,8 +19,10 @@ def collector_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():
-            # What was made is old at once: otherwise the collector would look through it as soon as it is back.
+        # What was made is to be old at once: otherwise the collector would look through it as soon as it is back.
+        if gc.get_freeze_count():  # those who freeze objects want them to stay so
+            gc.collect(0)
+        else:
             gc.freeze()
             gc.unfreeze()
         if was_enabled:
