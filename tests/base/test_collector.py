@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
 from piecegraph.base.collector import collector_paused
 
 
+@pytest.fixture
+def _unfrozen() -> Iterator[None]:
+    """The tests freeze what they import."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("_unfrozen")
 def test_the_collector_goes_on_after_a_start_even_if_that_fails() -> None:
     def fail() -> None:
         with collector_paused():
@@ -20,16 +30,14 @@ def test_the_collector_goes_on_after_a_start_even_if_that_fails() -> None:
     assert gc.isenabled()
 
 
+@pytest.mark.usefixtures("_unfrozen")
 def test_what_was_made_is_not_looked_at_as_soon_as_the_collector_is_back() -> None:
-    gc.unfreeze()  # what is frozen is left alone, and the tests freeze what they import
-    try:
-        with collector_paused():
-            made = [["a list"]]
-        assert any(each is made for each in gc.get_objects(generation=2))
-    finally:
-        gc.freeze()
+    with collector_paused():
+        made = [["a list"]]
+    assert any(each is made for each in gc.get_objects(generation=2))
 
 
+@pytest.mark.usefixtures("_unfrozen")
 def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
     try:
@@ -38,3 +46,11 @@ def test_a_collector_that_was_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_what_is_frozen_stays_so() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with collector_paused():
+        assert gc.isenabled()
+    assert gc.get_freeze_count() >= frozen > 0

@@ -113,9 +113,10 @@ def test_a_file_that_becomes_shorter_is_an_error(folder: Path, tmp_path: Path, g
 
 
 def test_a_model_starts_meanwhile_and_its_linears_are_joined(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = read(folder)
     monkeypatch.setattr(loader, "stream_weights", lambda model, device: start(model))
     with piecegraph.LLM(str(folder), backend="eager", dtype=torch.float32, max_model_len=64) as llm:
-        assert same(llm.started.loaded.model, read(folder))
+        assert same(llm.started.loaded.model, expected)
         weight = llm.started.loaded.model.model.layers[0].mlp.up_proj.weight
         assert weight.untyped_storage().nbytes() > weight.nbytes, "it shares the memory of gate_proj"
         assert llm.stats()["weights"]["num_bytes"] > 0

@@ -71,21 +71,25 @@ class Started:
 
 def start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None = None) -> Started:
     """Load, trace, compile, measure, allocate, record, check."""
+    clock = StageClock()
     with collector_paused():
         try:
-            return _start(path, config, events, ranks)
+            started = _start(path, config, events, ranks, clock)
         except _WrongPlanError:
-            pass  # what it holds of the device goes with it
-        gc.collect()
-        return _start(path, config, events, ranks)
+            started = None  # what it holds of the device goes with it
+        if started is None:
+            gc.collect()
+            started = _start(path, config, events, ranks, clock)
+    clock.lap("compile")
+    return replace(started, stages=all_stages(clock.seconds, of="piecegraph.llm.llm"))
 
 
 class _WrongPlanError(Exception):
     """What was loaded from the cache did not pass the self check, and is there no more."""
 
 
-def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None) -> Started:
-    clock, progress = StageClock(), Progress(config.options.progress)
+def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None, clock: StageClock) -> Started:
+    progress = Progress(config.options.progress)
     # A wrong name is told before anything is done.
     choose_kernel(config.attention, (), torch.float32, config.device, deterministic=config.deterministic)
     if path == demo_model.NAME:
@@ -132,7 +136,6 @@ def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None) 
     decisions += _checks(loaded, model, parts, engine, progress)
     clock.lap("check")
     model.pipeline.keep(model.traced)
-    clock.lap("compile")
     return Started(
         loaded,
         model,
@@ -142,7 +145,7 @@ def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None) 
         cache_bytes=parts.cache_bytes(groups),
         state_bytes=parts.state_bytes,
         decisions=tuple(decisions),
-        stages=all_stages(clock.seconds, of="piecegraph.llm.llm"),
+        stages={},
         weights=weights,
     )
 
@@ -263,7 +266,7 @@ def _start_early(
         sites.layers,
         (sites.states, choose_states(sites.states, dtype, config.device)[0]),
         Shapes() if config.deterministic else shapes_of(sites.graph, has_decode_pieces=has_decode_pieces),
-        buckets=dict.fromkeys((*sizes.largest(limits), *sizes.at_start())),
+        buckets=dict.fromkeys((*sizes.largest(limits), *sizes.of_kernels())),
         limits=batch_limits(loaded, block_size_for(kernel, config), limits, len(sites.reaches), has_mrope=False),
         dtype=dtype,
         device=config.device,

@@ -30,7 +30,7 @@ import torch
 
 from piecegraph.errors import ModelError
 
-_BLOCK = 32 * 2**20
+_BLOCK = 16 * 2**20
 """Bytes that are read at once: large enough for any disk, and two of them for each thread are quickly pinned."""
 _SMALL = 2**20
 """Bytes of a weight that is not worth a block."""
@@ -180,7 +180,8 @@ class WeightStream:
         self._start = self._end = time.perf_counter()
         self._mark_usable(self._weights.values())
         names = [f"piecegraph weights {number}" for number in range(_NUM_THREADS if self._weights else 0)]
-        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
+        # No daemons: a process that ends meanwhile waits for them, because CUDA is gone behind that.
+        self._threads = [threading.Thread(target=self._run, name=name) for name in names]
         for thread in self._threads:
             thread.start()
 
@@ -218,7 +219,7 @@ class WeightStream:
 
     def _run(self) -> None:
         try:
-            with torch.no_grad(), _on_device(self._device):
+            with torch.inference_mode(), _on_device(self._device):
                 staging = _PinnedStaging(self._device) if self._device.type == "cuda" else _DirectStaging()
                 with self._changed:
                     self._stagings.append(staging)
@@ -356,7 +357,7 @@ def _resident_bytes(mapped: torch.Tensor) -> int:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return tensor.data.reshape(-1).view(torch.uint8)  # of no version: whoever traces it meanwhile sees no writes
 
 
 def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

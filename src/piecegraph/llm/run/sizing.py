@@ -136,10 +136,16 @@ class StepSizes:
         Of a ladder that nobody asked for, that is the powers of two and the last rung; of the small sizes, which take
         about the same time, the powers of four: a quarter of it.
         """
+        return [bucket for bucket in self.of_kernels() if self.is_listed or self._is_last(bucket) or _is_coarse(bucket)]
+
+    def of_kernels(self) -> list[Bucket]:
+        """Sizes between which kernels are the same: powers of two and the last rung."""
         if self.only is not None or self.is_listed:
             return self.all()
-        last = {*self.decode[-1:], *self.tokens[-1:]}
-        return [bucket for bucket in self.all() if bucket.num_tokens in last or _is_coarse(bucket)]
+        return [bucket for bucket in self.all() if self._is_last(bucket) or bucket.num_tokens.bit_count() == 1]
+
+    def _is_last(self, bucket: Bucket) -> bool:
+        return bucket == self.only or bucket.num_tokens in (*self.decode[-1:], *self.tokens[-1:])
 
     def all(self) -> list[Bucket]:
         """Everything that may be recorded."""
@@ -159,9 +165,9 @@ _FINE_FROM: dict[StepKind, int] = {"decode": 64, "mixed": 256}
 
 
 def _is_coarse(bucket: Bucket) -> bool:
+    """Whether a power of two is recorded at the start: of small ones, the powers of four."""
     size = bucket.num_tokens
-    is_power_of_four = size.bit_length() % 2 == 1
-    return size.bit_count() == 1 and (is_power_of_four or size >= _FINE_FROM[bucket.kind])
+    return size >= _FINE_FROM[bucket.kind] or size.bit_length() % 2 == 1
 
 
 _FEW_SEQS = 8
