@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import operator
 import re
@@ -123,8 +124,13 @@ def attribute(owner: torch.nn.Module, node: torch.fx.Node) -> Any:
 
 def op_name(node: torch.fx.Node) -> str:
     """What a node calls, as ``ns::op`` where it is an op."""
-    name = torch_compat.qualified_name(node.target)
-    return name or (node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target)))
+    return _target_name(node.target)
+
+
+@functools.lru_cache(maxsize=1024)
+def _target_name(target: Any) -> str:
+    name = torch_compat.qualified_name(target)
+    return name or (target if isinstance(target, str) else getattr(target, "__name__", str(target)))
 
 
 def is_size(node: torch.fx.Node) -> bool:

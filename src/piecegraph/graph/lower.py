@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.fx
@@ -134,12 +134,12 @@ def lower(
     slots = _Slots(traced, segments)
     compiled = {} if compiled is None else compiled
     known = set(compiled)
-    steps = []
+    steps, passed = [], dict[str, str]()
     pieces = [segment for segment in segments if segment.verdict is None]
     with progress.bar("compile", len(pieces)) as bar:
         for index, segment in enumerate(segments):
             if segment.verdict is None:
-                steps.append(_piece_step(index, segment, slots, lowering, compiled, kept, traced, events))
+                steps.append(_piece_step(index, segment, slots, lowering, passed, compiled, kept, traced, events))
                 bar.advance(str(steps[-1].label))
             else:
                 steps.append(_cut_step(index, segment, slots, traced))
@@ -187,16 +187,13 @@ def _piece_step(
     segment: Segment,
     slots: _Slots,
     lowering: Lowering,
+    passed: dict[str, str],
     compiled: CompiledPieces,
     kept: Mapping[str, KeptPiece],
     traced: Traced,
     events: EventLog,
 ) -> Step:
-    module = segment.module
-    for fx_pass in lowering.passes:
-        module = fx_pass(module) or module
-        module.recompile()
-    key = structural_key(module, lowering)
+    module, key = _passed(segment.module, lowering, passed)
     if key not in compiled:
         with located(piece=index, line=str(segment.first_line or "")):
             loaded = _load(f"piece {index}", module, kept[key], events) if key in kept else None
@@ -211,6 +208,34 @@ def _piece_step(
         frees=slots.freed_after(index),
         source=StepSource(module, shared.source),
     )
+
+
+_Pass = TypeVar("_Pass", bound=Callable[..., Any])
+
+
+def goes_by_structure(fx_pass: _Pass) -> _Pass:
+    """Say that a pass makes the same of equal graphs: it need not see each of them."""
+    fx_pass.goes_by_structure = True  # type: ignore[attr-defined]
+    return fx_pass
+
+
+def _passed(
+    module: torch.fx.GraphModule, lowering: Lowering, passed: dict[str, str]
+) -> tuple[torch.fx.GraphModule, str]:
+    """What passes make of a piece, and its key; of one that equals an earlier one, its key alone, if that will do."""
+    before = structural_key(module, lowering)
+    if not lowering.passes:
+        return module, before
+    if before in passed:
+        return module, passed[before]
+    for fx_pass in lowering.passes:
+        module = fx_pass(module) or module
+        module.recompile()
+    key = structural_key(module, lowering)
+    are_alike = all(getattr(fx_pass, "goes_by_structure", False) for fx_pass in lowering.passes)
+    if are_alike and lowering.watch is None and not lowering.provenance:
+        passed[before] = key
+    return module, key
 
 
 def _compile_watched(
@@ -242,7 +267,7 @@ def _compile(
 ) -> CompiledPiece:
     """Compile one piece; one that cannot be is run as it was traced, and that is an event."""
     if lowering.backend == "eager":
-        return CompiledPiece(module.forward, "eager", kept=KeptPiece(None))
+        return CompiledPiece(torch_compat.forward_of(module), "eager", kept=KeptPiece(None))
     if _writes_overlapping_input(module):
         loss = ("PG303", "compilers assume that inputs written to do not overlap others")
         return _as_traced(name, module, loss, events)
@@ -259,7 +284,8 @@ def _as_traced(
 ) -> CompiledPiece:
     """A piece that is not compiled. That a compiler failed may be another matter the next time, and is not kept."""
     events.emit(Event(loss[0], name, loss[1], hint))
-    return CompiledPiece(module.forward, "eager", kept=KeptPiece(None, loss) if loss[0] == "PG303" else None)
+    kept = KeptPiece(None, loss) if loss[0] == "PG303" else None
+    return CompiledPiece(torch_compat.forward_of(module), "eager", kept=kept)
 
 
 def _load(name: str, module: torch.fx.GraphModule, kept: KeptPiece, events: EventLog) -> CompiledPiece | None:
@@ -267,7 +293,7 @@ def _load(name: str, module: torch.fx.GraphModule, kept: KeptPiece, events: Even
     if kept.artifact is None:
         if kept.loss is not None:
             events.emit(Event(kept.loss[0], name, kept.loss[1]))
-        return CompiledPiece(module.forward, "eager", kept=kept, is_loaded=True)
+        return CompiledPiece(torch_compat.forward_of(module), "eager", kept=kept, is_loaded=True)
     try:
         made = torch_compat.load_compiled(kept.artifact)
     except Exception as error:  # noqa: BLE001 - whatever Inductor raises: it is compiled instead, and that is told
@@ -331,7 +357,7 @@ def _cut_step(index: int, segment: Segment, slots: _Slots, traced: Traced) -> St
     elif len(heads) == 1 and heads[0].op == "call_function" and _is_flat(nodes, heads[0]):
         return _single_op_step(heads[0], segment, slots, common)
     else:
-        runner = segment.module.forward
+        runner = torch_compat.forward_of(segment.module)
     return Step(
         function=runner,
         args=_segment_args(segment, slots),

@@ -225,7 +225,7 @@ def _build(
         copies[node].meta = _portable_meta(node)
     graph.output(tuple(copies[node] for node in outputs))
     inputs: tuple[torch.fx.Node | FromSize, ...] = (*map(FromSize, symbols), *external)
-    return Segment(tuple(nodes), verdict, torch.fx.GraphModule(root, graph), inputs, outputs)
+    return Segment(tuple(nodes), verdict, torch_compat.lazy_module(root, graph), inputs, outputs)
 
 
 def _inputs_of(nodes: Sequence[torch.fx.Node]) -> tuple[list[torch.fx.Node], list[sympy.Symbol]]:

@@ -9,11 +9,24 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+
+def lazy_module(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """A module of a graph whose Python is not written before it is needed: of most pieces it never is."""
+    return _LazyGraphModule(root, graph)
+
+
+def forward_of(module: torch.fx.GraphModule) -> Callable[..., Any]:
+    """What runs a module's graph, as a function with that code, though the module be lazy."""
+    _LazyGraphModule.force_recompile(module)
+    forward: Callable[..., Any] = module.forward
+    return forward
 
 
 def nodes_by_line(module: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
     """What each line of a traced module's ``forward`` computes, lines numbered as in its frames."""
-    nodes, first = list(module.graph.nodes), module.forward.__code__.co_firstlineno
+    nodes, first = list(module.graph.nodes), forward_of(module).__code__.co_firstlineno
     return {first + line: nodes[index] for line, index in (module._lineno_map or {}).items() if index is not None}
 
 

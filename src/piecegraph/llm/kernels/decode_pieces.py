@@ -28,6 +28,7 @@ from torch.fx import Node
 from piecegraph.base import torch_compat
 from piecegraph.dumps.repro import register_plain_form
 from piecegraph.graph.fx_nodes import op_name, take_places, writes_in_place
+from piecegraph.graph.lower import goes_by_structure
 from piecegraph.llm.kernels.skinny import MOST_ROWS, Heads, Linear, choose_tile, multiply, rotate
 from piecegraph.llm.ops import LIBRARY
 
@@ -112,6 +113,7 @@ class FusedHeads:
         return parts
 
 
+@goes_by_structure
 def use_fused_ops(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """An FX pass: see Note [Pieces of their own for decoding]. The module that is given stays as it is."""
     copies: dict[Node, Node] = {}
@@ -126,7 +128,7 @@ def use_fused_ops(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         old.replace_all_uses_with(new)
     for old in replaced:
         _erase(graph, old)
-    return torch.fx.GraphModule(module, graph)
+    return torch_compat.lazy_module(module, graph)
 
 
 def describe(graph: torch.fx.Graph) -> str:
@@ -264,9 +266,14 @@ def _is_in_float32(source: Node, wide: Node, result: Node) -> bool:
 
 def _find_heads(nodes: Sequence[Node]) -> Iterator[FusedHeads]:
     turned = [found for node in nodes if (found := _turned(node)) is not None]
+    plain: dict[Any, list[tuple[Node, Node]]] = {}
+    for node in nodes if turned else ():
+        if (rows := _plain_heads(node)) is not None:
+            plain.setdefault(rows.args[0], []).append((rows, node))
     for q, k in zip(turned[::2], turned[1::2], strict=False):
-        values = [(rows, node) for node in nodes if (rows := _plain_heads(node)) is not None and _are_split(rows, q, k)]
-        if (q.cos, q.sin) == (k.cos, k.sin) and _have_like_norms(q, k) and len(values) == 1:
+        values = plain.get(q.rows.args[0], [])
+        are_turned_alike = (q.cos, q.sin) == (k.cos, k.sin) and _eps(q) == _eps(k)
+        if are_turned_alike and len(values) == 1 and _are_split(values[0][0], q.rows, k.rows):
             yield FusedHeads(q, k, *values[0])
 
 
@@ -301,13 +308,13 @@ def _plain_heads(node: Node) -> Node | None:
     return _rows_of(found)
 
 
-def _are_split(rows: Node, q: _Turned, k: _Turned) -> bool:
+def _are_split(*parts: Node) -> bool:
     """Whether they are parts of the same rows."""
-    return rows.args[:1] == q.rows.args[:1] == k.rows.args[:1] and rows.target is operator.getitem
+    return all(part.target is operator.getitem and part.args[0] is parts[0].args[0] for part in parts)
 
 
-def _have_like_norms(q: _Turned, k: _Turned) -> bool:
-    return (q.norm and q.norm.eps) == (k.norm and k.norm.eps)
+def _eps(heads: _Turned) -> float | None:
+    return None if heads.norm is None else heads.norm.eps
 
 
 def _rows_of(heads: Any) -> Node | None:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from piecegraph.base import torch_compat
 from piecegraph.dumps.repro import register_plain_form
+from piecegraph.graph.lower import goes_by_structure
 from piecegraph.llm.kernels.skinny import Linear, Tile, launch_tiles, multiply
 from piecegraph.llm.ops import LIBRARY
 
@@ -77,11 +78,13 @@ def _arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any
     return input, weight, bias
 
 
+@goes_by_structure
 def use_skinny_linears(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """An FX pass: every linear becomes the op that chooses by rows."""
     return _with_op(module, torch.ops.piecegraph.linear.default)
 
 
+@goes_by_structure
 def use_fixed_linears(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """An FX pass: every linear becomes the op with fixed tiles."""
     return _with_op(module, torch.ops.piecegraph.fixed_linear.default)
