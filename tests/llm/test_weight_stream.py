@@ -64,8 +64,11 @@ def test_what_was_written_to_behind_the_file_is_kept(folder: Path) -> None:
     model, expected = read(folder), read(folder)
     for each in (model, expected):
         each.model.norm.weight.data.fill_(7)  # in the mapping, by whoever loads
-    start(model).wait()
+    stream = start(model)
+    found = stream.wait()
     assert same(model, expected)
+    assert stream.wait() == found
+    assert not stream._weights, "the host's copy is not held on to"
 
 
 @pytest.fixture

@@ -176,7 +176,8 @@ class WeightStream:
         self._error: BaseException | None = None
         self._stagings: list[_Staging] = []
         self._reader = _Reader()
-        self._waited = 0.0
+        self._num_bytes = sum(len(weight.host) for weight in self._weights.values())
+        self._read: WeightsRead | None = None
         self._start = self._end = time.perf_counter()
         self._mark_usable(self._weights.values())
         names = [f"piecegraph weights {number}" for number in range(_NUM_THREADS if self._weights else 0)]
@@ -202,13 +203,15 @@ class WeightStream:
         start = time.perf_counter()
         for thread in self._threads:
             thread.join()
-        self._waited += time.perf_counter() - start
+        waited, reader = time.perf_counter() - start, self._reader
+        self._weights.clear()  # what the host holds of them, and pinned memory, is needed no more
+        self._stagings.clear()
         if self._error is not None:
             raise self._error
-        num_bytes, reader = sum(len(weight.host) for weight in self._weights.values()), self._reader
-        return WeightsRead(
-            num_bytes, self._end - self._start, self._waited, reader.disk_bytes, reader.disk_end - reader.disk_start
-        )
+        if self._read is None:
+            seconds, disk_seconds = self._end - self._start, reader.disk_end - reader.disk_start
+            self._read = WeightsRead(self._num_bytes, seconds, waited, reader.disk_bytes, disk_seconds)
+        return self._read
 
     def _mark_usable(self, weights: Iterable[_Weight]) -> None:
         """What the device was asked to do with this memory before, for others, comes first."""
