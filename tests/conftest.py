@@ -38,9 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: no collection need walk through those million objects again."""
+    """What was imported stays: no collection need walk through those million objects again. And few need be made: a
+    trace makes millions of objects that end by themselves, and tests that ask what is left collect by themselves.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

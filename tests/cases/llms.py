@@ -28,11 +28,17 @@ _DELTA_NET = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_hidden_layers": 2,
+}
+_DELTA_NETS = _DELTA_NET | {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "num_hidden_layers": 3,
 }
 _IN_THREE_DIMENSIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 
+# One layer of each kind: half of the time of these tests is tracing, layer by layer. Several of a kind, beside each other
+# and apart, are in llama, gemma3 and qwen3_next.
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: hf.LlamaConfig(**_COMMON, num_hidden_layers=3),
     "llama_dynamic": lambda: hf.LlamaConfig(
@@ -51,14 +57,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
             "long_factor": [2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0],
         },
     ),
-    "qwen3": lambda: hf.Qwen3Config(**_COMMON, num_hidden_layers=3, head_dim=16),
-    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**_COMMON, **_EXPERTS, num_hidden_layers=3, head_dim=16),
+    "qwen3": lambda: hf.Qwen3Config(**_COMMON, num_hidden_layers=2, head_dim=16),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**_COMMON, **_EXPERTS, num_hidden_layers=2, head_dim=16),
     "mixtral": lambda: hf.MixtralConfig(
-        **_COMMON, num_hidden_layers=3, num_local_experts=4, num_experts_per_tok=2, sliding_window=6
+        **_COMMON, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2, sliding_window=6
     ),
     "gemma2": lambda: hf.Gemma2Config(
         **_COMMON,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         head_dim=16,
         query_pre_attn_scalar=16,
         sliding_window=5,
@@ -75,10 +81,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         final_logit_softcapping=8.0,
     ),
     "gpt_oss": lambda: hf.GptOssConfig(
-        **_COMMON, num_hidden_layers=4, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=5
+        **_COMMON, num_hidden_layers=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=5
     ),
     "gpt2": lambda: hf.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2
+        vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2
     ),
     "deepseek_v3": lambda: hf.DeepseekV3Config(
         **_COMMON | {"num_key_value_heads": 4},
@@ -96,7 +102,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         first_k_dense_replace=1,
         moe_intermediate_size=32,
     ),
-    "qwen3_next": lambda: hf.Qwen3NextConfig(**_COMMON, **_EXPERTS, **_DELTA_NET, shared_expert_intermediate_size=32),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(**_COMMON, **_EXPERTS, **_DELTA_NETS, shared_expert_intermediate_size=32),
     "qwen3_5": lambda: hf.Qwen3_5TextConfig(**_COMMON, **_DELTA_NET),
     "qwen2_vl": lambda: hf.Qwen2VLConfig(
         text_config=_COMMON | {"num_hidden_layers": 2, "rope_parameters": _IN_THREE_DIMENSIONS},
@@ -159,7 +165,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         mamba_chunk_size=8,
     ),
     "lfm2": lambda: hf.Lfm2Config(
-        **_COMMON, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], conv_L_cache=3
+        **_COMMON, num_hidden_layers=2, layer_types=["conv", "full_attention"], conv_L_cache=3
     ),
 }
 

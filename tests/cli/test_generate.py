@@ -15,6 +15,7 @@ from tests.cases.commands import Run, runner
 from tests.cases.tiny_llm import write_tiny_llm
 
 FEW = ("--max-new-tokens", "5")
+pytestmark = pytest.mark.usefixtures("traced_once")
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def told(llm: Any) -> str:
 def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model and a cache that has it."""
     folder = tmp_path_factory.mktemp("kept")
-    save_checkpoint("llama", folder / "model")
+    save_checkpoint("llama", folder / "model", num_layers=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIECEGRAPH_CACHE", str(folder / "cache"))
         load(folder / "model").close()
@@ -66,7 +66,7 @@ def model(once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_new_process_traces_nothing(forked: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIECEGRAPH_CACHE", str(tmp_path / "cache"))
-    save_checkpoint("qwen3", tmp_path / "model")
+    save_checkpoint("qwen3", tmp_path / "model", num_layers=1)
 
     def run(compilers: str) -> Any:
         words = ("-c", PROGRAM, str(tmp_path / "model"), compilers, json.dumps(PROMPTS))

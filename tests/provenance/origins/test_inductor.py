@@ -164,25 +164,30 @@ def check_layers(ran: list[Ran], *, has_map: bool) -> None:
             assert call.op == ("aten::addmm" if name.startswith("extern") else name)
 
 
-def test_every_launch_is_told_by_layer_module_and_line() -> None:
-    with fresh_cache():
-        for is_warm in (False, True):
-            counters.clear()
-            ran = run_traced(Stack().forward, torch.randn(8, 12), ops=[attention], provenance=True)
-            assert (counters["aot_autograd"]["autograd_cache_hit"] > 0) == is_warm
-            check_layers(ran, has_map=True)
+@pytest.fixture(scope="module")
+def stacks() -> dict[bool, list[tuple[bool, list[Ran]]]]:
+    """By whether the map is wanted: what two runs ran, and whether it was cached; all in one cache, first without it."""
+    found: dict[bool, list[tuple[bool, list[Ran]]]] = {False: [], True: []}
+    with fresh_cache(), torch.no_grad():
+        for provenance, runs in found.items():
+            for _ in range(2):
+                counters.clear()
+                ran = run_traced(Stack().forward, torch.randn(8, 12), ops=[attention], provenance=provenance)
+                runs.append((counters["aot_autograd"]["autograd_cache_hit"] > 0, ran))
+    return found
 
 
-def test_comments_alone_tell_the_calls_of_ops() -> None:
-    with fresh_cache():
-        for is_warm in (False, True):
-            counters.clear()
-            ran = run_traced(Stack().forward, torch.randn(8, 12), ops=[attention], provenance=False)
-            assert (counters["aot_autograd"]["autograd_cache_hit"] > 0) == is_warm
-            check_layers(ran, has_map=False)
-        # What was cached without the map is not used where the map is wanted.
-        ran = run_traced(Stack().forward, torch.randn(8, 12), ops=[attention], provenance=True)
+def test_every_launch_is_told_by_layer_module_and_line(stacks: dict[bool, list[tuple[bool, list[Ran]]]]) -> None:
+    """What was cached without the map is not used where the map is wanted."""
+    assert [is_cached for is_cached, _ in stacks[True]] == [False, True]
+    for _, ran in stacks[True]:
         check_layers(ran, has_map=True)
+
+
+def test_comments_alone_tell_the_calls_of_ops(stacks: dict[bool, list[tuple[bool, list[Ran]]]]) -> None:
+    assert [is_cached for is_cached, _ in stacks[False]] == [False, True]
+    for _, ran in stacks[False]:
+        check_layers(ran, has_map=False)
 
 
 def with_view(x: Tensor) -> Tensor:
