@@ -38,12 +38,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: no collection need walk through those million objects again. And few need be made: a
-    trace makes millions of objects that end by themselves, and tests that ask what is left collect by themselves.
+    """Few collections need be made: a trace makes millions of objects that end by themselves. Tests that ask what is
+    left, and models that are closed, collect by themselves.
     """
+    gc.set_threshold(100_000, 20, 20)
+    _freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        _freeze()
+
+
+def _freeze() -> None:
+    """What was imported and what earlier files left stays: no collection need walk through a million objects again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

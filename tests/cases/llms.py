@@ -37,8 +37,8 @@ _DELTA_NETS = _DELTA_NET | {
 }
 _IN_THREE_DIMENSIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 
-# One layer of each kind: half of the time of these tests is tracing, layer by layer. Several of a kind, beside each other
-# and apart, are in llama, gemma3 and qwen3_next.
+# One layer of each kind: half of the time of these tests is tracing, layer by layer. Several of a kind, beside each
+# other and apart, are in llama, qwen3, gemma3 and qwen3_next.
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: hf.LlamaConfig(**_COMMON, num_hidden_layers=3),
     "llama_dynamic": lambda: hf.LlamaConfig(
@@ -57,7 +57,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
             "long_factor": [2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0],
         },
     ),
-    "qwen3": lambda: hf.Qwen3Config(**_COMMON, num_hidden_layers=2, head_dim=16),
+    "qwen3": lambda: hf.Qwen3Config(**_COMMON, num_hidden_layers=3, head_dim=16),
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(**_COMMON, **_EXPERTS, num_hidden_layers=2, head_dim=16),
     "mixtral": lambda: hf.MixtralConfig(
         **_COMMON, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2, sliding_window=6

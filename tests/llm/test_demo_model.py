@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -26,6 +27,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIECEGRAPH_CACHE", str(tmp_path / "cache"))
 
 
+class _Reader:
+    def __init__(self, *what: Any) -> None:
+        self.data = np.zeros(1).view(np.memmap)
+
+
 def pretend_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *packages: str) -> None:
     for package in packages:
         (tmp_path / package).mkdir()
@@ -34,7 +40,7 @@ def pretend_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *packages
     spec = importlib.util.find_spec("gguf")  # the real one, if it was imported before
     assert spec is not None
     reader: Any = importlib.util.module_from_spec(spec)
-    reader.GGUFReader = reader.get_tensor_name_map = lambda *what: object()
+    reader.GGUFReader, reader.get_tensor_name_map = _Reader, lambda *what: object()
     monkeypatch.setitem(sys.modules, "gguf", reader)
 
 
@@ -104,6 +110,7 @@ def test_what_is_packed_is_parsed_once(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert made["model"] == made["tokenizer"]
     assert len(set(made["model"])) == len(parts)
     assert gguf.GGUFReader is original
+    assert all(type(reader.data) is np.ndarray for reader in made["model"][:2]), "slices are made in C"
 
 
 def test_a_package_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

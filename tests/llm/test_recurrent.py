@@ -251,7 +251,7 @@ def test_latents_are_cached_unexpanded() -> None:
 
 
 def test_only_modules_in_opaque_form_forbid_capture() -> None:
-    runners = [_runner(*FAMILIES[family][:2]) for family in ("qwen3_5", "mamba2")]
+    runners = [_runner(*FAMILIES[family][:2]) for family in ("qwen3_next", "mamba2")]
     fine, opaque = (runner.memory for runner in runners)
     assert [state_bytes(runner.model.states, NUM_SLOTS) for runner in runners] == [fine.num_bytes, 0]
     assert (fine.capture_safe("decode"), fine.unallocated_bytes(3)) == (Accepted(), 0)

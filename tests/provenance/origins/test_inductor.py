@@ -166,7 +166,7 @@ def check_layers(ran: list[Ran], *, has_map: bool) -> None:
 
 @pytest.fixture(scope="module")
 def stacks() -> dict[bool, list[tuple[bool, list[Ran]]]]:
-    """By whether the map is wanted: what two runs ran, and whether it was cached; all in one cache, first without it."""
+    """By whether the map is wanted: what two runs ran, and whether it was cached; in one cache, without it first."""
     found: dict[bool, list[tuple[bool, list[Ran]]]] = {False: [], True: []}
     with fresh_cache(), torch.no_grad():
         for provenance, runs in found.items():
