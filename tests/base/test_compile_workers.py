@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+import torch._inductor.config
 from torch._inductor.async_compile import AsyncCompile
 
 from piecegraph.base import torch_compat
@@ -22,6 +23,6 @@ def test_workers_are_up_before_the_first_kernel_is_compiled(monkeypatch: pytest.
 
     monkeypatch.setattr(AsyncCompile, "process_pool", Pool)
     monkeypatch.setattr(AsyncCompile, "_ready_future", None)
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 2)
-    torch_compat.start_compile_workers()
+    with torch._inductor.config.patch(compile_threads=2):  # type: ignore[attr-defined]
+        torch_compat.start_compile_workers()
     assert len(submitted) == 1
