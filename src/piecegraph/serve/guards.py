@@ -63,7 +63,7 @@ class Guards:
         client = scope.get("client")
         named = {"id": scope["request_id"]} if "request_id" in scope else {}  # by a front that passes it on
         record = Record(scope["method"], scope["path"], client[0] if client else "", **named)
-        scope["record"] = record
+        scope["record"], scope["send"] = record, send
 
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
