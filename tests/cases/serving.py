@@ -15,7 +15,8 @@ from typing import Any
 
 import piecegraph
 from piecegraph.llm.async_llm import AsyncLLM
-from piecegraph.serve.models import Models, ModelSpec
+from piecegraph.serve.catalog import ModelSpec
+from piecegraph.serve.models import Models
 from piecegraph.serve.server import HttpServer, address_of, listen
 from piecegraph.serve.service import Service
 from piecegraph.serve.settings import ServeSettings

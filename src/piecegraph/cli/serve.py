@@ -14,7 +14,8 @@ from piecegraph.errors import CommandError
 
 if TYPE_CHECKING:
     from piecegraph.llm.async_llm import AsyncLLM
-    from piecegraph.serve.models import Load, ModelSpec
+    from piecegraph.serve.catalog import ModelSpec
+    from piecegraph.serve.models import Load
     from piecegraph.serve.settings import ServeSettings
 
 _INTERRUPTED = 130
@@ -127,7 +128,7 @@ def _fractions(given: str | None, num_models: int, *, on_gpu: bool) -> list[floa
 
 
 def _specs(named: dict[str, str], fractions: Sequence[float | None], how: dict[str, Any]) -> list[ModelSpec]:
-    from piecegraph.serve.models import ModelSpec
+    from piecegraph.serve.catalog import ModelSpec
 
     limits = {name: how[name] for name in ("max_model_len", "max_num_seqs", "dtype")}
     return [

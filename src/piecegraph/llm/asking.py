@@ -40,7 +40,7 @@ class Asking(ABC):
     """
 
     def __init__(self, tokenizer: Any | None) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer_if_any = tokenizer
         self._tokenizing = ThreadPoolExecutor(1, "piecegraph-tokenizer")
 
     @property
@@ -123,8 +123,8 @@ class Asking(ABC):
         """Have an inbox make text of what comes."""
         found = Prompt(text=prompt if isinstance(prompt, str) else None, tokens=tokens, params=params)
         decode = None
-        if self._tokenizer is not None:
-            decode = decoder_of(self._tokenizer, skip_special_tokens=params.skip_special_tokens)
+        if self.tokenizer_if_any is not None:
+            decode = decoder_of(self.tokenizer_if_any, skip_special_tokens=params.skip_special_tokens)
         inbox.answers = [
             Answer(found, None if decode is None else text_behind(tokens, params, decode)) for _ in range(params.n)
         ]

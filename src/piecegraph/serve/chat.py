@@ -25,7 +25,7 @@ class ChatCall:
         self._service, self._body, self._record = service, body, record
         self.asked = [asked]
         self._each = body.n or 1
-        self._texts = TokenTexts(service.llm.llm.tokenizer)
+        self._texts = TokenTexts(service.llm.tokenizer)
         use, has_form = body.tool_use(), body.form() is not None
         self._parsers = [service.reader(use, prompt, has_form=has_form) for _ in range(self._each)]
         self._head = {

@@ -31,7 +31,7 @@ class CompletionCall:
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
-        self._texts = TokenTexts(service.llm.llm.started.loaded.tokenizer)
+        self._texts = TokenTexts(service.llm.tokenizer_if_any)
         self._prompts = prompts_of(body.prompt)
         self.asked = [
             service.ask(prompt, params, record, streams=body.stream, priority=body.priority) for prompt in self._prompts

@@ -14,7 +14,8 @@ import uvicorn
 
 from piecegraph.errors import CommandError
 from piecegraph.serve.app import make_app
-from piecegraph.serve.models import Load, Models, ModelSpec
+from piecegraph.serve.catalog import ModelSpec
+from piecegraph.serve.models import Load, Models
 from piecegraph.serve.protocol import HttpProtocol
 from piecegraph.serve.settings import ServeSettings
 
