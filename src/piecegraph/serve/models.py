@@ -16,7 +16,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ from piecegraph.serve.settings import ServeSettings
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 Load = Callable[[ModelSpec], AsyncLLM]
+Found = TypeVar("Found")
 
 
 OnChange = Callable[[Service, About | None], Awaitable[None]]
@@ -55,7 +56,9 @@ class Models(Catalog):
         """Other processes have to know of it before anybody is told that it is done."""
         self._load = load
         self._llms: dict[str, AsyncLLM] = {}
-        """Those that are ready."""
+        """Those that are ready,"""
+        self._abouts: dict[str, About] = {}
+        """and what is to be known of them."""
         self._one_at_a_time = asyncio.Lock()
 
     @property
@@ -74,6 +77,7 @@ class Models(Catalog):
     async def stats(self, name: str | None) -> dict[str, Any]:
         names = [each.name for each in self.all()]
         found = {"status": self.health[1], "models": names, "version": VERSION, "time_s": time.monotonic()}
+        found["api_processes"] = []
         if name is None and not names:
             return found
         service = self.find(name)
@@ -83,6 +87,10 @@ class Models(Catalog):
         llm = self._llms[service.name]
         load = dataclasses.asdict(llm.load())
         return {**found, "defaults": service.defaults, "load": load, "engine": llm.llm.stats()}
+
+    def about_of(self, service: Service) -> About | None:
+        """What is to be known of a model that is ready, or about to be."""
+        return self._abouts.get(service.name)
 
     def llm_of(self, name: str) -> AsyncLLM:
         """A model that is ready. Raises what a client is told if it is not."""
@@ -132,7 +140,7 @@ class Models(Catalog):
         return found
 
     async def _begin(self, service: Service, llm: AsyncLLM) -> None:
-        found = about(llm)
+        found = self._abouts[service.name] = about(llm)
         self._llms[service.name] = llm
         self.metrics.watch(service.name, llm)
         await self._tell(service, found)
@@ -141,6 +149,7 @@ class Models(Catalog):
     async def _end(self, service: Service) -> None:
         """Take no further requests, let the accepted ones end, and let go of the model."""
         service.end()
+        del self._abouts[service.name]
         await self._tell(service)
         self.metrics.forget(service.name)
         await self._llms.pop(service.name).close(timeout_s=self.settings.drain_s)
@@ -160,7 +169,7 @@ class Models(Catalog):
             with _held(others):
                 return self._load(spec)
 
-        return await _in_thread(load)
+        return await in_thread(load)
 
 
 def about(llm: AsyncLLM) -> About:
@@ -203,10 +212,10 @@ def fraction_beside_others(device: str, share: float) -> float:
     return min(1.0, share + (total - free) / total)
 
 
-async def _in_thread(load: Callable[[], AsyncLLM]) -> AsyncLLM:
-    """Call something on a thread that nobody waits for when the process ends: a model takes its time."""
+async def in_thread(work: Callable[[], Found]) -> Found:
+    """Call something on a thread that nobody waits for when the process ends: it takes its time."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[AsyncLLM] = loop.create_future()
+    done: asyncio.Future[Found] = loop.create_future()
 
     def tell(set_it: Callable[..., None], value: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is gone
@@ -214,11 +223,11 @@ async def _in_thread(load: Callable[[], AsyncLLM]) -> AsyncLLM:
 
     def run() -> None:
         try:
-            found = load()
+            found = work()
         except BaseException as error:  # noqa: BLE001 - whoever waits is told
             tell(done.set_exception, error)
         else:
             tell(done.set_result, found)
 
-    threading.Thread(target=run, name="piecegraph-load", daemon=True).start()
+    threading.Thread(target=run, name="piecegraph-work", daemon=True).start()
     return await done
