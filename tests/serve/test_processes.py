@@ -5,24 +5,39 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import marshal
 import os
 import signal
 import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import piecegraph
-from piecegraph.errors import CommandError
+from piecegraph.errors import CommandError, ConfigError, RequestError
+from piecegraph.llm.asking import Asked
 from piecegraph.llm.async_llm import AsyncLLM
+from piecegraph.llm.run.prompts import refused
+from piecegraph.llm.run.request import SamplingParams
+from piecegraph.llm.run.results import Ending, TokenLogprob
 from piecegraph.serve.catalog import ModelSpec
 from piecegraph.serve.listening import listen
 from piecegraph.serve.processes import launch
 from piecegraph.serve.processes.link import Link, Message
+from piecegraph.serve.processes.wire import (
+    asked_from_wire,
+    asked_to_wire,
+    details_from_wire,
+    error_from_wire,
+    error_to_wire,
+    news_to_wire,
+)
 from piecegraph.serve.settings import ServeSettings
 from tests.cases.serving import Served, http, served
 from tests.cases.tiny_llm import write_tiny_llm
@@ -285,6 +300,71 @@ def test_an_engine_that_is_gone(tiny: piecegraph.LLM) -> None:
     assert b"PG650 the engine has ended: its process is gone" in text
     process.join(30)
     assert process.exitcode == 1
+
+
+def test_messages_that_are_larger_than_what_the_system_takes() -> None:
+    """From several threads, to an end that is slow to read."""
+    sent = [("news", number, "x" * size) for number, size in enumerate((3, 10**6, 5, 2 * 10**6, 0))]
+
+    async def run() -> list[Message]:
+        received: list[Message] = []
+        ends, ours, theirs = list[str](), *map(Link, socket.socketpair())
+        ours.listen(received.append, lambda: None)
+        await asyncio.to_thread(lambda: [ours.send(each) for each in sent])  # nobody reads yet
+        ours.post(("posted", 1))
+        ours.post(("posted", 2))
+        await asyncio.sleep(0)
+        theirs.listen(received.append, lambda: ends.append("end"))
+        while len(received) < len(sent) + 2:
+            await asyncio.sleep(0.001)
+        ours.close()
+        while not ends:
+            await asyncio.sleep(0.001)
+        assert not ours.send(("late",))
+        return received
+
+    assert asyncio.run(asyncio.wait_for(run(), 30)) == [*sent, ("posted", 1), ("posted", 2)]
+
+
+def test_what_passes_between_processes() -> None:
+    params = SamplingParams(
+        max_new_tokens=9,
+        n=2,
+        logit_bias={3: 1.5},
+        bad_words=[[1, 2]],
+        structured_outputs={"choice": ["a", "b"]},
+        stop_token_ids=[4],
+        logprobs=0,
+    )
+    asked = Asked(params=params, priority=-1, arrival_time=1.5, deadline=None, is_streamed=False)
+    assert asked_from_wire(marshal.loads(marshal.dumps(asked_to_wire(asked)))) == asked
+    for error in (
+        RequestError("PG658", "the queue is full", why="so", hint="wait"),
+        ConfigError("PG108", "n is 0", where="prompts[1]"),
+    ):
+        found = error_from_wire(marshal.loads(marshal.dumps(error_to_wire(error))))
+        assert (type(found), str(found), found.code) == (type(error), str(error), error.code)
+    metrics = refused([1], RequestError("PG651", "the prompt is empty")).metrics
+    logprobs = [TokenLogprob(1, -0.5, ((2, -0.25),)), None]
+    hidden = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    ending = Ending(
+        finish_reason="stop",
+        stop_reason=4,
+        error=None,
+        metrics=metrics,
+        ends_with_mark=True,
+        prompt_logprobs=logprobs,
+        hidden_states=hidden,
+    )
+    ((key, index, tokens, *details),) = marshal.loads(
+        marshal.dumps(news_to_wire([(7, 1, [5, 6], logprobs[:1], ending)]))
+    )
+    assert (key, index, tokens) == (7, 1, [5, 6])
+    told, ended = details_from_wire(*details)
+    assert told == logprobs[:1]
+    assert isinstance(ended, Ending)
+    assert torch.equal(ended.hidden_states, hidden)
+    assert replace(ended, hidden_states=None) == replace(ending, hidden_states=None)
 
 
 def test_a_process_from_its_start_to_its_end(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ import os
 import queue
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -94,10 +95,24 @@ class _Place:
     generation: Generation
     is_streamed: bool
     """Whether its tokens are sent as they come, or at the end."""
-    num_sent: int
-    """Tokens of its request that were sent, the prompt included."""
     has_begun: bool = False
     """Whether it waits no more: the scheduler has it, or it has ended."""
+    key: Any = field(init=False)
+    """Of the call."""
+    tokens: array[int] = field(init=False)
+    """Of its request, which grow."""
+    num_sent: int = field(init=False)
+    """How many of them were sent, or are the prompt's."""
+    has_logprobs: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        request = self.generation.request
+        self.key, self.tokens, self.num_sent = self.call.key, request.tokens, request.num_prompt
+        self.has_logprobs = request.params.logprobs is not None
+
+    def last_logprobs(self, count: int) -> list[TokenLogprob]:
+        found = self.generation.logprobs
+        return found[len(found) - count :]
 
 
 class AsyncLLM(Asking):
@@ -157,6 +172,10 @@ class AsyncLLM(Asking):
         """A heap: priority, number of the call, number of the answer. See Note [Priorities]."""
         self._deadlines: list[tuple[float, int, Call]] = []
         self._in_engine: dict[str, _Place] = {}
+        self._streams: dict[Outlet, dict[str, _Place]] = {}
+        """Those of them whose tokens are sent as they come, by where to."""
+        self._new: list[tuple[Outlet, list[News]]] = []
+        """What they have got in the last step."""
         self._outbox: deque[tuple[_Place, News]] = deque()
         """Other threads append to it, too: a step is run for everybody's requests, by whoever has the lock."""
         self._ends_all = self._has_left = False
@@ -284,12 +303,10 @@ class AsyncLLM(Asking):
             self.llm.started.engine.scheduler.check_fits(generations[0].request)
         except (RequestError, ConfigError, ModelError) as error:
             return self.refuse(call, error)
-        num_prompt = generations[0].request.num_prompt
         if on_read is not None:
             on_read(generations[0].request.tokens.tolist())
         call.places = [
-            _Place(call, index, generation, asked.is_streamed, num_prompt)
-            for index, generation in enumerate(generations)
+            _Place(call, index, generation, asked.is_streamed) for index, generation in enumerate(generations)
         ]
         self._order(self._begin, call)
         return _gone() if self._has_left else None
@@ -418,6 +435,8 @@ class AsyncLLM(Asking):
             place.has_begun = True
             self._num_begun += 1
             self._in_engine[place.generation.request.id] = place
+            if place.is_streamed:
+                self._streams.setdefault(place.call.outlet, {})[place.generation.request.id] = place
             room -= 1
 
     def _step(self) -> None:
@@ -441,44 +460,54 @@ class AsyncLLM(Asking):
 
     def _take_new(self) -> None:
         """Take the tokens that streams have got since the last step. The engine need not tell of each of them."""
-        for place in self._in_engine.values():
-            tokens, first = place.generation.request.tokens, place.num_sent
-            num_new = len(tokens) - first
-            if num_new and place.is_streamed:
-                place.num_sent += num_new
-                new = [tokens[-1]] if num_new == 1 else tokens[first:].tolist()
-                news = (place.call.key, place.index, new, _last_logprobs(place.generation, num_new), None)
-                self._outbox.append((place, news))
+        for outlet, places in self._streams.items():
+            news: list[News] = []
+            for place in places.values():
+                tokens, first = place.tokens, place.num_sent
+                num_new = len(tokens) - first
+                if num_new:
+                    place.num_sent = first + num_new
+                    new = [tokens[-1]] if num_new == 1 else tokens[first:].tolist()
+                    logprobs = place.last_logprobs(num_new) if place.has_logprobs else None
+                    news.append((place.key, place.index, new, logprobs, None))
+            if news:
+                self._new.append((outlet, news))
 
     def _take_end(self, call: Call, index: int, generation: Generation, _text: str, _tokens: list[int]) -> None:
         """An answer has ended. By whoever runs the step."""
         place = call.places[index]
         new = generation.request.tokens[place.num_sent :].tolist()
         place.num_sent += len(new)
-        news = (call.key, index, new, _last_logprobs(generation, len(new)), _ending_of(generation))
-        self._outbox.append((place, news))
+        logprobs = place.last_logprobs(len(new)) if place.has_logprobs else None
+        self._outbox.append((place, (call.key, index, new, logprobs, _ending_of(generation))))
 
     def _send_new(self) -> None:
-        """Send what is new to where it is read: to each outlet in one call."""
-        sent: dict[Outlet, tuple[list[_Place], list[News]]] = {}
+        """Send what is new to where it is read: to each outlet in one call, and behind it what has ended."""
+        new, self._new = self._new, []
+        sent: dict[Outlet, list[News]] = {}
+        for outlet, news_of_step in new:
+            sent.setdefault(outlet, []).extend(news_of_step)
         while self._outbox:
             place, news = self._outbox.popleft()
-            outlet = place.call.outlet
-            if outlet not in sent:
-                sent[outlet] = ([], [])
-            places, all_news = sent[outlet]
-            places.append(place)
-            all_news.append(news)
-            if news[-1] is not None:
-                self._forget(place)
-        for outlet, (places, all_news) in sent.items():
+            sent.setdefault(place.call.outlet, []).append(news)
+            self._forget(place)
+        for outlet, all_news in sent.items():
             if not outlet.send(all_news):
-                for place in places:
-                    self._end(place.call)
+                self._end_of_outlet(outlet)
+
+    def _end_of_outlet(self, outlet: Outlet) -> None:
+        """Nobody reads there any more."""
+        for call in [call for call in self._calls if call.outlet is outlet]:
+            self._end(call)
 
     def _forget(self, place: _Place) -> None:
         """An answer has come to its end."""
-        self._in_engine.pop(place.generation.request.id, None)
+        request_id, outlet = place.generation.request.id, place.call.outlet
+        self._in_engine.pop(request_id, None)
+        if place.is_streamed and (streams := self._streams.get(outlet)) is not None:
+            streams.pop(request_id, None)
+            if not streams:
+                del self._streams[outlet]
         if all(each.generation.is_done for each in place.call.places):
             self._calls.discard(place.call)
         # Those that have ended are taken out of the heaps together: each by itself would take a search.
@@ -533,12 +562,6 @@ def _ending_of(generation: Generation) -> Ending:
     with torch.inference_mode(False):
         found = generation.ending()
     return found if found.error is None else replace(found, error=name_prompt(found.error, None))
-
-
-def _last_logprobs(generation: Generation, count: int) -> list[TokenLogprob] | None:
-    if generation.request.params.logprobs is None:
-        return None
-    return generation.logprobs[len(generation.logprobs) - count :]
 
 
 def _gone() -> RequestError:

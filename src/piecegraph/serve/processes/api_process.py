@@ -61,7 +61,7 @@ class ApiProcess:
         self._link.listen(self._receive, self._end)
         await self._may_accept.wait()
         await self._models.read()
-        self._engine.post("up", os.getpid())
+        self._engine.post("up")
         await self._server.serve(sockets=[listening])
         return self._engine.is_gone
 

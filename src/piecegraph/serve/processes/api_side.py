@@ -173,6 +173,10 @@ class RemoteLLM(Asking):
             for_engine = self._for_engine(asked)
         except (RequestError, ConfigError, ModelError) as error:
             return functools.partial(self._engine.refuse, number, name_prompt(error, None))
+        except Exception as error:  # noqa: BLE001 - whoever waits is told
+            why = f"{type(error).__name__}: {error}"
+            failure = RequestError("PG650", "the prompt could not be read", why=why)
+            return functools.partial(self._engine.refuse, number, failure)
         self._open(inbox, prompt, asked.params, tokens)
         return functools.partial(self._engine.ask, number, self._name, for_engine, tokens)
 

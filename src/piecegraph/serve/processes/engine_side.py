@@ -56,7 +56,7 @@ class EngineServer(ModelServer):
     @property
     def pids(self) -> list[int]:
         """Of the API processes."""
-        return [each.pid for each in self._processes if each.pid]
+        return [each.pid for each in self._processes if each.pid is not None]
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets
@@ -136,7 +136,6 @@ class ApiHandle:
         """Models whose tokenizers it has read."""
         self.is_up = False
         self.is_running = False
-        self.pid = 0
         self._calls: dict[int, tuple[AsyncLLM, Call]] = {}
         self._left: dict[int, int] = {}
         """How many answers of a call have not ended."""
@@ -181,9 +180,15 @@ class ApiHandle:
             told = None if about is None else dataclasses.asdict(about)
             self.post("model", service.name, service.created, service.state, told)
 
+    @property
+    def pid(self) -> int | None:
+        """None before it is forked."""
+        found: int | None = self._process.pid
+        return found
+
     async def exit_code(self) -> int | None:
         """How it has ended; None if it cannot be told."""
-        if self._process.pid is None:
+        if self.pid is None:
             return None
         await in_thread(functools.partial(self._process.join, 10))
         found: int | None = self._process.exitcode
@@ -192,7 +197,7 @@ class ApiHandle:
     def kill(self) -> None:
         """It has ended, or has to now."""
         self._link.close()
-        if self._process.pid is not None:
+        if self.pid is not None:
             self._process.kill()
         self._reading.shutdown(wait=False)
 
@@ -221,8 +226,8 @@ class ApiHandle:
         receive: Callable[..., None] = getattr(self, f"_on_{kind}")
         receive(*rest)
 
-    def _on_up(self, pid: int) -> None:
-        self.is_up, self.pid = True, pid
+    def _on_up(self) -> None:
+        self.is_up = True
 
     def _on_has(self, name: str) -> None:
         self.has.add(name)
@@ -232,8 +237,8 @@ class ApiHandle:
         try:
             llm, asked = self._models.llm_of(model), asked_from_wire(wire)
             call = llm.accept(asked, number, self)
-        except (PiecegraphError, ApiError) as error:
-            self.post("taken", number, error_to_wire(error))
+        except Exception as error:  # noqa: BLE001 - whoever waits is told
+            self.post("taken", number, _failure(error))
             return
         self._calls[number], self._left[number] = (llm, call), asked.params.n
         if asked.params.structured_outputs is None:
@@ -246,14 +251,18 @@ class ApiHandle:
 
     def _refusal(self, llm: AsyncLLM, call: Call, number: int, tokens: list[int]) -> tuple[Any, ...] | None:
         """Have a call begun; why it is refused, if it is."""
-        error = llm.begin(call, tokens)
+        try:
+            error: Exception | None = llm.begin(call, tokens)
+        except Exception as unexpected:  # noqa: BLE001 - whoever waits is told
+            error = unexpected
         if error is None:
             return None
         self._ended(number, whole_call=True)
-        return error_to_wire(error)
+        return _failure(error)
 
     def _on_end(self, number: int) -> None:
-        llm, call = self._calls.get(number, (None, None))
+        llm, call = self._calls.pop(number, (None, None))
+        self._left.pop(number, None)
         if llm is not None and call is not None:
             llm.end(call)
 
@@ -284,8 +293,8 @@ class ApiHandle:
         await asyncio.sleep(0)  # what others have counted by now is read first
         try:
             value, error = await answer(), None
-        except (PiecegraphError, ApiError) as failure:
-            value, error = None, error_to_wire(failure)
+        except Exception as failure:  # noqa: BLE001 - whoever waits is told
+            value, error = None, _failure(failure)
         self.post("answer", number, error, value)
 
     async def _stats(self, name: str | None) -> str:
@@ -303,3 +312,11 @@ class ApiHandle:
             llm.end(call)
         self._calls.clear()
         self._tasks.add(asyncio.ensure_future(self._server.restart(self)))
+
+
+def _failure(error: Exception) -> tuple[Any, ...]:
+    """What a client is told, by way of its API process."""
+    if isinstance(error, (PiecegraphError, ApiError)):
+        return error_to_wire(error)
+    logger.error("the server failed", exc_info=error)
+    return error_to_wire(ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error"))
