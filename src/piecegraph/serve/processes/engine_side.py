@@ -64,13 +64,16 @@ class EngineServer(ModelServer):
         with self.capture_signals():
             self._processes = [ApiHandle(self, number, listening) for number, listening in enumerate(sockets)]
             starting = [asyncio.ensure_future(each.start()) for each in self._processes]
-            while not self.should_exit:
-                await asyncio.sleep(_LOOK_S)
-            for listening in sockets:  # or connections would wait here that nobody accepts
-                listening.close()
-            await self._let_end()
-            for each in starting:
-                each.cancel()
+            try:
+                while not self.should_exit:
+                    await asyncio.sleep(_LOOK_S)
+                for listening in sockets:  # or connections would wait here that nobody accepts
+                    listening.close()
+                await self._let_end()
+            finally:
+                for task, each in zip(starting, self._processes, strict=True):
+                    task.cancel()
+                    each.kill()
         if self._error is not None:
             raise self._error
 
@@ -80,8 +83,6 @@ class EngineServer(ModelServer):
             each.post("drain")
         while any(each.is_up and each.is_running for each in self._processes) and not self.force_exit:
             await asyncio.sleep(_LOOK_S / 10)
-        for each in self._processes:
-            each.kill()
 
     # -- models
 
@@ -91,9 +92,13 @@ class EngineServer(ModelServer):
         for each in self._processes:
             each.tell_model(service, about, is_gone=is_gone)
         if about is not None:
-            while not all(service.name in each.has for each in self._processes):
+            while not all(service.name in each.has or self._has_left(each) for each in self._processes):
                 self._changed.clear()
                 await self._changed.wait()
+
+    def _has_left(self, process: ApiHandle) -> bool:
+        """Whether it has ended, and none takes its place."""
+        return self.should_exit and not process.is_running
 
     def note_change(self) -> None:
         """One of the API processes has come further."""
