@@ -77,7 +77,6 @@ class Models(Catalog):
     async def stats(self, name: str | None) -> dict[str, Any]:
         names = [each.name for each in self.all()]
         found = {"status": self.health[1], "models": names, "version": VERSION, "time_s": time.monotonic()}
-        found["api_processes"] = []
         if name is None and not names:
             return found
         service = self.find(name)
