@@ -13,6 +13,7 @@ from piecegraph.errors import PiecegraphError
 from piecegraph.llm.asking import Asked
 from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.results import Ending, News, RequestMetrics, TokenLogprob
+from piecegraph.llm.run.structured import StructuredOutputsParams
 from piecegraph.serve.failures import ApiError
 
 _DEFAULTS = {each.name: each.default for each in fields(SamplingParams) if each.default is not MISSING}
@@ -35,12 +36,22 @@ def asked_from_wire(wire: tuple[Any, ...]) -> Asked:
     """The inverse of :func:`asked_to_wire`."""
     params, priority, arrival_time, deadline, is_streamed = wire
     return Asked(
-        params=SamplingParams(**params),
+        params=_params_from_wire(params),
         priority=priority,
         arrival_time=arrival_time,
         deadline=deadline,
         is_streamed=is_streamed,
     )
+
+
+def _params_from_wire(given: dict[str, Any]) -> SamplingParams:
+    """They were validated where they come from: to do it again takes longer than all else that a request needs here."""
+    if (form := given.get("structured_outputs")) is not None:
+        given["structured_outputs"] = StructuredOutputsParams(**form)
+    found = object.__new__(SamplingParams)
+    for name, value in _DEFAULTS.items():
+        object.__setattr__(found, name, given.get(name, value))
+    return found
 
 
 def news_to_wire(news: Sequence[News]) -> list[tuple[Any, ...]]:
