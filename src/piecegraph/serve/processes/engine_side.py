@@ -22,12 +22,7 @@ from piecegraph.serve.model_server import ModelServer
 from piecegraph.serve.models import Models, in_thread
 from piecegraph.serve.processes import launch
 from piecegraph.serve.processes.link import Link, Message
-from piecegraph.serve.processes.wire import (
-    asked_from_wire,
-    error_to_wire,
-    metrics_from_wire,
-    news_to_wire,
-)
+from piecegraph.serve.processes.wire import asked_from_wire, error_to_wire, metrics_from_wire, news_to_wire
 from piecegraph.serve.record import logger as request_logger
 from piecegraph.serve.service import Service
 
@@ -35,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
 _MOST_FAILED_STARTS = 3
+_LAST_S = 10
+"""How long an API process that has closed its link may take to end."""
 
 
 class EngineServer(ModelServer):
@@ -195,7 +192,10 @@ class ApiHandle:
         """How it has ended; None if it cannot be told."""
         if self.pid is None:
             return None
-        await in_thread(functools.partial(self._process.join, 10))
+        await in_thread(functools.partial(self._process.join, _LAST_S))
+        if self._process.is_alive():  # without a link it is of no use, and keeps its clients waiting
+            self._process.kill()
+            await in_thread(self._process.join)
         found: int | None = self._process.exitcode
         return found
 
@@ -316,6 +316,7 @@ class ApiHandle:
         for llm, call in tuple(self._calls.values()):
             llm.end(call)
         self._calls.clear()
+        self._reading.shutdown(wait=False)
         self._tasks.add(asyncio.ensure_future(self._server.restart(self)))
 
 
