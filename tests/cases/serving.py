@@ -9,14 +9,17 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import piecegraph
 from piecegraph.llm.async_llm import AsyncLLM
-from piecegraph.serve.models import Models, ModelSpec
-from piecegraph.serve.server import HttpServer, address_of, listen
+from piecegraph.serve.catalog import ModelSpec
+from piecegraph.serve.listening import address_of, listen_all
+from piecegraph.serve.model_server import ModelServer
+from piecegraph.serve.models import Models
+from piecegraph.serve.server import make_server
 from piecegraph.serve.service import Service
 from piecegraph.serve.settings import ServeSettings
 
@@ -27,7 +30,7 @@ class Served:
 
     address: str
     llm: piecegraph.LLM
-    server: HttpServer
+    server: ModelServer
 
     @property
     def service(self) -> Service:
@@ -80,9 +83,12 @@ def served(
     """Serve a model on a port that is free; or several, each of which ``load`` finds by its name."""
     chosen = ServeSettings(**{"port": 0, **settings})
     make = load or (lambda _: AsyncLLM(llm, max_queue=chosen.max_queue))
-    server, is_ready = HttpServer(Models(chosen, make)), threading.Event()
+    server, is_ready = make_server(Models(chosen, make)), threading.Event()
     specs = [ModelSpec(name=name, path=name) for name in names]
-    with listen(chosen.host, chosen.port) as listening:
+    with ExitStack() as stack:
+        listening = listen_all(chosen.host, chosen.port, chosen.api_processes or 1)
+        for each in listening:
+            stack.enter_context(each)
 
         def run() -> None:
             asyncio.run(server.serve_models(listening, specs, lambda _: is_ready.set()))
@@ -92,7 +98,7 @@ def served(
         if load is None:
             assert is_ready.wait(60)
         try:
-            yield Served(address_of(listening), llm, server)
+            yield Served(address_of(listening[0]), llm, server)
         finally:
             server.should_exit = True
             thread.join(60)

@@ -18,7 +18,7 @@ import piecegraph
 from piecegraph.errors import ConfigError, ModelError, RequestError
 from piecegraph.llm import parts, startup
 from piecegraph.llm.model import checkpoint, traced_model
-from piecegraph.llm.model.loader import _read_tokenizer
+from piecegraph.llm.model.tokenizer import read_tokenizer
 from tests.cases.llm_shelf import Shelf, shelf
 
 
@@ -192,7 +192,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids(models: Shelf, folder: Path
 def test_a_tokenizer_that_transformers_made_up_is_none(tmp_path: Path) -> None:
     hf.Qwen3Config().save_pretrained(tmp_path)
     assert len(hf.AutoTokenizer.from_pretrained(tmp_path)("to be")["input_ids"]) == 0
-    assert _read_tokenizer(str(tmp_path), is_local=True) == (None, "its folder has no vocabulary")
+    assert read_tokenizer(str(tmp_path), is_local=True) == (None, "its folder has no vocabulary")
 
 
 # ------------------------------------------------------------------ bad requests beside good ones

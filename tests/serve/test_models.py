@@ -11,7 +11,7 @@ import pytest
 
 import piecegraph
 from piecegraph.llm.async_llm import AsyncLLM
-from piecegraph.serve.models import ModelSpec
+from piecegraph.serve.catalog import ModelSpec
 from tests.cases.serving import Served, http, served
 from tests.cases.tiny_llm import write_tiny_llm
 from tests.serve.test_server import BODY, held, wait_until

@@ -20,7 +20,7 @@ import piecegraph
 from piecegraph.errors import CommandError, ConfigError, ModelError
 from piecegraph.llm.async_llm import AsyncLLM
 from piecegraph.serve import guards, protocol
-from piecegraph.serve.server import listen
+from piecegraph.serve.listening import listen
 from piecegraph.serve.settings import ServeSettings
 from tests.cases.serving import Served, http, served
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,10 +15,12 @@ from piecegraph.errors import CommandError
 
 if TYPE_CHECKING:
     from piecegraph.llm.async_llm import AsyncLLM
-    from piecegraph.serve.models import Load, ModelSpec
+    from piecegraph.serve.catalog import ModelSpec
+    from piecegraph.serve.models import Load
     from piecegraph.serve.settings import ServeSettings
 
 _INTERRUPTED = 130
+_MOST_API_PROCESSES = 4
 
 
 @click.command()
@@ -40,6 +43,11 @@ _INTERRUPTED = 130
 @click.option(
     "--max-body-mb", type=click.FloatRange(0, min_open=True), default=16, show_default=True, help="Of a body."
 )
+@click.option(
+    "--api-processes",
+    type=click.IntRange(min=0),
+    help="That speak HTTP for the one that runs the model; 0: it does.  [up to 4; 0 on a CPU]",
+)
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), help="Seconds of a request, its waiting included.")
 @click.option("--drain-timeout", type=click.FloatRange(min=0), help="Seconds that requests have left after SIGTERM.")
 @model_options
@@ -55,6 +63,7 @@ def serve(
     memory_fraction: str | None,
     max_queue: int,
     max_body_mb: float,
+    api_processes: int | None,
     timeout: float | None,
     drain_timeout: float | None,
     **how: Any,
@@ -65,6 +74,8 @@ def serve(
     is loaded. SIGTERM and Ctrl-C let the requests that were accepted end.
     """
     _check_installed()
+    if not this_rank():
+        _start_early(api_processes, how["device"])
     from piecegraph.serve.record import log_to_stderr
     from piecegraph.serve.server import serve as run_server
     from piecegraph.serve.settings import ServeSettings
@@ -80,6 +91,8 @@ def serve(
     if this_rank():
         _follow(specs[0], how)
         return
+    if api_processes is None:
+        api_processes = _api_processes() if is_gpu(how["device"]) else 0
     settings = ServeSettings(
         host=host,
         port=port,
@@ -87,6 +100,7 @@ def serve(
         admin_keys=admin_key,
         max_queue=max_queue,
         max_body_bytes=int(max_body_mb * 2**20),
+        api_processes=api_processes,
         timeout_s=timeout,
         drain_s=drain_timeout,
     )
@@ -99,6 +113,20 @@ def serve(
 
     if not run_server(settings, specs, _loader(settings, len(named) == 1, how), on_ready=on_ready):
         os._exit(_INTERRUPTED)  # a model cannot be stopped while it is loaded
+
+
+def _start_early(given: int | None, device: str) -> None:
+    """API processes import what they need while this one does. Whether there is a GPU is not known for sure yet."""
+    is_likely = device != "cpu" and Path("/dev/nvidiactl").exists() and _api_processes() > 0
+    if is_likely if given is None else given > 0:
+        from piecegraph.serve.processes.launch import start_early
+
+        start_early()
+
+
+def _api_processes() -> int:
+    """How many there are if nobody says: a quarter of the cores at most, as a model needs some, too."""
+    return min(_MOST_API_PROCESSES, len(os.sched_getaffinity(0)) // 4) if hasattr(os, "sched_getaffinity") else 0
 
 
 def _named(name: str, path: str, others: Sequence[str]) -> dict[str, str]:
@@ -127,7 +155,7 @@ def _fractions(given: str | None, num_models: int, *, on_gpu: bool) -> list[floa
 
 
 def _specs(named: dict[str, str], fractions: Sequence[float | None], how: dict[str, Any]) -> list[ModelSpec]:
-    from piecegraph.serve.models import ModelSpec
+    from piecegraph.serve.catalog import ModelSpec
 
     limits = {name: how[name] for name in ("max_model_len", "max_num_seqs", "dtype")}
     return [

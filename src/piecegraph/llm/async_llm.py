@@ -2,10 +2,11 @@
 
 Note [Orders to the engine]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Event loops only hand orders in and take chunks out. Between two steps the engine's thread carries out what it was
-ordered, ends what is late, and lets in what waits; behind a step it sends all that is new to an event loop in one call,
-as waking a loop costs more than a token. Without requests it waits for an order, and for no time-out. To give an order
-takes no lock: a destructor may have to, wherever a thread happens to be.
+Event loops only hand orders in and take tokens out, whose text they make by themselves (Note [Text is made where it
+is read]). Between two steps the engine's thread carries out what it was ordered, ends what is late, and lets in what
+waits; behind a step it looks which streams have grown, and sends all that is new to an event loop, or to another
+process, in one call: to wake it costs more than a token. Without requests it waits for an order, and for no time-out.
+To give an order takes no lock: a destructor may have to, wherever a thread happens to be.
 
 Note [Priorities]
 ~~~~~~~~~~~~~~~~~
@@ -26,24 +27,22 @@ import os
 import queue
 import threading
 import time
+from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Unpack
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 
-from piecegraph.base.coerce import as_integer, as_real
+from piecegraph.base.coerce import as_integer
 from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RankError, RequestError
-from piecegraph.llm.llm import LLM, Conversation
-from piecegraph.llm.run.answers import Answers, Inbox
-from piecegraph.llm.run.arguments import SamplingArguments, sampling_rows
+from piecegraph.llm.asking import Asked, Asking
+from piecegraph.llm.llm import LLM
+from piecegraph.llm.run.answers import Inbox
 from piecegraph.llm.run.generation import Generation
-from piecegraph.llm.run.prompts import name_prompt, tokens_of
-from piecegraph.llm.run.request import SamplingParams
-from piecegraph.llm.run.results import Chunk
-from piecegraph.llm.running import Prompt, chunk_of
+from piecegraph.llm.run.prompts import name_prompt
+from piecegraph.llm.run.results import Ending, News, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
@@ -65,31 +64,58 @@ class Load:
     """Whether the engine's thread lives, and not all of its last steps failed."""
 
 
+class Outlet(Protocol):
+    """Where what is new goes to: an event loop, or another process."""
+
+    def send(self, news: list[News]) -> bool:
+        """Send it, without waiting for anybody; False if nobody is there any more."""
+
+
 @dataclass(eq=False)
-class _Call:
+class Call:
     """One prompt on its way. Only the engine's thread touches it once it is ordered."""
 
-    priority: int
+    asked: Asked
     number: int
-    deadline: float | None
-    inbox: Inbox
+    key: Any
+    """What its reader knows it by,"""
+    outlet: Outlet
+    """and where it reads."""
     places: list[_Place] = field(default_factory=list)
     """One for each answer."""
     is_cancelled: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Place:
     """One answer of a call."""
 
-    call: _Call
+    call: Call
     index: int
     generation: Generation
+    is_streamed: bool
+    """Whether its tokens are sent as they come, or at the end."""
     has_begun: bool = False
     """Whether it waits no more: the scheduler has it, or it has ended."""
+    key: Any = field(init=False)
+    """Of the call."""
+    tokens: array[int] = field(init=False)
+    """Of its request, which grow."""
+    num_sent: int = field(init=False)
+    """How many of them were sent, or are the prompt's."""
+    has_logprobs: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        request = self.generation.request
+        self.key, self.tokens, self.num_sent = self.call.key, request.tokens, request.num_prompt
+        self.has_logprobs = request.params.logprobs is not None
+
+    def last_logprobs(self, count: int) -> list[TokenLogprob]:
+        found = self.generation.logprobs
+        return found[len(found) - count :]
 
 
-class AsyncLLM:
+class AsyncLLM(Asking):
     """A language model that serves requests of asyncio, many at once.
 
     Args:
@@ -125,10 +151,11 @@ class AsyncLLM:
             why = "replicas of one job answer calls of generate, and not requests as they come"
             hint = "start a server for each, or let Ray Serve do it: docs/serve.md"
             raise ConfigError("PG681", f"data_parallel_size is {self.llm.replicas.size}", why=why, hint=hint)
+        super().__init__(self.llm.started.loaded.tokenizer)
         self._owns_llm = not isinstance(model, LLM)
         self._records_idle = records_idle
         self._numbers = itertools.count()
-        self._tokenizing = ThreadPoolExecutor(1, "piecegraph-tokenizer")
+        self._loop_outlet: _LoopOutlet | None = None
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._mutex = threading.Lock()
         """Held for a moment by those who write what follows."""
@@ -140,12 +167,16 @@ class AsyncLLM:
         self._failed_in_a_row = 0
         self._num_begun = 0
         """Of the accepted ones, those that wait no more."""
-        self._calls: set[_Call] = set()
+        self._calls: set[Call] = set()
         self._waiting: list[tuple[int, int, int, _Place]] = []
         """A heap: priority, number of the call, number of the answer. See Note [Priorities]."""
-        self._deadlines: list[tuple[float, int, _Call]] = []
+        self._deadlines: list[tuple[float, int, Call]] = []
         self._in_engine: dict[str, _Place] = {}
-        self._outbox: deque[tuple[_Call, Chunk]] = deque()
+        self._streams: dict[Outlet, dict[str, _Place]] = {}
+        """Those of them whose tokens are sent as they come, by where to."""
+        self._new: list[tuple[Outlet, list[News]]] = []
+        """What they have got in the last step."""
+        self._outbox: deque[tuple[_Place, News]] = deque()
         """Other threads append to it, too: a step is run for everybody's requests, by whoever has the lock."""
         self._ends_all = self._has_left = False
         self._thread = threading.Thread(target=self._serve, name="piecegraph-engine", daemon=True)
@@ -153,53 +184,38 @@ class AsyncLLM:
 
     # -- in event loops
 
-    def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        stream: bool = True,
-        **sampling: Unpack[SamplingArguments],
-    ) -> Answers:
-        """Go on from a prompt. Call it where an event loop is running.
+    @property
+    def tokenizer(self) -> Any:
+        return self.llm.tokenizer
 
-        Args:
-            prompt: a text or a list of token ids.
-            sampling_params: how, in one value; or by name, as for :meth:`piecegraph.LLM.generate`.
-            priority: requests with a lower number are let in first, those with the same number as they come.
-            timeout_s: seconds from now after which the request ends with an error (PG659).
-            stream: False to have each answer in one chunk, at its end: for whoever awaits them, which costs less.
-            **sampling: in the place of ``sampling_params``.
+    def _ask(self, prompt: Any, asked: Asked, inbox: Inbox) -> asyncio.Future[None] | None:
+        call = self.accept(asked, inbox, self._outlet_of(inbox.loop))
+        inbox.cancel = functools.partial(self.end, call)
+        inbox.stop = functools.partial(self.stop, call)
+        read = functools.partial(self._read, call, prompt, inbox)
+        # Tokenizers and grammars take their time.
+        if isinstance(prompt, str) or asked.params.structured_outputs is not None:
+            return inbox.loop.run_in_executor(self._tokenizing, read)
+        read()
+        return None
 
-        Raises:
-            RequestError: PG658, as many requests wait as may.
-            ConfigError: an argument is wrong, or the model was closed.
-        """
-        (row,) = sampling_rows(1, sampling_params, sampling)
-        params, now = SamplingParams(**row), time.perf_counter()
-        deadline = None if timeout_s is None else now + _seconds(timeout_s)
-        call = _Call(_priority(priority), next(self._numbers), deadline, Inbox(params.n))
-        self._accept(params.n)
-        prepare = functools.partial(self._prepare, call, prompt, params, now, is_streamed=stream)
-        if isinstance(prompt, str) or params.structured_outputs is not None:  # tokenizers and grammars take their time
-            accepted = call.inbox.loop.run_in_executor(self._tokenizing, prepare)
-            return Answers(call.inbox, functools.partial(self._order, self._end, call), accepted)
-        prepare()
-        return Answers(call.inbox, functools.partial(self._order, self._end, call), None)
+    def _outlet_of(self, loop: asyncio.AbstractEventLoop) -> Outlet:
+        if self._loop_outlet is None or self._loop_outlet.loop is not loop:
+            self._loop_outlet = _LoopOutlet(loop)
+        return self._loop_outlet
 
-    async def chat_prompt(self, conversation: Conversation, **values: Any) -> list[int]:
-        """The same as :meth:`piecegraph.LLM.chat_prompt`, which takes its time."""
-        loop = asyncio.get_running_loop()
-        read = functools.partial(self.llm.chat_prompt, conversation, **values)
-        return await loop.run_in_executor(self._tokenizing, read)
-
-    async def tokens_of(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text."""
-        loop = asyncio.get_running_loop()
-        read = functools.partial(tokens_of, text, self.llm.tokenizer, add_special_tokens=add_special_tokens)
-        return list(await loop.run_in_executor(self._tokenizing, read))
+    def _read(self, call: Call, prompt: Any, inbox: Inbox) -> None:
+        """Read a prompt and have it queued, or tell why it is refused. In its event loop or the tokenizer's thread."""
+        params = call.asked.params
+        try:
+            tokens = self._tokens(prompt, params)
+            call.asked = self._for_engine(call.asked)
+        except (RequestError, ConfigError, ModelError) as error:
+            refusal: PiecegraphError | None = self.refuse(call, error)
+        else:
+            refusal = self.begin(call, tokens, functools.partial(self._open, inbox, prompt, params))
+        if refusal is not None:
+            call.outlet.send([(inbox, 0, [], None, refusal)])
 
     def load(self) -> Load:
         """How busy the model is."""
@@ -245,7 +261,16 @@ class AsyncLLM:
         """Have the engine's thread call something before its next step. See Note [Orders to the engine]."""
         self._orders.put(functools.partial(function, *args))
 
-    def _accept(self, num_answers: int) -> None:
+    # -- of calls, wherever they come from
+
+    def accept(self, asked: Asked, key: Any, outlet: Outlet) -> Call:
+        """Let a call wait for its prompt to be read, and for a place behind that.
+
+        Raises:
+            RequestError: PG658, as many wait as may.
+            ConfigError: PG106, the model was closed.
+        """
+        num_answers = asked.params.n
         with self._mutex:
             if not self._is_open:
                 raise ConfigError("PG106", "the model was called after close()", hint="load it again")
@@ -254,30 +279,52 @@ class AsyncLLM:
                 why = f"there are {num_waiting} waiting, and max_queue is {self.max_queue}"
                 raise RequestError("PG658", "the queue is full", why=why, hint="ask again later")
             self._num_accepted += num_answers
+        return Call(asked, next(self._numbers), key, outlet)
 
-    def _prepare(
-        self, call: _Call, prompt: Prompt, params: SamplingParams, arrival_time: float, *, is_streamed: bool
-    ) -> None:
-        """Read a prompt and have it queued, or tell why it is refused. In its event loop or the tokenizer's thread."""
+    def begin(
+        self, call: Call, tokens: Any, on_read: Callable[[list[int]], None] | None = None
+    ) -> PiecegraphError | None:
+        """Queue a call that was accepted; why it is refused, if it is. Any thread may do it.
+
+        Args:
+            call: which.
+            tokens: its prompt.
+            on_read: called with the tokens of a prompt that is one, before anything is sent.
+        """
+        asked = call.asked
         try:
             generations = self.llm.running.prepare(
-                prompt,
-                params,
-                on_new=lambda index: functools.partial(self._take_new, call, index),
-                is_streamed=is_streamed,
-                arrival_time=arrival_time,
+                tokens,
+                asked.params,
+                on_new=lambda index: functools.partial(self._take_end, call, index),
+                makes_text=False,
+                arrival_time=asked.arrival_time,
             )
             self.llm.started.engine.scheduler.check_fits(generations[0].request)
         except (RequestError, ConfigError, ModelError) as error:
-            with self._mutex:
-                self._num_accepted -= params.n
-            self._order(_wake)  # it may be the last that is waited for
-            _send(call.inbox.loop, [(call.inbox, name_prompt(error, None))])
-            return
-        call.places = [_Place(call, index, generation) for index, generation in enumerate(generations)]
+            return self.refuse(call, error)
+        if on_read is not None:
+            on_read(generations[0].request.tokens.tolist())
+        call.places = [
+            _Place(call, index, generation, asked.is_streamed) for index, generation in enumerate(generations)
+        ]
         self._order(self._begin, call)
-        if self._has_left:
-            _send(call.inbox.loop, [(call.inbox, _gone())])
+        return _gone() if self._has_left else None
+
+    def refuse(self, call: Call, error: PiecegraphError) -> PiecegraphError:
+        """A call that was accepted is not begun; the error in the words of a prompt."""
+        with self._mutex:
+            self._num_accepted -= call.asked.params.n
+        self._order(_wake)  # it may be the last that is waited for
+        return name_prompt(error, None)
+
+    def end(self, call: Call) -> None:
+        """Nobody wants it any more. Any thread may say so, and a destructor."""
+        self._order(self._end, call)
+
+    def stop(self, call: Call, index: int) -> None:
+        """One of its answers is complete as it is."""
+        self._order(self._stop, call, index)
 
     # -- in the engine's thread
 
@@ -321,19 +368,19 @@ class AsyncLLM:
             self._records_idle = False
             return False
 
-    def _begin(self, call: _Call) -> None:
+    def _begin(self, call: Call) -> None:
         if call.is_cancelled:  # before its prompt was read
             self._num_begun += len(call.places)
             return
         self._calls.add(call)
         for place in call.places:
-            heapq.heappush(self._waiting, (call.priority, call.number, place.index, place))
-        if call.deadline is not None:
-            heapq.heappush(self._deadlines, (call.deadline, call.number, call))
+            heapq.heappush(self._waiting, (call.asked.priority, call.number, place.index, place))
+        if call.asked.deadline is not None:
+            heapq.heappush(self._deadlines, (call.asked.deadline, call.number, call))
         if self._ends_all:
             self._end(call)
 
-    def _end(self, call: _Call, error: RequestError | None = None) -> None:
+    def _end(self, call: Call, error: RequestError | None = None) -> None:
         """End what is left of a call: with an error, or because nobody wants it any more."""
         call.is_cancelled = True
         if call not in self._calls:
@@ -348,11 +395,16 @@ class AsyncLLM:
                 else:
                     engine.abort(place.generation)
 
+    def _stop(self, call: Call, index: int) -> None:
+        if call in self._calls:
+            with self.llm.lock:
+                self.llm.started.engine.abort(call.places[index].generation)
+
     def _end_waiting(self, place: _Place, error: RequestError | None) -> None:
         place.generation.request.end("abort" if error is None else "error", error)
         place.has_begun = True
         self._num_begun += 1
-        self._take_new(place.call, place.index, place.generation, "", [])
+        self._take_end(place.call, place.index, place.generation, "", [])
 
     def _end_all(self) -> None:
         """End all calls, and those whose prompt is still being read when they come."""
@@ -383,6 +435,8 @@ class AsyncLLM:
             place.has_begun = True
             self._num_begun += 1
             self._in_engine[place.generation.request.id] = place
+            if place.is_streamed:
+                self._streams.setdefault(place.call.outlet, {})[place.generation.request.id] = place
             room -= 1
 
     def _step(self) -> None:
@@ -402,28 +456,58 @@ class AsyncLLM:
                 engine.fail(place.generation, RequestError("PG650", "a step with the request failed", why=why))
         else:
             self._failed_in_a_row = 0 if has_run else self._failed_in_a_row
+        self._take_new()
 
-    def _take_new(self, call: _Call, index: int, generation: Generation, text: str, tokens: list[int]) -> None:
-        chunk = chunk_of(index, generation, text, tokens)
-        if chunk is not None:
-            self._outbox.append((call, chunk))
+    def _take_new(self) -> None:
+        """Take the tokens that streams have got since the last step. The engine need not tell of each of them."""
+        for outlet, places in self._streams.items():
+            news: list[News] = []
+            for place in places.values():
+                tokens, first = place.tokens, place.num_sent
+                num_new = len(tokens) - first
+                if num_new:
+                    place.num_sent = first + num_new
+                    new = [tokens[-1]] if num_new == 1 else tokens[first:].tolist()
+                    logprobs = place.last_logprobs(num_new) if place.has_logprobs else None
+                    news.append((place.key, place.index, new, logprobs, None))
+            if news:
+                self._new.append((outlet, news))
+
+    def _take_end(self, call: Call, index: int, generation: Generation, _text: str, _tokens: list[int]) -> None:
+        """An answer has ended. By whoever runs the step."""
+        place = call.places[index]
+        new = generation.request.tokens[place.num_sent :].tolist()
+        place.num_sent += len(new)
+        logprobs = place.last_logprobs(len(new)) if place.has_logprobs else None
+        self._outbox.append((place, (call.key, index, new, logprobs, _ending_of(generation))))
 
     def _send_new(self) -> None:
-        """Send what is new to where it is read: to each event loop in one call."""
-        news: dict[asyncio.AbstractEventLoop, list[tuple[_Call, Chunk]]] = {}
+        """Send what is new to where it is read: to each outlet in one call, and behind it what has ended."""
+        new, self._new = self._new, []
+        sent: dict[Outlet, list[News]] = {}
+        for outlet, news_of_step in new:
+            sent.setdefault(outlet, []).extend(news_of_step)
         while self._outbox:
-            call, chunk = self._outbox.popleft()
-            news.setdefault(call.inbox.loop, []).append((call, chunk))
-            if chunk.finished is not None:
-                self._forget(call.places[chunk.index])
-        for loop, new in news.items():
-            if not _send(loop, [(call.inbox, chunk) for call, chunk in new]):
-                for call, _ in new:
-                    self._end(call)
+            place, news = self._outbox.popleft()
+            sent.setdefault(place.call.outlet, []).append(news)
+            self._forget(place)
+        for outlet, all_news in sent.items():
+            if not outlet.send(all_news):
+                self._end_of_outlet(outlet)
+
+    def _end_of_outlet(self, outlet: Outlet) -> None:
+        """Nobody reads there any more."""
+        for call in [call for call in self._calls if call.outlet is outlet]:
+            self._end(call)
 
     def _forget(self, place: _Place) -> None:
         """An answer has come to its end."""
-        self._in_engine.pop(place.generation.request.id, None)
+        request_id, outlet = place.generation.request.id, place.call.outlet
+        self._in_engine.pop(request_id, None)
+        if place.is_streamed and (streams := self._streams.get(outlet)) is not None:
+            streams.pop(request_id, None)
+            if not streams:
+                del self._streams[outlet]
         if all(each.generation.is_done for each in place.call.places):
             self._calls.discard(place.call)
         # Those that have ended are taken out of the heaps together: each by itself would take a search.
@@ -444,7 +528,7 @@ class AsyncLLM:
                 self._orders.get()()
         self._send_new()
         for call in self._calls:
-            _send(call.inbox.loop, [(call.inbox, _gone())])
+            call.outlet.send([(call.key, 0, [], None, _gone())])
         with contextlib.suppress(ConfigError):
             self._end_all()
 
@@ -453,18 +537,31 @@ def _wake() -> None:
     """An order to look around."""
 
 
-def _send(loop: asyncio.AbstractEventLoop, new: Sequence[tuple[Inbox, Chunk | PiecegraphError]]) -> bool:
-    """Have an event loop receive something; False if it is closed, with all that was waiting in it."""
-    try:
-        loop.call_soon_threadsafe(_receive, new)
-    except RuntimeError:
-        return False
-    return True
+class _LoopOutlet:
+    """An event loop of this process, in which calls are known by their inboxes."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+
+    def send(self, news: list[News]) -> bool:
+        """False if the loop is closed, with all that was waiting in it."""
+        try:
+            self.loop.call_soon_threadsafe(_receive, news)
+        except RuntimeError:
+            return False
+        return True
 
 
-def _receive(new: Sequence[tuple[Inbox, Chunk | PiecegraphError]]) -> None:
-    for inbox, each in new:
-        inbox.receive(each)
+def _receive(news: list[News]) -> None:
+    for inbox, *new in news:
+        inbox.receive(*new)
+
+
+def _ending_of(generation: Generation) -> Ending:
+    """In plain tensors, and in the words of a prompt."""
+    with torch.inference_mode(False):
+        found = generation.ending()
+    return found if found.error is None else replace(found, error=name_prompt(found.error, None))
 
 
 def _gone() -> RequestError:
@@ -475,18 +572,4 @@ def _max_queue(given: Any) -> int:
     found = as_integer(given)
     if found is None or found < 1:
         raise ConfigError("PG101", f"max_queue is {given!r}", why="it must be a positive integer")
-    return found
-
-
-def _priority(given: Any) -> int:
-    found = as_integer(given)
-    if found is None:
-        raise ConfigError("PG101", f"priority is {given!r}", why="it must be an integer")
-    return found
-
-
-def _seconds(given: Any) -> float:
-    found = as_real(given)
-    if found is None or not found > 0:
-        raise ConfigError("PG101", f"timeout_s is {given!r}", why="it must be a positive number")
     return found

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, Never, Unpack, overload
 
 import torch
 
-from piecegraph.base.coerce import as_list
 from piecegraph.base.config import CudagraphMode
 from piecegraph.base.events import EventLog
 from piecegraph.engine.eager_interception import unintercepted
 from piecegraph.engine.recorded import RecordedTapes
-from piecegraph.errors import ConfigError
 from piecegraph.graph import interception
 from piecegraph.llm.config import check_path, make_llm_config, refuse_names
 from piecegraph.llm.job import join_job, leave_at_exit, take_place
@@ -28,7 +26,7 @@ from piecegraph.llm.run.arguments import SAMPLING_NAMES, OnError, SamplingArgume
 from piecegraph.llm.run.fair_lock import FairLock
 from piecegraph.llm.run.generation import text_behind
 from piecegraph.llm.run.prompts import (
-    chat_tokens,
+    conversation_tokens,
     conversations_of,
     decoder_of,
     one_for_each,
@@ -368,11 +366,7 @@ class LLM:
         Example:
             llm.generate(llm.chat_prompt("What is the capital of France?"))
         """
-        said = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else as_list(conversation)
-        if said is None or not all(isinstance(message, Mapping) for message in said):
-            why = "it must be a text, or a list of messages with a role and a content each"
-            raise ConfigError("PG101", f"conversation is {conversation!r}", why=why)
-        return chat_tokens(self.tokenizer, said, tools, template_values)
+        return conversation_tokens(self.tokenizer, conversation, tools, template_values)
 
     def explain(self) -> str:
         """How the model is run, as text: stages, pieces, cuts, sizes, every decision and every fallback."""
@@ -412,9 +406,9 @@ class LLM:
         """
 
         def text_of(request: Request) -> IncrementalText:
-            return text_behind(
-                request, decoder_of(self.tokenizer, skip_special_tokens=request.params.skip_special_tokens)
-            )
+            params = request.params
+            decode = decoder_of(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
+            return text_behind(request.tokens, params, decode)
 
         return self.started.engine.make_scheduler(prefix_cache=prefix_cache, text_of=text_of)
 

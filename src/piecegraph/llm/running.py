@@ -20,7 +20,7 @@ from piecegraph.errors import ConfigError, ModelError, RequestError
 from piecegraph.llm.config import LLMConfig
 from piecegraph.llm.run.fair_lock import FairLock
 from piecegraph.llm.run.generation import Generation
-from piecegraph.llm.run.prompts import decoder_of, name_prompt, raise_first, refused, tokens_of
+from piecegraph.llm.run.prompts import decoder_of, name_prompt, raise_first, refused, tokenizer_or_error, tokens_of
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.results import Chunk, Completion
 from piecegraph.llm.run.structured import Guide, Guides, StructuredOutputsParams
@@ -81,14 +81,8 @@ class RunningModel:
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer. Raises if it has none."""
-        if self.started.loaded.tokenizer is None:
-            raise ModelError(
-                "PG666",
-                f"the model at {self._path} has no tokenizer",
-                why=self.started.loaded.tokenizer_error,
-                hint="give prompts as lists of token ids; piecegraph trace has --prompt-tokens",
-            )
-        return self.started.loaded.tokenizer
+        loaded = self.started.loaded
+        return tokenizer_or_error(loaded.tokenizer, self._path, loaded.tokenizer_error)
 
     def answer(
         self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], raises: bool, *, first_index: int = 0
@@ -139,7 +133,7 @@ class RunningModel:
         params: SamplingParams,
         *,
         on_new: Callable[[int], OnNew] | None = None,
-        is_streamed: bool = True,
+        makes_text: bool = True,
         arrival_time: float | None = None,
     ) -> list[Generation]:
         """The requests for the answers to a prompt, which are not queued yet. Any thread may make them, at any time.
@@ -148,7 +142,7 @@ class RunningModel:
             prompt: a text or a list of token ids.
             params: how to go on from it.
             on_new: makes what is called with new text and tokens of an answer, given its number.
-            is_streamed: False to have that called at the end alone.
+            makes_text: False to have tokens alone, and ``on_new`` called at the end: the text is made elsewhere.
             arrival_time: see :class:`~piecegraph.llm.run.request.Request`.
 
         Raises:
@@ -166,7 +160,7 @@ class RunningModel:
         tokens: Any = tokens_of(text, tokenizer) if text is not None else prompt
         params = params.with_words(lambda word: tokens_of(word, tokenizer, add_special_tokens=False))
         decode = None
-        if tokenizer is not None:
+        if tokenizer is not None and makes_text:
             decode = decoder_of(tokenizer, skip_special_tokens=params.skip_special_tokens)
         found = [
             self.started.engine.prepare(
@@ -176,7 +170,7 @@ class RunningModel:
                 prompt=text,
                 decode=decode,
                 on_new=None if on_new is None else on_new(number),
-                is_streamed=is_streamed,
+                is_streamed=makes_text,
                 arrival_time=arrival_time,
                 guide=self._guide(params.structured_outputs),
             )
@@ -327,8 +321,6 @@ def chunk_of(index: int, generation: Generation, text: str, tokens: list[int]) -
         tokens: the same, as tokens.
     """
     finished = completion_of(generation) if generation.is_done else None
-    if finished is not None and not generation.is_streamed:
-        text = finished.text or ""
     if not text and not tokens and finished is None:
         return None
     logprobs = None

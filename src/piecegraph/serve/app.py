@@ -14,14 +14,14 @@ from starlette.types import ASGIApp
 from piecegraph.base.version import VERSION
 from piecegraph.errors import PiecegraphError
 from piecegraph.serve.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from piecegraph.serve.catalog import Catalog, ModelSpec
 from piecegraph.serve.chat import ChatCall
 from piecegraph.serve.completions import CompletionCall
 from piecegraph.serve.embeddings import EmbeddingBody, EmbeddingCall
 from piecegraph.serve.failures import ApiError, of_piecegraph, of_validation
 from piecegraph.serve.guards import Guards
 from piecegraph.serve.messages import CountBody, MessagesBody, MessagesCall, read
-from piecegraph.serve.models import Models, ModelSpec
-from piecegraph.serve.page import page, stats_of
+from piecegraph.serve.page import page
 from piecegraph.serve.record import Record
 from piecegraph.serve.responses import ResponsesBody, ResponsesCall
 from piecegraph.serve.service import Service, accepted
@@ -30,7 +30,7 @@ from piecegraph.serve.streams import EventStream, Json, while_connected
 router = APIRouter()
 
 
-def make_app(models: Models) -> ASGIApp:
+def make_app(models: Catalog) -> ASGIApp:
     """All endpoints of a server. No page fetches anything from elsewhere, so there is none of FastAPI's."""
     app = FastAPI(title="piecegraph", version=VERSION, docs_url=None, redoc_url=None, default_response_class=Json)
     app.state.models = models
@@ -43,11 +43,11 @@ def make_app(models: Models) -> ASGIApp:
         (Exception, _tell_unexpected),
     ):
         app.add_exception_handler(kind, tell)
-    return Guards(app, models.settings, models.metrics)
+    return Guards(app, models.settings, models.counts)
 
 
-def _models(request: Request) -> Models:
-    found: Models = request.app.state.models
+def _models(request: Request) -> Catalog:
+    found: Catalog = request.app.state.models
     return found
 
 
@@ -128,19 +128,18 @@ async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
         tokens = await service.chat_prompt(messages, body.chat_template_kwargs or {})
     else:
         tokens = await service.llm.tokens_of(body.prompt or "", add_special_tokens=body.add_special_tokens)
-    length = service.llm.llm.started.limits.max_model_len
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": length}
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": service.about.max_model_len}
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
     """The text of tokens."""
     service = _models(request).find(body.model)
-    vocab_size = service.llm.llm.started.limits.vocab_size
+    vocab_size = service.about.vocab_size
     if not all(0 <= token < vocab_size for token in body.tokens):
         message = f"the vocabulary has tokens 0 to {vocab_size - 1}"
         raise ApiError(400, message, code="invalid_value", param="tokens")
-    return {"prompt": service.llm.llm.tokenizer.decode(body.tokens)}
+    return {"prompt": service.llm.tokenizer.decode(body.tokens)}
 
 
 # -- of whoever runs the server
@@ -149,27 +148,27 @@ async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
 @router.get("/health")
 async def health(request: Request) -> Response:
     """Whether there is hope: a server that loads its model, or drains, is well."""
-    is_well, word = _models(request).health
+    is_well, word = await _models(request).health_now()
     return Json({"status": word}, 200 if is_well else 503)
 
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """Whether requests are answered now."""
-    is_well, word = _models(request).health
+    is_well, word = await _models(request).health_now()
     return Json({"status": word}, 200 if is_well and word == "ready" else 503)
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Counters for Prometheus."""
-    return Response(_models(request).metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(await _models(request).metrics_page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/stats")
 async def stats(request: Request, model: str | None = None) -> dict[str, Any]:
     """What the engine of a model does now, and has done."""
-    return stats_of(_models(request), model)
+    return await _models(request).stats(model)
 
 
 class LoadBody(Body):

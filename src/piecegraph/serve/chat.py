@@ -14,7 +14,7 @@ from piecegraph.serve.logprobs import TokenTexts
 from piecegraph.serve.parsing import ParsedAnswer, deltas
 from piecegraph.serve.record import Record
 from piecegraph.serve.service import Service
-from piecegraph.serve.streams import event
+from piecegraph.serve.streams import HOLE, Template, event
 from piecegraph.serve.usage import Usage
 
 
@@ -25,7 +25,7 @@ class ChatCall:
         self._service, self._body, self._record = service, body, record
         self.asked = [asked]
         self._each = body.n or 1
-        self._texts = TokenTexts(service.llm.llm.tokenizer)
+        self._texts = TokenTexts(service.llm.tokenizer)
         use, has_form = body.tool_use(), body.form() is not None
         self._parsers = [service.reader(use, prompt, has_form=has_form) for _ in range(self._each)]
         self._head = {
@@ -82,10 +82,15 @@ class ChatCall:
         for index in range(self._each):
             delta = {"role": "assistant", "content": "", "refusal": None}
             yield event({**head, "choices": [_part(index, delta)]})
+        said = [Template({**head, "choices": [_part(index, {"content": HOLE})]}) for index in range(self._each)]
         try:
             async for index, chunk in self._service.stream(self.asked, self._record, each=self._each):
-                for part in self._parts(index, chunk):
-                    yield event({**head, "choices": [part]})
+                if chunk.finished is None and chunk.logprobs is None and self._parsers[index] is None:
+                    if chunk.text:
+                        yield said[index].event(chunk.text)
+                    continue
+                if events := [event({**head, "choices": [part]}) for part in self._parts(index, chunk)]:
+                    yield b"".join(events)
                 if chunk.finished is not None:
                     ended.append(chunk.finished)
         except ApiError as error:

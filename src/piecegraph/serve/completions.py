@@ -12,7 +12,7 @@ from piecegraph.serve.failures import ApiError, unsupported
 from piecegraph.serve.logprobs import TokenTexts
 from piecegraph.serve.record import Record
 from piecegraph.serve.service import Service
-from piecegraph.serve.streams import event
+from piecegraph.serve.streams import HOLE, Template, event
 from piecegraph.serve.usage import Usage
 
 
@@ -31,7 +31,7 @@ class CompletionCall:
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
-        self._texts = TokenTexts(service.llm.llm.started.loaded.tokenizer)
+        self._texts = TokenTexts(service.llm.tokenizer_if_any)
         self._prompts = prompts_of(body.prompt)
         self.asked = [
             service.ask(prompt, params, record, streams=body.stream, priority=body.priority) for prompt in self._prompts
@@ -53,9 +53,15 @@ class CompletionCall:
         """The answer as it comes."""
         ended: list[Completion] = []
         offsets: dict[int, int] = {}
+        plain: dict[int, Template] = {}
         try:
             async for index, chunk in self._service.stream(self.asked, self._record, each=self._each):
+                if index in plain and chunk.finished is None:
+                    yield plain[index].event(chunk.text)
+                    continue
                 yield event({**self._head, "choices": [self._part(index, chunk, offsets)]})
+                if self._body.logprobs is None and self._body.max_tokens:
+                    plain[index] = Template({**self._head, "choices": [_choice_part(index, HOLE)]})
                 if chunk.finished is not None:
                     ended.append(chunk.finished)
         except ApiError as error:
@@ -86,13 +92,10 @@ class CompletionCall:
         logprobs, offsets[index] = None, offsets.get(index, 0)
         if chunk.logprobs is not None:
             logprobs, offsets[index] = self._texts.for_completions(chunk.token_ids, chunk.logprobs, offsets[index])
-        return {
-            "index": index,
-            "text": before + (chunk.text if self._body.max_tokens else ""),
-            "logprobs": logprobs,
-            "finish_reason": None if chunk.finished is None else chunk.finished.finish_reason,
-            "stop_reason": None if chunk.finished is None else chunk.finished.stop_reason,
-        }
+        part = _choice_part(index, before + (chunk.text if self._body.max_tokens else ""), logprobs)
+        if chunk.finished is not None:
+            part |= {"finish_reason": chunk.finished.finish_reason, "stop_reason": chunk.finished.stop_reason}
+        return part
 
     def _echo(self, index: int) -> str:
         prompt = self._prompts[index // self._each]
@@ -101,3 +104,7 @@ class CompletionCall:
     def _usage(self, answers: list[Completion]) -> dict[str, Any]:
         found = Usage.of(answers, self._each)
         return (found if self._body.max_tokens else Usage(found.num_prompt, found.num_cached, 0)).for_openai()
+
+
+def _choice_part(index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}

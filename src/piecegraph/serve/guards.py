@@ -21,8 +21,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from piecegraph.serve.failures import ApiError
-from piecegraph.serve.metrics import Metrics
 from piecegraph.serve.record import Record
+from piecegraph.serve.service import Counts
 from piecegraph.serve.settings import ServeSettings, is_loopback
 from piecegraph.serve.streams import Json
 
@@ -48,7 +48,7 @@ class Guards:
         metrics: where answers are counted.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServeSettings, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, settings: ServeSettings, metrics: Counts) -> None:
         self._app = app
         self._max_bytes = settings.max_body_bytes
         self._metrics = metrics
@@ -63,7 +63,7 @@ class Guards:
         client = scope.get("client")
         named = {"id": scope["request_id"]} if "request_id" in scope else {}  # by a front that passes it on
         record = Record(scope["method"], scope["path"], client[0] if client else "", **named)
-        scope["record"] = record
+        scope["record"], scope["send"] = record, send
 
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from piecegraph.llm.async_llm import AsyncLLM
-from piecegraph.llm.run.results import Completion
+from piecegraph.llm.run.results import Completion, RequestMetrics
 
 _SECONDS = (
     0.001,
@@ -39,6 +40,7 @@ _OF_STEPS = {
     "piecegraph:step_tokens": ("num_tokens", "Tokens of steps."),
     "piecegraph:padding_tokens": ("num_padding", "Tokens that steps were padded with."),
 }
+_MOST_UNCOUNTED = 1024
 _TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
 
 
@@ -47,6 +49,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._ended: deque[tuple[str, str, RequestMetrics]] = deque()
+        """Answers that are not counted yet: that takes longer than to write down that there was one."""
         self._llms: dict[str, AsyncLLM] = {}
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -86,13 +90,25 @@ class Metrics:
 
     def observe(self, name: str, answer: Completion) -> None:
         """An answer of a model has come to its end."""
-        metrics = answer.metrics
+        self.observe_later(name, answer.finish_reason, answer.metrics)
+
+    def observe_later(self, name: str, finish_reason: str, metrics: RequestMetrics) -> None:
+        """The same, from another process."""
+        self._ended.append((name, finish_reason, metrics))
+        if len(self._ended) >= _MOST_UNCOUNTED:
+            self._count()
+
+    def _count(self) -> None:
+        while self._ended:
+            self._count_one(*self._ended.popleft())
+
+    def _count_one(self, name: str, finish_reason: str, metrics: RequestMetrics) -> None:
         self._prompt.labels(name).inc(metrics.num_prompt_tokens)
         self._queried.labels(name).inc(metrics.num_prompt_tokens)
         self._cached.labels(name).inc(metrics.num_cached_tokens)
         self._new.labels(name).inc(metrics.num_new_tokens)
         self._preempted.labels(name).inc(metrics.num_preemptions)
-        self._ends.labels(name, answer.finish_reason).inc()
+        self._ends.labels(name, finish_reason).inc()
         self._prompts.labels(name).observe(metrics.num_prompt_tokens)
         self._answers.labels(name).observe(metrics.num_new_tokens)
         self._total.labels(name).observe(metrics.total_s)
@@ -106,6 +122,7 @@ class Metrics:
 
     def page(self) -> bytes:
         """As Prometheus reads it."""
+        self._count()
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:

@@ -10,43 +10,39 @@ steps for as long as one is loaded; their requests wait. Missing sizes are only 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
+import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 
+from piecegraph.base.version import VERSION
 from piecegraph.errors import PiecegraphError
 from piecegraph.llm.async_llm import AsyncLLM
+from piecegraph.serve.about import About
+from piecegraph.serve.catalog import Catalog, ModelSpec
 from piecegraph.serve.failures import ApiError
 from piecegraph.serve.metrics import Metrics
+from piecegraph.serve.parsing import response_template_of
 from piecegraph.serve.service import Service
 from piecegraph.serve.settings import ServeSettings
 
-State = Literal["loading", "ready", "draining", "failed"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """A model that is to be served."""
-
-    name: str
-    """What requests call it."""
-    path: str
-    memory_fraction: float | None = None
-    """Its share of the memory; None for the default of :class:`piecegraph.LLM`."""
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    dtype: str = "auto"
-
+_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 Load = Callable[[ModelSpec], AsyncLLM]
+Found = TypeVar("Found")
 
 
-class Models:
-    """What a server serves.
+OnChange = Callable[[Service, About | None], Awaitable[None]]
+"""Called when a model is added, ready (then it is told about), draining, or gone."""
+
+
+class Models(Catalog):
+    """What a server serves, in the process that runs it.
 
     Args:
         settings: of the server.
@@ -54,44 +50,59 @@ class Models:
     """
 
     def __init__(self, settings: ServeSettings, load: Load) -> None:
-        self.settings = settings
         self.metrics = Metrics()
-        self.state: State = "loading"
+        super().__init__(settings, self.metrics)
+        self.on_change: OnChange | None = None
+        """Other processes have to know of it before anybody is told that it is done."""
         self._load = load
-        self._services: dict[str, Service] = {}
+        self._llms: dict[str, AsyncLLM] = {}
+        """Those that are ready,"""
+        self._abouts: dict[str, About] = {}
+        """and what is to be known of them."""
         self._one_at_a_time = asyncio.Lock()
-
-    def find(self, name: str | None) -> Service:
-        """The model of that name; of None, the first one. Raises what a client is told if there is none."""
-        if name is None and self._services:
-            return next(iter(self._services.values()))
-        if name not in self._services:
-            what = "no model is served here" if name is None else f"the model {name!r} is not served here"
-            raise ApiError(404, what, code="model_not_found", param="model")
-        return self._services[name]
-
-    def all(self) -> tuple[Service, ...]:
-        return tuple(self._services.values())
 
     @property
     def health(self) -> tuple[bool, str]:
         """Whether there is hope, and in a word."""
-        if not all(service.is_healthy for service in self.all()):
+        if not all(llm.load().is_healthy for llm in self._llms.values()):
             return False, "failing"
         return self.state != "failed", self.state
 
-    def drain(self) -> None:
-        """No further requests are wanted; those that come all the same are answered as long as there is a model."""
-        if self.state == "ready":
-            self.state = "draining"
+    async def health_now(self) -> tuple[bool, str]:
+        return self.health
+
+    async def metrics_page(self) -> bytes:
+        return self.metrics.page()
+
+    async def stats(self, name: str | None) -> dict[str, Any]:
+        names = [each.name for each in self.all()]
+        found = {"status": self.health[1], "models": names, "version": VERSION, "time_s": time.monotonic()}
+        if name is None and not names:
+            return found
+        service = self.find(name)
+        found["model"] = service.name
+        if service.state != "ready":
+            return found
+        llm = self._llms[service.name]
+        load = dataclasses.asdict(llm.load())
+        return {**found, "defaults": service.defaults, "load": load, "engine": llm.llm.stats()}
+
+    def about_of(self, service: Service) -> About | None:
+        """What is to be known of a model that is ready, or about to be."""
+        return self._abouts.get(service.name)
+
+    def llm_of(self, name: str) -> AsyncLLM:
+        """A model that is ready. Raises what a client is told if it is not."""
+        _ = self.find(name).llm
+        return self._llms[name]
 
     async def begin(self, specs: Sequence[ModelSpec]) -> None:
         """Load what a server begins with."""
         for spec in specs:
-            self._add(spec)
+            await self._add(spec)
         try:
             for spec in specs:
-                self.find(spec.name).begin(await self._loaded(spec))
+                await self._begin(self.find(spec.name), await self._loaded(spec))
         except BaseException:
             self.state = "failed"
             raise
@@ -100,41 +111,85 @@ class Models:
     async def end(self) -> None:
         """No connection is left: let go of all models."""
         self.drain()
-        await asyncio.gather(*(service.end() for service in self.all() if service.state == "ready"))
+        await asyncio.gather(*(self._end(service) for service in self.all() if service.state == "ready"))
 
     async def load(self, spec: ModelSpec) -> Service:
-        """One more. Raises what a client is told if that cannot be."""
         if spec.name in self._services:
             raise ApiError(409, f"the model {spec.name!r} is there already", code="model_exists", param="model")
-        service = self._add(spec)
+        service = await self._add(spec)
         try:
             async with self._one_at_a_time:
-                service.begin(await self._loaded(spec))
+                await self._begin(service, await self._loaded(spec))
         except PiecegraphError as error:
             raise ApiError(400, str(error), code=error.code, param="path") from error
         finally:
             if service.state == "loading":
-                del self._services[spec.name]
+                await self._forget(service)
         return service
 
     async def unload(self, name: str) -> None:
-        """One less, once its requests have ended."""
         service = self.find(name)
-        await service.end()
-        del self._services[name]
+        _ = service.llm  # raises if it is not there yet, or not any more
+        await self._end(service)
+        await self._forget(service)
 
-    def _add(self, spec: ModelSpec) -> Service:
+    async def _add(self, spec: ModelSpec) -> Service:
         found = self._services[spec.name] = Service(spec.name, self.settings, self.metrics)
+        await self._tell(found)
         return found
 
+    async def _begin(self, service: Service, llm: AsyncLLM) -> None:
+        found = self._abouts[service.name] = about(llm)
+        self._llms[service.name] = llm
+        self.metrics.watch(service.name, llm)
+        await self._tell(service, found)
+        service.begin(llm, found)
+
+    async def _end(self, service: Service) -> None:
+        """Take no further requests, let the accepted ones end, and let go of the model."""
+        service.end()
+        del self._abouts[service.name]
+        await self._tell(service)
+        self.metrics.forget(service.name)
+        await self._llms.pop(service.name).close(timeout_s=self.settings.drain_s)
+
+    async def _forget(self, service: Service) -> None:
+        del self._services[service.name]
+        await self._tell(service)
+
+    async def _tell(self, service: Service, found: About | None = None) -> None:
+        if self.on_change is not None:
+            await self.on_change(service, found)
+
     async def _loaded(self, spec: ModelSpec) -> AsyncLLM:
-        others = [service.llm for service in self.all() if service.state == "ready"]
+        others = list(self._llms.values())
 
         def load() -> AsyncLLM:
             with _held(others):
                 return self._load(spec)
 
-        return await _in_thread(load)
+        return await in_thread(load)
+
+
+def about(llm: AsyncLLM) -> About:
+    """What is to be known of a model of this process."""
+    started = llm.llm.started
+    loaded, scheduler = started.loaded, started.engine.scheduler
+    given = loaded.model.generation_config.to_diff_dict()
+    longest = scheduler.limits.max_model_len
+    # The last token is never computed.
+    held = bisect.bisect_left(range(longest), True, key=lambda length: not scheduler.cache.can_hold(length))
+    has_tokenizer = loaded.tokenizer is not None
+    return About(
+        path=llm.llm.path,
+        tokenizer_path=loaded.tokenizer_path,
+        is_local=loaded.is_local,
+        max_model_len=longest,
+        longest=min(longest, held),
+        vocab_size=scheduler.limits.vocab_size,
+        defaults={"temperature": 1.0} | {name: given[name] for name in _DEFAULTS if given.get(name) is not None},
+        response_template=response_template_of(loaded.tokenizer, loaded.model) if has_tokenizer else None,
+    )
 
 
 @contextlib.contextmanager
@@ -156,10 +211,10 @@ def fraction_beside_others(device: str, share: float) -> float:
     return min(1.0, share + (total - free) / total)
 
 
-async def _in_thread(load: Callable[[], AsyncLLM]) -> AsyncLLM:
-    """Call something on a thread that nobody waits for when the process ends: a model takes its time."""
+async def in_thread(work: Callable[[], Found]) -> Found:
+    """Call something on a thread that nobody waits for when the process ends: it takes its time."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[AsyncLLM] = loop.create_future()
+    done: asyncio.Future[Found] = loop.create_future()
 
     def tell(set_it: Callable[..., None], value: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is gone
@@ -167,11 +222,11 @@ async def _in_thread(load: Callable[[], AsyncLLM]) -> AsyncLLM:
 
     def run() -> None:
         try:
-            found = load()
+            found = work()
         except BaseException as error:  # noqa: BLE001 - whoever waits is told
             tell(done.set_exception, error)
         else:
             tell(done.set_result, found)
 
-    threading.Thread(target=run, name="piecegraph-load", daemon=True).start()
+    threading.Thread(target=run, name="piecegraph-work", daemon=True).start()
     return await done

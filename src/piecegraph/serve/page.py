@@ -1,20 +1,14 @@
-"""The page at ``/``, and what it shows of the engine."""
+"""The page at ``/``."""
 
 from __future__ import annotations
 
 import base64
-import dataclasses
 import functools
 import hashlib
 import re
-import time
 from pathlib import Path
-from typing import Any
 
 from starlette.responses import Response
-
-from piecegraph.base.version import VERSION
-from piecegraph.serve.models import Models
 
 
 def page() -> Response:
@@ -50,19 +44,3 @@ def _file() -> tuple[str, dict[str, str]]:
 def _hash_of(tag: str, html: str) -> str:
     (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def stats_of(models: Models, name: str | None) -> dict[str, Any]:
-    """What the engine of a model does, as numbers: for the page, and for whoever has no Prometheus."""
-    _, word = models.health
-    names = [each.name for each in models.all()]
-    found = {"status": word, "models": names, "version": VERSION, "time_s": time.monotonic()}
-    if name is None and not names:
-        return found
-    service = models.find(name)
-    found["model"] = service.name
-    if service.state != "ready":
-        return found
-    llm = service.llm
-    load = dataclasses.asdict(llm.load())
-    return {**found, "defaults": service.defaults, "load": load, "engine": llm.llm.stats()}

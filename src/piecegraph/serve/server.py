@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Callable, Sequence
 
-import uvicorn
-
-from piecegraph.errors import CommandError
-from piecegraph.serve.app import make_app
-from piecegraph.serve.models import Load, Models, ModelSpec
-from piecegraph.serve.protocol import HttpProtocol
+from piecegraph.serve.catalog import ModelSpec
+from piecegraph.serve.http_server import ApiServer, loop_factory
+from piecegraph.serve.listening import listen_all
+from piecegraph.serve.model_server import ModelServer
+from piecegraph.serve.models import Load, Models
+from piecegraph.serve.processes.engine_side import EngineServer
 from piecegraph.serve.settings import ServeSettings
-
-_BACKLOG = 2048
-_KEEP_ALIVE_S = 65
-"""Longer than the clients' own pools keep a connection: whoever closes first must not be the one who listens."""
 
 
 def serve(settings: ServeSettings, specs: Sequence[ModelSpec], load: Load, *, on_ready: Callable[[str], None]) -> bool:
@@ -36,99 +29,28 @@ def serve(settings: ServeSettings, specs: Sequence[ModelSpec], load: Load, *, on
         Whether they were: otherwise the signal came before, and a thread is still loading one.
 
     Raises:
-        CommandError: PG614, the address cannot be listened at.
+        CommandError: PG614, the address cannot be listened at; PG617, API processes end by themselves.
         PiecegraphError: what ``load`` raised.
     """
-    with listen(settings.host, settings.port) as listening, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(HttpServer(Models(settings, load)).serve_models(listening, specs, on_ready))
+    with contextlib.ExitStack() as stack:
+        listening = listen_all(settings.host, settings.port, settings.api_processes or 1)
+        for each in listening:
+            stack.enter_context(each)
+        runner = stack.enter_context(asyncio.Runner(loop_factory=loop_factory()))
+        return runner.run(make_server(Models(settings, load)).serve_models(listening, specs, on_ready))
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn's, which stops accepting and lets connections end. A signal is no reason to die of it afterwards."""
+def make_server(models: Models) -> ModelServer:
+    """A server of one process, or of several: see Note [API processes]."""
+    return EngineServer(models) if models.settings.api_processes else HttpServer(models)
+
+
+class HttpServer(ModelServer, ApiServer):
+    """A server of one process."""
 
     def __init__(self, models: Models) -> None:
-        self.models = models
-        super().__init__(
-            uvicorn.Config(
-                make_app(models),
-                http=HttpProtocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                backlog=_BACKLOG,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=models.settings.drain_s,  # type: ignore[arg-type] # it is waited for as it is
-            )
-        )
+        ModelServer.__init__(self, models)
+        ApiServer.__init__(self, models)
 
-    async def serve_models(
-        self, listening: socket.socket, specs: Sequence[ModelSpec], on_ready: Callable[[str], None]
-    ) -> bool:
-        """See :func:`serve`."""
-        loading = asyncio.ensure_future(self.models.begin(specs))
-
-        def begin(done: asyncio.Future[None]) -> None:
-            if done.exception() is not None:
-                self.should_exit = True
-            else:
-                on_ready(address_of(listening))
-
-        loading.add_done_callback(begin)
-        await self.serve(sockets=[listening])
-        if not loading.done():
-            loading.remove_done_callback(begin)
-            loading.cancel()
-            return False
-        await self.models.end()
-        loading.result()
-        return True
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.models.drain()
-        super().handle_exit(sig, frame)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {each: signal.signal(each, self.handle_exit) for each in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that clients can connect to already."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with contextlib.ExitStack() as stack:
-            found = stack.enter_context(socket.socket(family, kind, protocol))
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
-            found.listen(_BACKLOG)
-            stack.pop_all()
-    except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise CommandError(
-            "PG614", f"{host}:{port} cannot be listened at", why=why, hint="choose another --port"
-        ) from error
-    return found
-
-
-def address_of(listening: socket.socket) -> str:
-    """Where clients find it."""
-    host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:  # there is none for Windows
-        return None
-    return uvloop.new_event_loop
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        await ApiServer.serve(self, sockets)

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import bisect
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from piecegraph.errors import PiecegraphError
-from piecegraph.llm.async_llm import AsyncLLM
+from piecegraph.llm.asking import Asking
 from piecegraph.llm.run.answers import Answers
 from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.results import Chunk, Completion
+from piecegraph.serve.about import About
 from piecegraph.serve.failures import ApiError, of_piecegraph, unsupported
-from piecegraph.serve.metrics import Metrics
-from piecegraph.serve.parsing import Reader, response_template_of
+from piecegraph.serve.parsing import Reader
 from piecegraph.serve.record import Record
 from piecegraph.serve.settings import ServeSettings
 from piecegraph.serve.tool_choice import ToolUse
 
 State = Literal["loading", "ready", "draining"]
 
-_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+class Counts(Protocol):
+    """Where answers are counted."""
+
+    def observe(self, name: str, answer: Completion) -> None:
+        """An answer of a model has come to its end."""
+
+    def count_response(self, status: int) -> None:
+        """The server has answered."""
 
 
 class Service:
@@ -35,49 +42,45 @@ class Service:
         metrics: where its answers are counted.
     """
 
-    def __init__(self, name: str, settings: ServeSettings, metrics: Metrics) -> None:
+    def __init__(self, name: str, settings: ServeSettings, metrics: Counts) -> None:
         self.name, self.settings, self.metrics = name, settings, metrics
         self.created = int(time.time())
         self.state: State = "loading"
-        self._llm: AsyncLLM | None = None
-        self.response_template: dict[str, Any] | None = None
-        """How the model marks tool calls and reasoning, if that is known."""
-        self.defaults: dict[str, Any] = {"temperature": 1.0}
-        """For what a request does not say: the API's, and those that come with the model."""
+        self._llm: Asking | None = None
+        self._about: About | None = None
 
-    def begin(self, llm: AsyncLLM) -> None:
+    def begin(self, llm: Asking, about: About) -> None:
         """The model is loaded."""
-        given = llm.llm.started.loaded.model.generation_config.to_diff_dict()
-        self.defaults |= {name: given[name] for name in _DEFAULTS if given.get(name) is not None}
-        loaded = llm.llm.started.loaded
-        if loaded.tokenizer is not None:
-            self.response_template = response_template_of(loaded.tokenizer, loaded.model)
-        self._llm = llm
-        self.metrics.watch(self.name, llm)
-        self.state = "ready"
+        self._llm, self._about, self.state = llm, about, "ready"
 
-    async def end(self) -> None:
-        """Take no further requests, let the accepted ones end, and let go of the model."""
-        llm, self._llm, self.state = self.llm, None, "draining"
-        self.metrics.forget(self.name)
-        await llm.close(timeout_s=self.settings.drain_s)
+    def end(self) -> None:
+        """Take no further requests."""
+        self._llm, self.state = None, "draining"
 
     @property
-    def llm(self) -> AsyncLLM:
+    def llm(self) -> Asking:
         """The model. Raises if it cannot answer now."""
         if self._llm is None:
             raise ApiError(503, f"the model {self.name!r} is {self.state}", code=f"model_{self.state}")
         return self._llm
 
     @property
-    def is_healthy(self) -> bool:
-        """Whether there is hope."""
-        return self._llm is None or self._llm.load().is_healthy
+    def about(self) -> About:
+        """What is known of it. Raises as long as it is loaded."""
+        if self._about is None:
+            _ = self.llm
+        assert self._about is not None
+        return self._about
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """For what a request does not say."""
+        return self.about.defaults
 
     def card(self) -> dict[str, Any]:
         """What a list of models tells of it."""
         card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "piecegraph"}
-        length = None if self._llm is None else self._llm.llm.started.limits.max_model_len
+        length = None if self._llm is None else self.about.max_model_len
         return {**card, "status": self.state, "max_model_len": length}
 
     # -- prompts
@@ -94,10 +97,10 @@ class Service:
         """
         if "chat_template" in values:
             raise ApiError(400, "a request brings no template of its own", code="invalid_value", param="chat_template")
-        if "reasoning_effort" in values and "reasoning_effort" not in str(self.llm.llm.tokenizer.chat_template):
+        if "reasoning_effort" in values and "reasoning_effort" not in str(self.llm.tokenizer.chat_template):
             raise unsupported("reasoning_effort", "the chat template of this model has no such setting")
         if use is not None and use.values:
-            if self.response_template is None and not use.is_forced:
+            if self.about.response_template is None and not use.is_forced:
                 why = "how this model writes its calls is not known: its tokenizer has no response_template"
                 raise unsupported("tools", why)
             values = {**values, "tools": use.values}
@@ -108,19 +111,15 @@ class Service:
 
     def reader(self, use: ToolUse, prompt: list[int], *, has_form: bool) -> Reader | None:
         """What reads an answer: see :meth:`ToolUse.reader`."""
-        return use.reader(self.response_template, self.llm.llm.tokenizer.decode(prompt), has_form=has_form)
+        return use.reader(self.about.response_template, self.llm.tokenizer.decode(prompt), has_form=has_form)
 
     def marks_are_text(self) -> dict[str, bool]:
         """Settings of a request whose answer is read: special tokens may be the marks."""
-        return {} if self.response_template is None else {"skip_special_tokens": False}
+        return {} if self.about.response_template is None else {"skip_special_tokens": False}
 
     def most_new(self, num_prompt: int) -> int:
         """Tokens that can be generated behind a prompt, by the model's length and by its cache."""
-        scheduler = self.llm.llm.started.engine.scheduler
-        longest = scheduler.limits.max_model_len
-        # The last token is never computed.
-        held = bisect.bisect_left(range(longest), True, key=lambda length: not scheduler.cache.can_hold(length))
-        return max(1, min(longest, held) - num_prompt)
+        return max(1, self.about.longest - num_prompt)
 
     # -- answers
 

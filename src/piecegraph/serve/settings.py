@@ -24,6 +24,8 @@ class ServeSettings:
     max_body_bytes: int = 16 * 2**20
     timeout_s: float | None = None
     """Of a request, from its arrival to its last token."""
+    api_processes: int = 0
+    """Processes that speak HTTP for the one that runs the models; 0: it does so itself. See Note [API processes]."""
     drain_s: float | None = None
     """How long requests may take to end once the server was asked to; None for as long as they take."""
 

@@ -38,6 +38,27 @@ def event(data: Any, name: str | None = None) -> bytes:
     return f"event: {name}\n".encode() + text if name else text
 
 
+class Template:
+    """Events that differ in one text, of which there is one a token: all but that text is written once.
+
+    Args:
+        data: an event with ``HOLE`` in the place of the text.
+
+    >>> print(Template({"choices": [{"index": 0, "text": HOLE}]}).event("so").decode().rstrip())
+    data: {"choices":[{"index":0,"text":"so"}]}
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._before, self._behind = event(data).split(_as_bytes(HOLE))
+
+    def event(self, text: str) -> bytes:
+        return self._before + _as_bytes(text) + self._behind
+
+
+HOLE = "\u0001the text\u0001"
+"""What no name of a model and no id holds."""
+
+
 class EventStream(Response):
     """Server-sent events. When the client goes away, what makes them is closed.
 
@@ -55,13 +76,14 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            is_whole = await _unless_gone(receive, self._send_all(send))
+            is_whole = await _unless_gone(receive, self._send_all(scope.get("send", send)))
             if not is_whole:
                 scope["record"].is_cut = True
         finally:
             await self._events.aclose()
 
     async def _send_all(self, send: Send) -> bool:
+        """What has begun concerns nobody between here and the connection, and there is an event a token."""
         async for data in self._events:
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

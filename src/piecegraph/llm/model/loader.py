@@ -21,6 +21,7 @@ from piecegraph.llm.model.checkpoint import Checkpoint, find_checkpoint, reason_
 from piecegraph.llm.model.quantisation import make_one_precision, quantisation_of
 from piecegraph.llm.model.refusals import no_interface, refuse_family, refuse_model
 from piecegraph.llm.model.shards import TRIED, Part, slices_to_read, split_model
+from piecegraph.llm.model.tokenizer import read_tokenizer
 from piecegraph.llm.model.weight_stream import WeightStream, stream_weights
 from piecegraph.llm.model.weights import check_weights
 
@@ -38,6 +39,10 @@ class LoadedModel:
     tokenizer: Any | None
     tokenizer_error: str
     """Why there is no tokenizer."""
+    tokenizer_path: str
+    """Where it was looked for,"""
+    is_local: bool
+    """and whether on this machine alone."""
     experts: tuple[torch.nn.Module, ...]
     max_positions: int
     """Tokens of a sequence that the model was made for."""
@@ -82,10 +87,20 @@ def load(
     if expected is not None:
         _check_parts(model, expected)
     decisions = (*precision, *loading, *of_ranks)
-    tokenizer, tokenizer_error = _read_tokenizer(checkpoint.path, is_local=checkpoint.is_local)
+    tokenizer, tokenizer_error = read_tokenizer(checkpoint.path, is_local=checkpoint.is_local)
     plug.note_windows(model)
     experts = plug.number_experts(model)
-    return LoadedModel(model, tokenizer, tokenizer_error, experts, _max_positions(config), decisions, weights)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        tokenizer_error=tokenizer_error,
+        tokenizer_path=checkpoint.path,
+        is_local=checkpoint.is_local,
+        experts=experts,
+        max_positions=_max_positions(config),
+        decisions=decisions,
+        weights=weights,
+    )
 
 
 @torch.no_grad()
@@ -254,16 +269,6 @@ def _without_weights(checkpoint: Checkpoint, dtype: torch.dtype | str = torch.fl
         known = _class_for(config) if _sees_images(config) else transformers.AutoModelForCausalLM
         make: Any = known.from_config
         return make(config, dtype=dtype, **_plugs(config))
-
-
-def _read_tokenizer(path: str, *, is_local: bool) -> tuple[Any | None, str]:
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=is_local)
-        # transformers makes one up where there are no files for it; some of these have a piece besides the marks.
-        is_empty = len(tokenizer) <= len(tokenizer.all_special_ids) + 1
-    except Exception as error:  # noqa: BLE001 - tokenizers raise plain Exceptions, too; it is told when one is needed
-        return None, reason_of(error)
-    return (None, "its folder has no vocabulary") if is_empty else (tokenizer, "")
 
 
 @contextlib.contextmanager

@@ -226,7 +226,7 @@ class LLMEngine:
             arrival_time=arrival_time,
             guide=guide,
         )
-        text = text_behind(request, decode) if decode is not None else None
+        text = text_behind(request.tokens, params, decode) if decode is not None else None
         return Generation(request, prompt, text, on_new, is_streamed=is_streamed)
 
     def enqueue(self, generation: Generation) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from piecegraph.llm.run.request import Request
-from piecegraph.llm.run.results import Completion, RequestMetrics, TokenLogprob
+from piecegraph.llm.run.request import Request, SamplingParams
+from piecegraph.llm.run.results import Completion, Ending, RequestMetrics, TokenLogprob
 from piecegraph.llm.run.sampling import logprobs, rows_at_once
 from piecegraph.llm.run.step import Work
 from piecegraph.llm.run.stop import IncrementalText
@@ -58,17 +58,21 @@ class Generation:
     def is_done(self) -> bool:
         return self.request.is_done
 
+    @property
+    def ends_with_mark(self) -> bool:
+        """Whether the last token is what ended it: it is not part of the text, unless that is asked for. A stop text is
+        found in it, and cut off there; what completes a form is part of it, too.
+        """
+        request = self.request
+        is_ended_by_token = request.finish_reason == "stop" and request.tokens[-1] in request.stop_ids
+        return is_ended_by_token and not request.params.include_stop_str_in_output
+
     def new_text(self) -> str:
         """The text that became safe since the last call."""
         text, request = self.text, self.request
         if text is None:
             return ""
-        # A token that ends the text is not part of it; a stop text is found in it, and cut off there. What completes
-        # a form is part of it, too.
-        is_ended_by_token = request.finish_reason == "stop" and not text.is_stopped
-        is_ended_by_token = is_ended_by_token and request.tokens[-1] in request.stop_ids
-        is_ended_by_token &= not request.params.include_stop_str_in_output
-        end = len(request.tokens) - is_ended_by_token
+        end = len(request.tokens) - (self.ends_with_mark and not text.is_stopped)
         new = text.add(request.tokens[self.num_read : end])
         self.num_read = end
         return new + text.finish() if request.is_done else new
@@ -78,6 +82,19 @@ class Generation:
         tokens = self.request.tokens[self.num_streamed :].tolist()
         self.num_streamed += len(tokens)
         return tokens
+
+    def ending(self) -> Ending:
+        """How it has ended."""
+        request = self.request
+        return Ending(
+            finish_reason=request.finish_reason or "error",
+            stop_reason=request.stop_reason,
+            error=request.error,
+            metrics=self._metrics(),
+            ends_with_mark=self.ends_with_mark,
+            prompt_logprobs=self.prompt_logprobs if request.params.prompt_logprobs is not None else None,
+            hidden_states=torch.cat(self.hidden_states) if self.hidden_states else None,
+        )
 
     def completion(self) -> Completion:
         """The answer so far."""
@@ -140,13 +157,12 @@ class Generation:
             self.prompt_logprobs += token_logprobs(logits, tokens, [wanted] * len(tokens))
 
 
-def text_behind(request: Request, decode: Callable[[list[int]], str]) -> IncrementalText:
-    """The text of what a request generates, up to its stop texts."""
-    params = request.params
+def text_behind(prompt: Sequence[int], params: SamplingParams, decode: Callable[[list[int]], str]) -> IncrementalText:
+    """The text of what is generated behind a prompt, up to its stop texts."""
     return IncrementalText(
         decode,
         params.stop,
-        request.tokens[-8:],
+        prompt[-8:],
         min_tokens=params.min_tokens,
         includes_stop=params.include_stop_str_in_output,
     )

@@ -141,9 +141,38 @@ def refused(prompt: Any, error: PiecegraphError) -> Completion:
     )
 
 
+def tokenizer_or_error(tokenizer: Any | None, path: str, why: str) -> Any:
+    """The tokenizer of a model. Raises if it has none.
+
+    Args:
+        tokenizer: itself, if there is one.
+        path: of the model.
+        why: there is none.
+    """
+    if tokenizer is None:
+        raise ModelError(
+            "PG666",
+            f"the model at {path} has no tokenizer",
+            why=why,
+            hint="give prompts as lists of token ids; piecegraph trace has --prompt-tokens",
+        )
+    return tokenizer
+
+
 def has_chat_template(tokenizer: Any) -> bool:
     """Whether a tokenizer knows how conversations are written for its model."""
     return bool(getattr(tokenizer, "chat_template", None))
+
+
+def conversation_tokens(
+    tokenizer: Any, conversation: Any, tools: Sequence[Any] | None, values: Mapping[str, Any]
+) -> list[int]:
+    """The tokens of a conversation: of what the user says, or of messages, as for :func:`chat_tokens`."""
+    said = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else as_list(conversation)
+    if said is None or not all(isinstance(message, Mapping) for message in said):
+        why = "it must be a text, or a list of messages with a role and a content each"
+        raise ConfigError("PG101", f"conversation is {conversation!r}", why=why)
+    return chat_tokens(tokenizer, said, tools, values)
 
 
 def chat_tokens(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,7 +87,30 @@ class Chunk:
     """Of the new tokens, if they were asked for."""
 
 
-def joined(first: Chunk, then: Chunk) -> Chunk:
-    """Two chunks of one answer as one."""
-    logprobs = None if then.logprobs is None else [*(first.logprobs or ()), *then.logprobs]
-    return Chunk(first.index, first.text + then.text, first.token_ids + then.token_ids, then.finished, logprobs)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How an answer has ended, as the engine knows it: without its text, which is made where it is read."""
+
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    error: PiecegraphError | None
+    metrics: RequestMetrics
+    ends_with_mark: bool
+    """Whether the last token is what ended it, and not part of the text."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    hidden_states: torch.Tensor | None = None
+
+
+News = tuple[Any, int, list[int], list[TokenLogprob] | None, Ending | PiecegraphError | None]
+"""What is new of an answer: the call, as its reader knows it; the number of the answer; new tokens, and their
+log-probabilities if they were asked for; how it ended, if it has, or why the whole call cannot go on.
+"""
+
+
+def cut_metrics(metrics: RequestMetrics, num_new: int) -> RequestMetrics:
+    """The same of an answer that ended with an earlier token than its request."""
+    if num_new >= metrics.num_new_tokens:
+        return metrics
+    times = metrics.token_times_s[:num_new]
+    per_token = (times[-1] - times[0]) / (num_new - 1) if num_new > 1 else None
+    return replace(metrics, num_new_tokens=num_new, seconds_per_token=per_token, total_s=times[-1], token_times_s=times)

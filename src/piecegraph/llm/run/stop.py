@@ -92,6 +92,9 @@ class IncrementalText:
         return text[start:end]
 
     def _release(self, new: str, *, is_last: bool) -> str:
+        if not self._stop:  # as most are, and there is a call a token
+            self.text += new
+            return new
         text = self._held + new
         found = self._first_stop(text) if len(self._tokens) > self._searched_from else None
         if found is not None:

@@ -11,7 +11,8 @@ from starlette.types import Message, Scope
 
 from piecegraph.llm.async_llm import AsyncLLM
 from piecegraph.serve.app import make_app
-from piecegraph.serve.models import Models, ModelSpec
+from piecegraph.serve.catalog import ModelSpec
+from piecegraph.serve.models import Models
 from piecegraph.serve.ray.passed_on import PassedOn
 from piecegraph.serve.settings import ServeSettings
 
@@ -45,7 +46,7 @@ class EngineReplica:
         if not is_well:
             raise RuntimeError(f"the engine is {word}")
         for service in self._models.all():
-            load = service.llm.load()
+            load = self._models.llm_of(service.name).load()
             self._gauges["running"].set(load.num_running, {"model_name": service.name})
             self._gauges["waiting"].set(load.num_waiting, {"model_name": service.name})
 
