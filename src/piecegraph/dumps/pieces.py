@@ -211,7 +211,7 @@ class PieceFiles:
     def _node_of(self, error: Exception) -> torch.fx.Node | None:
         """The op whose line of the piece's file was running."""
         lines = torch_compat.nodes_by_line(self._module)
-        file = self._module.forward.__code__.co_filename
+        file = torch_compat.forward_of(self._module).__code__.co_filename
         for frame, line in traceback.walk_tb(error.__traceback__):
             if frame.f_code.co_filename == file:
                 return lines.get(line)

@@ -112,7 +112,7 @@ class OpObserver(torch_compat.TorchDispatchMode):
 
 def _origins_of_running(module: torch.fx.GraphModule) -> FindOrigins:
     """The origins of the node whose line of a traced module's code is running."""
-    code, origins = module.forward.__code__, origins_by_line(module)
+    code, origins = torch_compat.forward_of(module).__code__, origins_by_line(module)
 
     def find(op: str) -> tuple[Origin, ...]:
         frame: FrameType | None = sys._getframe(1)
