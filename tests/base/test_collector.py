@@ -33,8 +33,16 @@ def test_the_collector_goes_on_after_a_start_even_if_that_fails() -> None:
 @pytest.mark.usefixtures("_unfrozen")
 def test_what_was_made_is_not_looked_at_as_soon_as_the_collector_is_back() -> None:
     with collector_paused():
-        made = [["a list"]]
+        made = [[number] for number in range(250_000)]
     assert any(each is made for each in gc.get_objects(generation=2))
+
+
+def test_what_little_was_made_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask whether something is frozen takes as long as there is something."""
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("it was asked"))
+    with collector_paused():
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 @pytest.mark.usefixtures("_unfrozen")
@@ -52,5 +60,6 @@ def test_what_is_frozen_stays_so() -> None:
     gc.freeze()
     frozen = gc.get_freeze_count()
     with collector_paused():
-        assert gc.isenabled()
+        made = [[number] for number in range(250_000)]
+    assert made
     assert gc.get_freeze_count() >= frozen > 0

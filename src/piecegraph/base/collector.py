@@ -6,23 +6,27 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+_MANY = 200_000
+"""New objects through which the collector goes in some ten milliseconds."""
+
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
     """Inside, nothing is collected but what nobody refers to.
 
     A start makes millions of objects that stay. The collector looks at all of them every time their number has grown
-    by a quarter, and finds next to nothing: a third of the time of a warm start. Whoever has frozen objects has seen to
-    that, and is left alone.
+    by a quarter, and finds next to nothing: a third of the time of a warm start.
     """
-    if not gc.isenabled() or gc.get_freeze_count():
+    if not gc.isenabled():
         yield
         return
     gc.disable()
     try:
         yield
     finally:
-        # What was made is old at once: otherwise the collector would look through it as soon as it is back.
-        gc.freeze()
-        gc.unfreeze()
+        if gc.get_count()[0] > _MANY and not gc.get_freeze_count():  # it counts what is frozen one by one
+            # What was made is old at once: otherwise the collector would look through it as soon as it is back.
+            # Where somebody has frozen objects, they would not be any more.
+            gc.freeze()
+            gc.unfreeze()
         gc.enable()
