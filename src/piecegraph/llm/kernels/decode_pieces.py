@@ -298,6 +298,8 @@ def _turned_heads(node: Node, x: Node, cos: Node, sin: Node, nodes: tuple[Node, 
     turns, width = cos.args[0], torch_compat.meta_value(x).shape[-1]
     if rows is None or not isinstance(turns, Node) or torch_compat.meta_value(turns).shape[-1] != width:
         return None
+    if torch_compat.meta_value(node).dtype != torch_compat.meta_value(rows).dtype:  # turned in a wider type
+        return None
     assert isinstance(sin.args[0], Node)
     return _Turned(node, rows, turns, sin.args[0], norm, (*(norm.nodes if norm else ()), *nodes))
 
@@ -423,10 +425,14 @@ _PLAIN_LINEAR = """lambda x, weight, bias, gain, eps, residual, gated: (
     lambda y: y if residual is None else residual + y)(
     (lambda y: torch.nn.functional.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1] if gated else y)(
         torch.nn.functional.linear(
-            x if gain is None else torch.nn.functional.rms_norm(x, gain.shape, gain, eps), weight, bias)))"""
+            x if gain is None else (
+                gain * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps))).to(x.dtype),
+            weight, bias)))"""
 _PLAIN_HEADS = """lambda q, k, v, q_gain, k_gain, eps, cos, sin: (
     *(x * cos[0, :, None] + torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1) * sin[0, :, None]
-      for x in (heads if gain is None else torch.nn.functional.rms_norm(heads, gain.shape, gain, eps)
+      for x in (heads if gain is None else (
+                    gain * (heads.float() * torch.rsqrt(heads.float().pow(2).mean(-1, keepdim=True) + eps))
+                ).to(heads.dtype)
                 for heads, gain in ((q[0].unflatten(-1, (-1, cos.shape[-1])), q_gain),
                                     (k[0].unflatten(-1, (-1, cos.shape[-1])), k_gain)))),
     v[0].unflatten(-1, (-1, cos.shape[-1])).contiguous())"""

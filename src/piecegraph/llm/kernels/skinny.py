@@ -140,12 +140,18 @@ def launch_once(linear: Linear, rows: int, *, early: bool) -> None:
 def plain(x: torch.Tensor, linear: Linear) -> torch.Tensor:
     """A linear and what is around it."""
     if linear.gain is not None:
-        x = F.rms_norm(x, linear.gain.shape, linear.gain, linear.eps)
+        x = _plain_norm(x, linear.gain, linear.eps)
     out = F.linear(x, linear.weight, linear.bias)
     if linear.is_gated:
         gate, up = out.chunk(2, -1)
         out = F.silu(gate) * up
     return out if linear.residual is None else linear.residual + out
+
+
+def _plain_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
+    """In float32, whatever the gain is in: models differ."""
+    wide = x.float()
+    return (gain * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps))).to(x.dtype)
 
 
 def _fits(x: torch.Tensor, linear: Linear) -> bool:
@@ -361,7 +367,7 @@ def plain_rotate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads
     found = []
     for rows, gain in ((q, heads.q_gain), (k, heads.k_gain)):
         x = rows.reshape(tokens, -1, width)
-        x = x if gain is None else F.rms_norm(x, (width,), gain, heads.eps)
+        x = x if gain is None else _plain_norm(x, gain, heads.eps)
         first, second = x.chunk(2, -1)
         found.append(x * cos + torch.cat((-second, first), -1) * sin)
     return (*found, v.reshape(tokens, -1, width).contiguous())
