@@ -39,9 +39,10 @@ def started(*words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[
             process.kill()
 
 
-def test_a_process_from_its_start_to_its_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_processes", ["0", "2"])
+def test_a_process_from_its_start_to_its_end(tmp_path: Path, num_processes: str) -> None:
     folder = write_tiny_llm(tmp_path)
-    words = (folder, "--model-name", "tiny", "--port", "0", "--device", "cpu")
+    words = (folder, "--model-name", "tiny", "--port", "0", "--device", "cpu", "--api-processes", num_processes)
     with started(*words, PIECEGRAPH_API_KEY="secret") as (process, line):
         assert line.startswith("ready: tiny at http://127.0.0.1:"), process.communicate()[1]
         address = line.split()[-1]

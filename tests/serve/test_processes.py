@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import threading
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +40,6 @@ from piecegraph.serve.processes.wire import (
 from piecegraph.serve.settings import ServeSettings
 from tests.cases.serving import Served, http, served
 from tests.cases.tiny_llm import write_tiny_llm
-from tests.cli.test_serve import started
 from tests.serve.test_load import alone, make_bodies, stream
 from tests.serve.test_server import BODY, held, metrics, wait_until
 
@@ -365,24 +363,3 @@ def test_what_passes_between_processes() -> None:
     assert isinstance(ended, Ending)
     assert torch.equal(ended.hidden_states, hidden)
     assert replace(ended, hidden_states=None) == replace(ending, hidden_states=None)
-
-
-def test_a_process_from_its_start_to_its_end(tmp_path: Path) -> None:
-    words = (write_tiny_llm(tmp_path), "--model-name", "tiny", "--port", "0", "--device", "cpu", "--api-processes", "2")
-    with started(*words, PIECEGRAPH_API_KEY="secret") as (process, line):
-        assert line.startswith("ready: tiny at http://127.0.0.1:"), process.communicate()[1]
-        body = {**BODY, "max_tokens": 60, "ignore_eos": True, "stream": True}
-        headers = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
-        request = urllib.request.Request(f"{line.split()[-1]}/v1/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            events = [answer.readline()]
-            process.send_signal(signal.SIGTERM)  # what was accepted is answered to its end
-            events += answer.read().splitlines()
-        found = [json.loads(each[6:]) for each in events if each.startswith(b"data: {")]
-        assert found[-1]["choices"][0]["finish_reason"] == "length"
-        assert events[-2] == b"data: [DONE]"
-        assert process.wait(60) == 0
-        told = process.communicate()[1]
-    lines = [json.loads(each) for each in told.splitlines() if each.startswith("{")]
-    assert [(each["status"], each["new_tokens"]) for each in lines] == [(200, 60)]
-    assert "secret" not in told

@@ -20,7 +20,7 @@ from piecegraph.base.config import Options
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Cut, Decision, Piece
 from piecegraph.base.progress import Progress, StageClock
-from piecegraph.engine.pipeline import Pipeline, Variant
+from piecegraph.engine.pipeline import Lowered, Pipeline, Variant
 from piecegraph.errors import ModelError, TraceError
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.example import read_example
@@ -100,8 +100,7 @@ class TracedModel:
 
     def intercepted(self, interceptions: Sequence[Interception]) -> Decoder:
         """The decoder, cut at intercepted ops as well; pieces that are the same are not compiled again."""
-        lowered = self.pipeline.cut(self.traced, interceptions)
-        return make_decoder(self.traced, lowered.segments, lowered.program, lowered.dump)
+        return _decoder_of(self.traced, self.pipeline.cut(self.traced, interceptions))
 
 
 def trace_model(
@@ -145,11 +144,7 @@ def trace_model(
         CutRules("auto"),
         options,
         events,
-        factors={
-            **cache.factors,
-            **({} if part is None else {"part": str(part)}),
-            **({"decode pieces": "their own"} if decode_pieces else {}),
-        },
+        factors=_factors(cache, part, decode_pieces=decode_pieces),
         clock=clock or StageClock(),
     )
     with Progress(options.progress).bar("trace", 1):
@@ -160,14 +155,12 @@ def trace_model(
     if on_traced is not None:
         on_traced(TracedSites(traced.graph, layers, reaches, states, pipeline))
     lowered = pipeline.cut(traced)
-    few = pipeline.lower_again(traced, lowered.segments, _for_decoding(model.device)) if decode_pieces else None
+    few = _few_rows(pipeline, traced, lowered, model.device) if decode_pieces else None
     return TracedModel(
         traced,
         pipeline,
-        make_decoder(traced, lowered.segments, lowered.program, lowered.dump),
-        None
-        if few is None
-        else FewRows(make_decoder(traced, few.segments, few.program, few.dump), most_rows(traced.graph)),
+        _decoder_of(traced, lowered),
+        few,
         Head(model),
         layers,
         states,
@@ -179,8 +172,20 @@ def trace_model(
     )
 
 
-def _for_decoding(device: torch.device) -> Variant:
-    return Variant("decode", (use_fused_ops,), inductor_settings(device))
+def _factors(cache: TraceCache, part: Part | None, *, decode_pieces: bool) -> dict[str, str]:
+    """What a plan depends on besides the model and the call."""
+    of_part = {} if part is None else {"part": str(part)}
+    return {**cache.factors, **of_part, **({"decode pieces": "their own"} if decode_pieces else {})}
+
+
+def _few_rows(pipeline: Pipeline, traced: Traced, lowered: Lowered, device: torch.device) -> FewRows:
+    variant = Variant("decode", (use_fused_ops,), inductor_settings(device))
+    again = pipeline.lower_again(traced, lowered.segments, variant)
+    return FewRows(_decoder_of(traced, again), most_rows(traced.graph))
+
+
+def _decoder_of(traced: Traced, lowered: Lowered) -> Decoder:
+    return make_decoder(traced, lowered.segments, lowered.program, lowered.dump)
 
 
 def _read_decoder(
