@@ -35,7 +35,9 @@ def test_few_rows(rows: int, columns: int, depth: int, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize(("columns", "depth"), [(4096, 1024), (1024, 2048), (1000, 72), (4096, 4096), (66, 9000)])
+@pytest.mark.parametrize(
+    ("columns", "depth"), [(4096, 1024), (1024, 2048), (1000, 72), (1000, 512), (4096, 4096), (66, 9000)]
+)
 @pytest.mark.parametrize("rows", [1, 2, 8, 17, 32, 33])
 def test_what_is_around_a_linear(rows: int, columns: int, depth: int, has_norm: bool, is_gated: bool) -> None:
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import piecegraph.llm.kernels.linear  # noqa: F401 - defines an op
 from piecegraph.llm.kernels.attention import triton_paged
-from piecegraph.llm.kernels.race import exponentials, launch_scores, random_keys
+from piecegraph.llm.kernels.race import exponentials, first_largest, launch_first_largest, launch_scores, random_keys
 from piecegraph.llm.specs import Accepted, Rejected
 from tests.cases.attention import Sequences, check, latent_layer, layer, problem, run
 from tests.cases.interpreter import needs_interpreter, print_verdicts, verdicts_of
@@ -82,6 +82,19 @@ def _scores_of_a_race() -> None:
     torch.testing.assert_close(weights, expected, rtol=1e-4, atol=0)
 
 
+def _likeliest_tokens() -> None:
+    """The first of equals, in whichever part of a row they are; none in a row that is not numbers."""
+    rows = torch.rand(9, 5000, generator=torch.Generator().manual_seed(0))
+    rows[1, [4999, 2047, 2048]] = 2.0
+    rows[2, [7, 8]] = 2.0
+    rows[3, 4100], rows[4, 3] = float("nan"), float("inf")
+    rows[5], rows[6, :4000], rows[7] = float("-inf"), float("-inf"), -3e38
+    for logits in (rows, rows.bfloat16(), torch.cat((rows, rows), 1)[:, :5000]):
+        found = launch_first_largest(logits, -1)
+        assert found.tolist() == first_largest(logits, -1).tolist()
+        assert found[[1, 2, 3, 4, 5, 7]].tolist() == [2047, 7, -1, -1, -1, 0]
+
+
 def _fixed_linears() -> None:
     x, weight = torch.randn(70, 40), torch.randn(50, 40)
     for bias in (None, torch.randn(50)):
@@ -116,6 +129,7 @@ OTHERS = {
     "what is cleared for another kernel": _cleared,
     "many launches over one workspace": _many_launches,
     "scores of a race": _scores_of_a_race,
+    "likeliest tokens": _likeliest_tokens,
     "linears of fixed tiles": _fixed_linears,
     "attention of fixed tiles": _fixed_attention,
 }

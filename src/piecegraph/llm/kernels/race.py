@@ -1,4 +1,5 @@
-"""Random numbers for drawing tokens, made from a counter: the same for a key and a place in the vocabulary for ever.
+"""Which token wins: the likeliest, or a draw by random numbers that are made from a counter, the same for a key and a
+place in the vocabulary for ever.
 
 Note [A race of tokens]
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -17,6 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from piecegraph.llm.kernels.early_launch import early_constants
+
 _STEP, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """The constants of splitmix64."""
 _LARGEST = 2**63 - 1
@@ -24,6 +27,8 @@ _SCALE = (1 - 2.0**-23) * 2.0**-63
 """From 63 bits to a float32 that is below 1 even where the bits were rounded up."""
 _BLOCK = 1024
 """Numbers that one program of the kernel makes."""
+_PART = 2048
+"""Logits that one program looks through."""
 
 
 def random_keys(seeds: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -95,6 +100,39 @@ def launch_scores(weights: torch.Tensor, keys: torch.Tensor) -> None:
         BLOCK=_BLOCK,
         num_warps=4,
     )
+
+
+def first_largest(logits: torch.Tensor, bad: int) -> torch.Tensor:
+    """The place of the largest of each row, the first of equals; ``bad`` where it is infinite or no number.
+
+    Args:
+        logits: [rows, vocabulary].
+        bad: what stands for no place.
+    """
+    if logits.is_cuda and logits.stride(-1) == 1 and _has_triton():
+        return launch_first_largest(logits, bad)
+    largest, places = logits.max(dim=-1)
+    return torch.where(largest.isfinite(), places, bad)
+
+
+def launch_first_largest(logits: torch.Tensor, bad: int) -> torch.Tensor:
+    """In two kernels: torch's takes one program for a row, and four more kernels to see whether it is a number."""
+    from piecegraph.llm.kernels import race_kernels
+
+    rows, count = logits.shape
+    num_parts = -(-count // _PART)
+    largest = logits.new_empty(rows, num_parts, dtype=torch.float32)
+    places = logits.new_empty(rows, num_parts, dtype=torch.int32)
+    out = logits.new_empty(rows, dtype=torch.int64)
+    early = early_constants(logits.device, is_wanted=True)
+    race_kernels.largest_of_parts_kernel[(rows, num_parts)](
+        logits, largest, places, count, logits.stride(0), BLOCK=_PART, num_warps=4, **early
+    )
+    block = 1 << (num_parts - 1).bit_length()
+    race_kernels.first_largest_kernel[(rows,)](
+        largest, places, out, num_parts, BAD=bad, BLOCK=block, num_warps=4, **early
+    )
+    return out
 
 
 def _signed(number: int) -> int:

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (what Triton compiles is not Python: the types of arguments are those of the device)
-"""The Triton kernel that makes the random numbers of ``race.py`` where they are used."""
+"""The Triton kernels of ``race.py``: random numbers are made where they are used, and rows are searched in parts."""
 
 from __future__ import annotations
 
@@ -34,3 +34,30 @@ def scores_kernel(
     small = uniform * (1.0 + uniform * (0.5 + uniform * (1.0 / 3.0)))
     number = tl.where(uniform < 0.001, small, -tl.log(1.0 - uniform))
     tl.store(at, weight / number, places < count)
+
+
+@triton.jit
+def largest_of_parts_kernel(logits, largest, places, count, row_stride, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """The largest of each part of a row and its place. What is no number counts as infinite. Grid: (rows, parts)."""
+    if EARLY:  # see Note [Early launches]
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = part * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(logits + row * row_stride + columns, columns < count, float("-inf")).to(tl.float32)
+    top, place = tl.max(tl.where(values == values, values, float("inf")), 0, return_indices=True)
+    tl.store(largest + row * tl.num_programs(1) + part, top)
+    tl.store(places + row * tl.num_programs(1) + part, part * BLOCK + place)
+
+
+@triton.jit
+def first_largest_kernel(largest, places, out, num_parts, BAD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """The place of the largest of all parts, the first of equals; BAD if it is infinite. Grid: rows."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row, parts = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    tops = tl.load(largest + row * num_parts + parts, parts < num_parts, float("-inf"))
+    top, part = tl.max(tops, 0, return_indices=True)
+    place = tl.load(places + row * num_parts + part).to(tl.int64)
+    tl.store(out + row, tl.where(tl.abs(top) < float("inf"), place, BAD))

@@ -55,7 +55,7 @@ class Linear:
         return self.weight.shape[0] // 2 if self.is_gated else self.weight.shape[0]
 
 
-def choose_tile(rows: int, columns: int, depth: int, *, has_norm: bool = False) -> Tile | None:
+def choose_tile(rows: int, columns: int, depth: int, *, has_norm: bool = False, is_gated: bool = False) -> Tile | None:
     """The tile for a linear, or None where cuBLAS is as good. Measured on an H200 in bfloat16, in microseconds:
 
     ==============  ====  ======  =====   ==============  ====  ======  =====
@@ -63,28 +63,35 @@ def choose_tile(rows: int, columns: int, depth: int, *, has_norm: bool = False) 
     ==============  ====  ======  =====   ==============  ====  ======  =====
     4096, 1024      1     5.3     3.2     4096, 4096      1     12.7    9.0
     1024, 2048      1     12.7    2.3     4096, 4096      8     13.4    11.6
-    1024, 2048      8     5.9     3.7     28672, 4096     1     56.5    54.8
-    1024, 2048      32    5.9     4.7     28672, 4096     8     62.2    56.2
+    1024, 2048      8     5.9     3.3     28672, 4096     1     56.5    54.8
+    1024, 2048      32    5.9     4.1     28672, 4096     8     62.2    56.2
     1024, 3072      1     7.4     2.8     4096, 14336     1     31.9    28.0
-    1024, 3072      8     7.5     4.9     4096, 14336     8     32.9    32.7
-    6144, 1024      1     6.0     3.9     4096, 14336     32    34.5    38.2
+    1024, 3072      8     7.5     4.4     4096, 14336     8     32.9    32.7
+    1024, 3072      32    7.8     5.3     4096, 14336     32    34.5    38.2
+    4096, 1024      8     5.3     5.3     6144, 1024      1     6.0     3.9
+    4096, 1024      32    5.3     7.9     6144, 1024      8     6.1     6.7
     ==============  ====  ======  =====   ==============  ====  ======  =====
 
-    Ours include a residual or a norm, and begin early. Where the gain is small, what it takes to compile one more
-    kernel is not worth it.
+    Ours include a residual or a norm and a gate, and begin early; cuBLAS's would be two or three kernels with them.
+    Where the gain is small, what it takes to compile one more kernel is not worth it.
 
     >>> choose_tile(1, 1024, 2048), choose_tile(64, 1024, 2048)
     (Tile(kernel='one_row', columns=2, depth=1024, num_warps=4, num_stages=1), None)
     >>> choose_tile(8, 1024, 2048), choose_tile(8, 4096, 1024)
-    (Tile(kernel='narrow', columns=16, depth=128, num_warps=4, num_stages=3), None)
+    (Tile(kernel='narrow', columns=8, depth=128, num_warps=4, num_stages=3), None)
+    >>> choose_tile(8, 4096, 1024, has_norm=True)
+    Tile(kernel='narrow', columns=32, depth=256, num_warps=4, num_stages=1)
     """
     if rows == 1:
         return _tile_of_one_row(depth, has_norm)
     if rows > MOST_ROWS:
         return None
+    if has_norm or is_gated:
+        is_one_step = rows <= 16 and depth in (512, 1024)
+        return Tile("narrow", 16 if is_gated else 32, depth // 4, 4, 1) if is_one_step else None
     is_narrow = columns <= 2048 or (columns <= 4096 and depth >= 4096 and rows <= 16)
     if is_narrow and depth % 512 == 0:
-        return Tile("narrow", 16, 128, 4, 3)
+        return Tile("narrow", 8 if columns <= 2048 else 16, 128, 4, 3)
     if columns >= 16384:
         return Tile("some_rows", 64, 128, 4, 4)
     if columns == 4096 and depth == 4096:
@@ -126,7 +133,7 @@ def launch_once(linear: Linear, rows: int, *, early: bool) -> None:
     """Launch the kernels of ours that :func:`multiply` would, on dummies; none of cuBLAS's."""
     depth = linear.weight.shape[1]
     x = linear.weight.new_zeros(rows, depth)
-    if rows == 1:
+    if _tile(rows, linear) is not None:
         multiply(x, linear, early=early)
     elif rows <= MOST_ROWS:
         if linear.gain is not None:
@@ -168,7 +175,11 @@ def _fits(x: torch.Tensor, linear: Linear) -> bool:
 def _launch_rows(
     x: torch.Tensor, linear: Linear, added: torch.Tensor | None, out: torch.Tensor, *, early: bool
 ) -> None:
-    """A norm and a gate are kernels of their own: each tile would compute them again for every row."""
+    """A norm and a gate are kernels of their own where there is much to read: each tile would compute them again."""
+    tile = _tile(x.shape[0], linear)
+    if tile is not None and tile.kernel == "narrow":
+        _launch_narrow(x, linear, added, out, tile, early=early)
+        return
     if linear.gain is not None:
         x = _normed(x, linear.gain, linear.eps, early=early)
     if linear.is_gated:
@@ -179,11 +190,22 @@ def _launch_rows(
         _product(x, linear, added, out, early=early)
 
 
+def _tile(rows: int, linear: Linear) -> Tile | None:
+    """For a linear with all that is around it."""
+    return choose_tile(
+        rows,
+        linear.num_columns,
+        linear.weight.shape[1],
+        has_norm=linear.gain is not None,
+        is_gated=linear.is_gated,
+    )
+
+
 def _product(x: torch.Tensor, linear: Linear, added: torch.Tensor | None, out: torch.Tensor, *, early: bool) -> None:
     (rows, columns), depth = out.shape, x.shape[1]
     tile = choose_tile(rows, columns, depth)
     if tile is not None and tile.kernel == "narrow":
-        _launch_narrow(x, linear, added, out, tile, early=early)
+        _launch_narrow(x, Linear(linear.weight, linear.bias), added, out, tile, early=early)
         return
     if tile is not None:
         launch_tiles(x, linear.weight, linear.bias, out, tile, 16 if rows <= 16 else 32)
@@ -200,8 +222,7 @@ def _launch_one_row(
 ) -> None:
     from piecegraph.llm.kernels import skinny_kernels
 
-    columns, depth = linear.num_columns, linear.weight.shape[1]
-    tile = choose_tile(1, columns, depth, has_norm=linear.gain is not None)
+    columns, tile = linear.num_columns, _tile(1, linear)
     assert tile is not None
     skinny_kernels.one_row_kernel[(-(-columns // tile.columns),)](
         x,
@@ -226,23 +247,27 @@ def _launch_narrow(
 ) -> None:
     from piecegraph.llm.kernels import skinny_kernels
 
-    (rows, columns), weight = out.shape, linear.weight
+    (rows, columns), weight, gain = out.shape, linear.weight, linear.gain
     is_small = weight.nbytes <= _SMALL_WEIGHT and weight.shape[1] % 1024 == 0
     skinny_kernels.narrow_kernel[(-(-columns // tile.columns),)](
         x,
         weight,
         linear.bias,
+        gain,
         added,
         out,
         rows,
         columns,
+        linear.eps,
         x.stride(0),
         0 if added is None else added.stride(0),
         out.stride(0),
         BLOCK_M=16 if rows <= 16 else 32,
         PARTS=tile.num_warps,
         NUM_STAGES=tile.num_stages,
+        HAS_NORM=gain is not None,
         HAS_RESIDUAL=added is not None,
+        IS_GATED=linear.is_gated,
         PREFETCHES=is_small,
         **early_constants(x.device, is_wanted=early),
         **_constants(weight, linear.bias, tile),

@@ -97,14 +97,33 @@ def one_row_kernel(
 
 
 @triton.jit
+def _narrow_weights(weight, starts, ks):
+    return tl.load(weight + starts[None, None, :] + ks[:, :, None], eviction_policy="evict_first")
+
+
+@triton.jit
+def _add_products(total, squares, weights, x, gain, rows, m, x_stride, ks, HAS_NORM: tl.constexpr):
+    """One step of depth: the gain of a norm is part of the rows, its root mean square is left to the end."""
+    at = x + rows[None, :, None] * x_stride + ks[:, None, :]
+    values = tl.load(at, (rows < m)[None, :, None], 0.0)
+    if HAS_NORM:
+        wide = values.to(tl.float32)
+        squares += tl.sum(wide * wide, 2)
+        values = (wide * tl.load(gain + ks).to(tl.float32)[:, None, :]).to(values.dtype)
+    return tl.dot(values, weights, total, input_precision="ieee"), squares
+
+
+@triton.jit
 def narrow_kernel(
     x,
     weight,
     bias,
+    gain,
     residual,
     out,
     m,
     n,
+    eps,
     x_stride,
     residual_stride,
     out_stride,
@@ -115,40 +134,57 @@ def narrow_kernel(
     PARTS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    IS_GATED: tl.constexpr,
     PREFETCHES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Some rows and few columns: tiles are narrow, or there were too few of them, and each warp adds up a part of K.
 
-    Grid: tiles of columns. K is a multiple of PARTS * BLOCK_K, and of 1024 with PREFETCHES.
+    Grid: tiles of columns. K is a multiple of PARTS * BLOCK_K, and of 1024 with PREFETCHES. If it is PARTS * BLOCK_K,
+    all weights of a tile are read before the rows are there. IS_GATED: as for one row.
     """
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    weight_rows = tl.where(columns < n, columns, 0).to(tl.int64) * K
-    if EARLY and PREFETCHES:
+    WIDTH: tl.constexpr = 2 * BLOCK_N if IS_GATED else BLOCK_N
+    IS_ONE_STEP: tl.constexpr = K == PARTS * BLOCK_K
+    places = tl.arange(0, WIDTH)
+    columns = tl.program_id(0) * BLOCK_N + (places // 2 if IS_GATED else places)
+    weight_rows = columns + (places % 2) * n if IS_GATED else columns
+    starts = tl.where(columns < n, weight_rows, 0).to(tl.int64) * K
+    rows = tl.arange(0, BLOCK_M).to(tl.int64)
+    ks = (tl.arange(0, PARTS) * (K // PARTS))[:, None] + tl.arange(0, BLOCK_K)[None, :]
+    if IS_ONE_STEP:
+        weights = _narrow_weights(weight, starts, ks)
+    elif EARLY and PREFETCHES:
         lines = tl.arange(0, 16) * 64
         for start in range(0, K, 1024):
-            at = weight + weight_rows[:, None] + (start + lines)[None, :]
+            at = weight + starts[:, None] + (start + lines)[None, :]
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
             )
     _begin(EARLY)
-    rows, depth = tl.arange(0, BLOCK_M).to(tl.int64), tl.arange(0, BLOCK_K)
-    parts = tl.arange(0, PARTS) * (K // PARTS)
-    total = tl.zeros([PARTS, BLOCK_N, BLOCK_M], tl.float32)
-    for start in tl.range(0, K // PARTS, BLOCK_K, num_stages=NUM_STAGES):
-        ks = parts[:, None] + (start + depth)[None, :]
-        w = tl.load(weight + weight_rows[None, :, None] + ks[:, None, :], eviction_policy="evict_first")
-        v = tl.load(x + rows[None, None, :] * x_stride + ks[:, :, None], (rows < m)[None, None, :], 0.0)
-        total = tl.dot(w, v, total, input_precision="ieee")
+    total = tl.zeros([PARTS, BLOCK_M, WIDTH], tl.float32)
+    squares = tl.zeros([PARTS, BLOCK_M], tl.float32)
+    if IS_ONE_STEP:
+        total, squares = _add_products(total, squares, weights, x, gain, rows, m, x_stride, ks, HAS_NORM)
+    else:
+        for start in tl.range(0, K // PARTS, BLOCK_K, num_stages=NUM_STAGES):
+            weights = _narrow_weights(weight, starts, start + ks)
+            total, squares = _add_products(total, squares, weights, x, gain, rows, m, x_stride, start + ks, HAS_NORM)
     result = tl.sum(total, 0)
-    is_inside = (columns < n)[:, None] & (rows < m)[None, :]
+    if HAS_NORM:
+        result *= tl.rsqrt(tl.sum(squares, 0) / K + eps)[:, None]
     if HAS_BIAS:
-        result += tl.load(bias + columns, columns < n, 0.0).to(tl.float32)[:, None]
+        result += tl.load(bias + weight_rows, columns < n, 0.0).to(tl.float32)[None, :]
+    if IS_GATED:
+        gate, up = tl.split(tl.reshape(result, [BLOCK_M, BLOCK_N, 2]))
+        result = _silu_times(gate, up)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_inside = (rows < m)[:, None] & (columns < n)[None, :]
     if HAS_RESIDUAL:
-        at = residual + rows[None, :] * residual_stride + columns[:, None]
+        at = residual + rows[:, None] * residual_stride + columns[None, :]
         result += tl.load(at, is_inside, 0.0).to(tl.float32)
-    tl.store(out + rows[None, :] * out_stride + columns[:, None], result.to(out.dtype.element_ty), is_inside)
+    tl.store(out + rows[:, None] * out_stride + columns[None, :], result.to(out.dtype.element_ty), is_inside)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from piecegraph.llm.kernels.race import draw
+from piecegraph.llm.kernels.race import draw, first_largest
 from piecegraph.llm.run.request import SamplingParams
 
 SamplingMode = Literal["greedy", "plain", "truncated"]
@@ -46,8 +46,7 @@ def mode_of(params: SamplingParams) -> SamplingMode:
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """The most likely token of each row, the first of equals; :data:`BAD_LOGITS` for a row that is not numbers."""
-    largest, tokens = logits.max(dim=-1)
-    return torch.where(largest.isfinite(), tokens, BAD_LOGITS)
+    return first_largest(logits, BAD_LOGITS)
 
 
 def sample(

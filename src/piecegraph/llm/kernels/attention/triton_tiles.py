@@ -111,6 +111,10 @@ def decode_tiles(shape: Shape, num_seqs: int, max_seq_len: int, num_processors: 
         tile_heads = -(-tile_heads // 2)
     wanted = 2 * num_processors // _num_parts(shape, num_seqs, tile_heads)
     num_splits = max(1, min(_max_splits(shape, tile_heads), wanted, -(-max_seq_len // block_n)))
+    # Two programs fit on a processor, four with half the keys in a step: those that would run behind others are as many
+    # waves less (a layer of Qwen3-0.6B on an H200, 64 sequences of 160 tokens: 18.9 against 24.1 us).
+    if shape.dtype != torch.float32 and 2 < _num_parts(shape, num_seqs, tile_heads) / num_processors <= 4:
+        block_n //= 2
     return Tiles(MIN_TILE, block_n, tile_heads, 4, num_stages, num_splits)
 
 
