@@ -11,13 +11,13 @@ import torch
 from piecegraph.bench.config import Cell
 from piecegraph.bench.result import Floor, Phase
 from piecegraph.bench.runner import Runner
+from piecegraph.provenance.profile.take import profiling
 
 
 def kernels_ms(run: Callable[[], Any]) -> float:
     """The sum of the times of all kernels and copies of a run, as the profiler sees them on the GPU."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints a line when it starts
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with profiling() as profile:
         run()
         torch.cuda.synchronize()
     events: Any = profile.events()

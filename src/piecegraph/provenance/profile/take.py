@@ -51,7 +51,7 @@ def profiled(folder: Path) -> Iterator[MarkedProfile]:
     """Profile what runs inside into a file in a folder."""
     profile = MarkedProfile(folder / "trace.json", Announcer())
     with _alone(), attributing(), announced_steps() as seen:
-        with _running() as profiler:
+        with profiling() as profiler:
             with observing(profile.announcer):
                 yield profile
             if torch.cuda.is_available():
@@ -62,7 +62,8 @@ def profiled(folder: Path) -> Iterator[MarkedProfile]:
 
 
 @contextlib.contextmanager
-def _running() -> Iterator[torch.profiler.profile]:
+def profiling() -> Iterator[torch.profiler.profile]:
+    """Torch's profiler, running, for all devices there are."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
