@@ -151,7 +151,7 @@ def most_rows(graph: torch.fx.Graph) -> int:
         for found in find_fused(graph)
         if isinstance(found, FusedLinear) and found.residual is not None
     }
-    return MOST_ROWS if all(choose_tile(MOST_ROWS, *shape) for shape in shapes) else MOST_ROWS // 2
+    return next((rows for rows in (MOST_ROWS, 32) if all(choose_tile(rows, *shape) for shape in shapes)), 16)
 
 
 def find_fused(graph: torch.fx.Graph) -> list[FusedLinear | FusedHeads]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from piecegraph.llm.kernels.early_launch import early_constants
 
-MOST_ROWS = 32
+MOST_ROWS = 64
 """With more, cuBLAS is as good."""
 _SMALL_WEIGHT = 2**24
 """In bytes. A larger one that is fetched early takes the place of what is still needed."""
@@ -92,6 +92,8 @@ def choose_tile(rows: int, columns: int, depth: int, *, has_norm: bool = False, 
     is_narrow = columns <= 2048 or (columns <= 4096 and depth >= 4096 and rows <= 16)
     if is_narrow and depth % 512 == 0:
         return Tile("narrow", 8 if columns <= 2048 else 16, 128, 4, 3)
+    if rows > 32:
+        return None
     if columns >= 16384:
         return Tile("some_rows", 64, 128, 4, 4)
     if columns == 4096 and depth == 4096:
@@ -249,7 +251,8 @@ def _launch_narrow(
 
     (rows, columns), weight, gain = out.shape, linear.weight, linear.gain
     is_small = weight.nbytes <= _SMALL_WEIGHT and weight.shape[1] % 1024 == 0
-    skinny_kernels.narrow_kernel[(-(-columns // tile.columns),)](
+    block_m = 16 if rows <= 16 else 32
+    skinny_kernels.narrow_kernel[(-(-columns // tile.columns), -(-rows // block_m))](
         x,
         weight,
         linear.bias,
@@ -262,7 +265,7 @@ def _launch_narrow(
         x.stride(0),
         0 if added is None else added.stride(0),
         out.stride(0),
-        BLOCK_M=16 if rows <= 16 else 32,
+        BLOCK_M=block_m,
         PARTS=tile.num_warps,
         NUM_STAGES=tile.num_stages,
         HAS_NORM=gain is not None,

@@ -142,8 +142,8 @@ def narrow_kernel(
 ):
     """Some rows and few columns: tiles are narrow, or there were too few of them, and each warp adds up a part of K.
 
-    Grid: tiles of columns. K is a multiple of PARTS * BLOCK_K, and of 1024 with PREFETCHES. If it is PARTS * BLOCK_K,
-    all weights of a tile are read before the rows are there. IS_GATED: as for one row.
+    Grid: (tiles of columns, tiles of rows). K is a multiple of PARTS * BLOCK_K, and of 1024 with PREFETCHES. If it is
+    PARTS * BLOCK_K, all weights of a tile are read before the rows are there. IS_GATED: as for one row.
     """
     WIDTH: tl.constexpr = 2 * BLOCK_N if IS_GATED else BLOCK_N
     IS_ONE_STEP: tl.constexpr = K == PARTS * BLOCK_K
@@ -151,7 +151,7 @@ def narrow_kernel(
     columns = tl.program_id(0) * BLOCK_N + (places // 2 if IS_GATED else places)
     weight_rows = columns + (places % 2) * n if IS_GATED else columns
     starts = tl.where(columns < n, weight_rows, 0).to(tl.int64) * K
-    rows = tl.arange(0, BLOCK_M).to(tl.int64)
+    rows = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     ks = (tl.arange(0, PARTS) * (K // PARTS))[:, None] + tl.arange(0, BLOCK_K)[None, :]
     if IS_ONE_STEP:
         weights = _narrow_weights(weight, starts, ks)
