@@ -206,6 +206,7 @@ def test_blocks_given_back_become_0_and_a_row_that_left_is_cleared() -> None:
     one.tables, one.num_returned, one.version = [[0, 0, 3, 4, 7]], [2], 1
     tables.place_all([one])
     tables.send()
+    tables.use_sent()
     assert tables.device[0].tolist() == [[0, 0, 3, 4, 7, 0, 0, 0], [0] * 8, [0] * 8]
 
 
@@ -215,6 +216,7 @@ def test_many_changes_are_sent_at_once() -> None:
     blocks.tables = [[1, 2, 3], [4, 5, 6]]
     tables.place_all([blocks])
     tables.send()
+    tables.use_sent()
     assert tables.device[:, 0, :4].tolist() == [[1, 2, 3, 0], [4, 5, 6, 0]]
     assert (tables.device.numpy() == tables.mirror).all()
 

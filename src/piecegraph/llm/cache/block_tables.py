@@ -43,6 +43,8 @@ class BlockTables:
         self._lengths = [0] * max_seqs
         self._num_returned = [[0] * num_groups for _ in range(max_seqs)]
         self._num_rows = 0
+        self._num_sent = 0
+        """Entries that are sent, and not used yet."""
         self._changed: list[tuple[int, int]] = []
         """(first, end) of each changed range of the flat mirror. Some overlap if a batch was written and not sent; that
         does no harm, as what is sent is what the mirror holds then.
@@ -85,19 +87,26 @@ class BlockTables:
             self._changed.append((base + first, base + end))
 
     def send(self) -> None:
-        """Bring the device up to date, without waiting for it. The staging memory is in use until the copy has run."""
-        if not self._changed:
-            return
+        """Send what has changed, without waiting for the device: :meth:`use_sent` comes next. The staging memory is in
+        use until the copy has run.
+        """
         num = sum(end - first for first, end in self._changed)
-        flat = self.mirror.reshape(-1)
-        if num > self._max_edits:
-            self.device.view(-1).copy_(torch.from_numpy(flat))
-        else:
+        self._num_sent = num if num <= self._max_edits else 0
+        if not self._num_sent:
+            return
+        middle, end = num * _INDEX_BYTES, num * (_INDEX_BYTES + _ENTRY_BYTES)
+        index = self._staged[:middle].view(np.int64)
+        np.concatenate([np.arange(first, last) for first, last in self._changed], out=index)
+        self._staged[middle:end].view(np.int32)[:] = self.mirror.reshape(-1)[index]
+        self._edits[:end].copy_(self._staging[:end], non_blocking=True)
+        self._changed.clear()
+
+    def use_sent(self) -> None:
+        """Bring the tables up to date."""
+        if num := self._num_sent:
             middle, end = num * _INDEX_BYTES, num * (_INDEX_BYTES + _ENTRY_BYTES)
-            index = self._staged[:middle].view(np.int64)
-            np.concatenate([np.arange(first, last) for first, last in self._changed], out=index)
-            self._staged[middle:end].view(np.int32)[:] = flat[index]
-            self._edits[:end].copy_(self._staging[:end], non_blocking=True)
             values = self._edits[middle:end].view(torch.int32)
             self.device.view(-1).index_copy_(0, self._edits[:middle].view(torch.int64), values)
-        self._changed.clear()
+        elif self._changed:
+            self.device.view(-1).copy_(torch.from_numpy(self.mirror.reshape(-1)))
+            self._changed.clear()

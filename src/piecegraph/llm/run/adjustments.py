@@ -137,6 +137,7 @@ class EntryBuffers:
         self._on_device: dict[int, Entries] = {}
         self._num_written: dict[int, int] = {}
         self._lists: list[tuple[int, NDArray[Any], NDArray[Any], NDArray[Any]]] = []
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
 
     def views(self, length: int) -> Entries:
         """The tensors of a length: the same objects every time."""
@@ -159,6 +160,15 @@ class EntryBuffers:
 
     def send(self, length: int) -> None:
         """Send the lists in the buffer of a length, without waiting for the device. All others become empty."""
+        if not self._on_device and not length:
+            return
+        if self._sent is not None:
+            self._sent.synchronize()  # the last copy reads the memory that is written now
+        self._send_all(length)
+        if self._sent is not None:
+            self._sent.record()
+
+    def _send_all(self, length: int) -> None:
         for other in self._on_device:
             if other != length:
                 self._send(other, 0)

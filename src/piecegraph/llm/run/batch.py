@@ -24,6 +24,7 @@ from piecegraph.llm.run.masks import MaskBuffers
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.sampling import HOTTEST, SamplingMode, mode_of
 from piecegraph.llm.run.step import MAX_PROMPTS, Bucket, StepPlan, Work
+from piecegraph.llm.run.upload import Upload
 from piecegraph.llm.specs import AttentionBatch, SequenceRows, Span, StateBatch
 
 _OF_PROMPTS = ("prompt_starts", "prompt_lens", "prompt_rows")
@@ -177,6 +178,7 @@ class BatchBuffers:
         num_bytes = sum(field.aligned_bytes for field in self._fields)
         is_cuda = self.device.type == "cuda"
         self._staging = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        self._arrived = torch.zeros_like(self._staging, device=self.device) if is_cuda else self._staging
         self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         self._host = {name: view.numpy() for name, view in _carve(self._staging, self._fields).items()}
         self._tensors = _carve(self._buffer, self._fields)
@@ -200,7 +202,7 @@ class BatchBuffers:
         # A sequence is known by its blocks: a new object for every admission.
         self._rows: list[SequenceBlocks | None] = []
         self._views: dict[Bucket, BatchViews] = {}
-        self._sent = torch.cuda.Event() if is_cuda else None
+        self._upload = Upload(self.device)
 
     # ------------------------------------------------------------------ what the device sees
 
@@ -274,8 +276,7 @@ class BatchBuffers:
         """Write a step on the host. From then on ``sampling_mode``, ``has_embeds``, ``num_adjusted`` and ``has_masks``
         are its own, by which the size it runs at may be chosen; :meth:`send` comes next.
         """
-        if self._sent is not None:
-            self._sent.synchronize()  # the copy of the last step reads the memory that is written now
+        self._upload.wait()  # the copy of the last step reads the memory that is written now
         num_seqs = plan.num_seqs
         self.works = plan.works
         self._place(plan.works)
@@ -288,7 +289,7 @@ class BatchBuffers:
         self.has_masks = self.masks.collect(plan.works if self._has_guides else ())
 
     def send(self, plan: StepPlan, bucket: Bucket, *, num_adjusted: int, sampled: torch.Tensor | None = None) -> None:
-        """Pad what was written to a size, and send it.
+        """Pad what was written to a size, and send it: see Note [Copies beside steps].
 
         Args:
             plan: what was written.
@@ -303,15 +304,18 @@ class BatchBuffers:
         self._pad(num_tokens, num_seqs, bucket)
         if bucket.separates_prompts:
             self._write_prompts(plan)
-        self._buffer.copy_(self._staging, non_blocking=True)
+        with self._upload.sending():
+            if self._arrived is not self._staging:
+                self._arrived.copy_(self._staging, non_blocking=True)
+            self.tables.send()
+        self._buffer.copy_(self._arrived)
         if sampled is not None:
             self._take_sampled(sampled)
         self.entries.send(num_adjusted)
-        self.tables.send()
+        self.tables.use_sent()
         if bucket.separates_prompts:
             torch.index_select(self.tables.device, 1, self._tensors["prompt_rows"], out=self._prompt_tables)
-        if self._sent is not None:
-            self._sent.record()
+        self._upload.end_use()
 
     def _take_sampled(self, sampled: torch.Tensor) -> None:
         """Tokens that only the device knows go where they are computed.

@@ -55,6 +55,7 @@ from piecegraph.llm.run.scheduler import Scheduler
 from piecegraph.llm.run.step import MAX_PROMPTS, StepCounts, StepPlan
 from piecegraph.llm.run.stop import IncrementalText
 from piecegraph.llm.run.structured import Guide
+from piecegraph.llm.run.upload import Download
 from piecegraph.tape.library import TapeLibrary
 
 
@@ -65,33 +66,19 @@ class SampledTokens:
     """
 
     def __init__(self, max_seqs: int, device: torch.device, ranks: Ranks | None) -> None:
-        is_cuda = device.type == "cuda"
         self._kept = [torch.empty(max_seqs, dtype=torch.long, device=device) for _ in range(2)]
-        self._on_host = [torch.empty(max_seqs, dtype=torch.long, pin_memory=is_cuda) for _ in range(2)]
-        self._events = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
-        self._next = 0
+        self._download = Download(max_seqs, torch.long, device)
         self._ranks = ranks
 
     def send(self, tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, Callable[[], list[int]]]:
         """Send the first tokens to the host; returns a copy of them on the device, and what waits for them."""
-        kept, place = self._kept[self._next][:count], self._on_host[self._next][:count]
-        event = self._events[self._next]
-        self._next ^= 1
+        kept = self._kept[0][:count]
+        self._kept.reverse()
         kept.copy_(tokens[:count])
         if self._ranks is not None:
             # Equal logits have equal tokens, but ranks that ever disagreed would never be of one mind again.
             self._ranks.take_first(kept)
-        place.copy_(kept, non_blocking=True)
-        if event is not None:
-            event.record()
-
-        def read() -> list[int]:
-            if event is not None:
-                event.synchronize()
-            found: list[int] = place.tolist()
-            return found
-
-        return kept, read
+        return kept, self._download.send(kept).read
 
 
 @dataclass(slots=True)
