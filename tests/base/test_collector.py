@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
-from piecegraph.base.collector import collector_paused
+from piecegraph.base.collector import collect_all, collector_off, collector_paused, freeze_all
 
 
 @pytest.fixture
@@ -63,3 +64,42 @@ def test_what_is_frozen_stays_so() -> None:
         made = [[number] for number in range(250_000)]
     assert made
     assert gc.get_freeze_count() >= frozen > 0
+
+
+@pytest.mark.usefixtures("_unfrozen")
+def test_nothing_is_collected_in_a_capture_and_everything_is_afterwards() -> None:
+    found = Cycle()
+    alive = weakref.ref(found)
+    del found
+    with collector_off():
+        gc.collect()
+        assert alive() is not None
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.collect()
+    assert alive() is None
+
+
+def test_what_was_frozen_before_a_capture_is_frozen_behind_it() -> None:
+    freeze_all()
+    count = gc.get_freeze_count()
+    with collector_off():
+        pass
+    assert gc.get_freeze_count() == count > 0
+
+
+def test_a_model_that_is_given_up_goes_even_if_it_was_frozen() -> None:
+    found = Cycle()
+    alive = weakref.ref(found)
+    freeze_all()
+    del found
+    gc.collect()
+    assert alive() is not None
+    collect_all()
+    assert alive() is None
+    assert gc.get_freeze_count() > 0
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self

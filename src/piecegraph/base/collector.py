@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, kept out of a start."""
+"""Python's cyclic garbage collector, kept out of starts, captures and service."""
 
 from __future__ import annotations
 
@@ -30,3 +30,37 @@ def collector_paused() -> Iterator[None]:
             gc.freeze()
             gc.unfreeze()
         gc.enable()
+
+
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """Inside, nothing is collected, even if somebody asks for it. What is frozen already stays so."""
+    was_enabled, is_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    if not is_frozen:
+        gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not is_frozen:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def freeze_all() -> None:
+    """Have the collector never look at what there is by now, as a server does that has loaded its models.
+
+    They are a million objects, and to look through all of them takes a second in which no request is served.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def collect_all() -> None:
+    """Collect what is frozen, too: what stays of it is frozen again."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if is_frozen:
+        gc.freeze()

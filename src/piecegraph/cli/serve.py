@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from piecegraph.base.collector import freeze_all
 from piecegraph.cli.loading import is_gpu, model_options, num_ranks, num_replicas, ranks_option, shared, this_rank
 from piecegraph.errors import CommandError
 
@@ -109,6 +110,7 @@ def serve(
     log_to_stderr()
 
     def on_ready(address: str) -> None:
+        freeze_all()
         click.echo(f"ready: {', '.join(named)} at {address}")
 
     if not run_server(settings, specs, _loader(settings, len(named) == 1, how), on_ready=on_ready):

@@ -6,7 +6,6 @@ Any thread may ask. Whoever waits for an answer runs steps for all of them, one 
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from piecegraph.base.collector import collect_all
 from piecegraph.errors import ConfigError, ModelError, RequestError
 from piecegraph.llm.config import LLMConfig
 from piecegraph.llm.run.fair_lock import FairLock
@@ -74,7 +74,7 @@ class RunningModel:
     def give_up(self) -> None:
         """Give back weights, cache and graphs."""
         self._started = None
-        gc.collect()  # a model and its modules refer to each other
+        collect_all()  # a model and its modules refer to each other
         if self._config.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from piecegraph.base import torch_compat
+from piecegraph.base.collector import collector_off
 from piecegraph.tape.nodes import CountNodes, CudaNodes, LiveNodes, node_counter
 
 
@@ -109,17 +110,11 @@ class CudaGraphs:
         if tidies:
             gc.collect()
         torch.cuda.empty_cache()
-        was_enabled = gc.isenabled()
-        # A collection in the middle of a capture may free a graph or CUDA memory, which invalidates the capture.
-        gc.freeze()
-        gc.disable()
         try:
-            with torch.cuda.device(self._index), torch.cuda.stream(self.stream):
+            # A collection in the middle of a capture may free a graph or CUDA memory, which invalidates the capture.
+            with collector_off(), torch.cuda.device(self._index), torch.cuda.stream(self.stream):
                 yield
         finally:
-            gc.unfreeze()
-            if was_enabled:
-                gc.enable()
             caller.wait_stream(self.stream)
             torch.cuda.empty_cache()  # what warm-up runs left behind on the capture stream serves nobody else
 
