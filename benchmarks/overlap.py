@@ -185,7 +185,8 @@ def measure(body: Body, num_rows: int, sum_kernels: int, device: torch.device, r
     if device.type == "cuda":
         torch.cuda.synchronize()
     found, expected = torch.cat([part.result for part in parts]).float(), whole.result.float()
-    assert (found - expected).norm() < 0.02 * expected.norm(), "the halves do not give what the whole gives"
+    difference = float((found - expected).norm() / expected.norm())  # of bfloat16, which grows with the layers
+    assert difference < 0.01 * len(body.layers) ** 0.5, f"the halves do not give what the whole gives: {difference}"
     one_sum = Tape(lambda: _stand_in(flags[3], sum_kernels or 1), streams[3])
     ways = {
         "one tape": whole.replay,
