@@ -31,6 +31,22 @@ def test_pass_replaces_linears_and_changes_nothing() -> None:
     torch.testing.assert_close(passed(x), module(x))
 
 
+def test_a_product_over_a_depth_of_one_is_a_multiplication() -> None:
+    class Both(torch.nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x @ y, y.matmul(x)
+
+    x, y = torch.randn(2, 5, 1), torch.randn(2, 1, 5)
+    traced = torch.fx.symbolic_trace(Both())
+    for node in traced.graph.nodes:
+        node.meta["example_value"] = {"x": x, "y": y}.get(node.name)
+    passed = linear.use_outer_products(traced)
+    passed.recompile()
+    assert [node.target for node in passed.graph.nodes if node.op.startswith("call")] == [torch.mul, "matmul"]
+    for found, expected in zip(passed(x, y), Both()(x, y), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_no_pass_without_a_gpu() -> None:
     assert linear.linear_passes(torch.device("cpu")) == ()
 

@@ -101,10 +101,28 @@ def _with_op(module: torch.fx.GraphModule, op: Any) -> torch.fx.GraphModule:
     return module
 
 
+@goes_by_structure
+def use_outer_products(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """An FX pass: products over a depth of one, such as of frequencies and positions, become multiplications.
+
+    Nothing is added up in them, so the numbers are the same; and a compiler has no kernel of its own for each.
+    """
+    products = {getattr(torch.ops.aten, name) for name in ("matmul", "mm", "bmm")}
+    for node in module.graph.nodes:
+        if node.op not in ("call_function", "call_method") or torch_compat.op_of(node.target)[0] not in products:
+            continue
+        operands = [torch_compat.meta_value(arg) for arg in node.args if isinstance(arg, torch.fx.Node)]
+        if node.kwargs or len(operands) != 2 or not all(isinstance(value, torch.Tensor) for value in operands):
+            continue
+        if min(value.dim() for value in operands) >= 2 and operands[0].shape[-1] == 1:
+            node.op, node.target = "call_function", torch.mul
+    return module
+
+
 def linear_passes(device: torch.device, *, deterministic: bool = False) -> tuple[Callable[..., Any], ...]:
     """The passes for a device."""
     can_launch = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    return (use_fixed_linears if deterministic else use_skinny_linears,) if can_launch else ()
+    return (use_outer_products, use_fixed_linears if deterministic else use_skinny_linears) if can_launch else ()
 
 
 def other_product(graph: torch.fx.Graph) -> torch.fx.Node | None:
