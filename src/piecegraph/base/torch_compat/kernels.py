@@ -7,6 +7,8 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -49,6 +51,51 @@ def _watched_launch(run: Callable[..., Any], around: AroundLaunch, thread: int) 
             return run(kernel, *args, **kwargs)
 
     return watched
+
+
+_launches_nothing: ContextVar[bool] = ContextVar("launches_nothing", default=False)
+
+
+@contextlib.contextmanager
+def compiled_aside(device: torch.device, num_threads: int) -> Iterator[None]:
+    """Triton kernels that this thread would launch are compiled and loaded instead, several at a time, each one once.
+
+    Leaving waits for them, and raises the first error there was; the others are compiled all the same. Nothing must
+    depend on what a kernel writes.
+
+    Triton 3.6 and 3.7 compile in threads on purpose: what is slow releases the GIL. Their ``AsyncCompileMode`` is
+    public, but has no launch return before its kernel is there; for that ``run`` is told that it is a warm-up.
+    """
+    triton: Any = importlib.import_module("triton")
+    with contextlib.ExitStack() as undo:
+        pool = undo.enter_context(_KernelPool(num_threads, initializer=torch.cuda.set_device, initargs=(device,)))
+        undo.callback(setattr, triton.JITFunction, "run", triton.JITFunction.run)
+        triton.JITFunction.run = _no_launch(triton.JITFunction.run)
+        undo.callback(_launches_nothing.reset, _launches_nothing.set(True))
+        mode = undo.enter_context(triton.AsyncCompileMode(pool, ignore_errors=True))
+        yield
+    for compiled in mode.raw_futures:
+        compiled.result()
+
+
+class _KernelPool(ThreadPoolExecutor):
+    """Loads what it compiles: Triton 3.6 has a C compiler make a launcher first, which takes as long as a kernel."""
+
+    def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        def load() -> Any:
+            kernel = compile_kernel()
+            kernel.run  # noqa: B018 - a property that loads
+            return kernel
+
+        return super().submit(load)
+
+
+def _no_launch(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def compile_only(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(kernel, *args, warmup=warmup or _launches_nothing.get(), **kwargs)
+
+    return compile_only
 
 
 def demangle(name: str) -> str:

@@ -1,14 +1,15 @@
-"""Compiles our Triton kernels in a thread, while the pieces are being compiled.
+"""Compiles our Triton kernels in threads, while the pieces are being compiled.
 
-They are compiled when they are first launched, one after the other, which for a small model takes as long as Inductor
-does. What they are launched with is known as soon as the model is traced. So a thread launches each of them once, on
-dummies, with the sizes that will be recorded. Most of a compile is C++ and a process of its own, which do not hold
-Python up.
+They are compiled when they are first launched, one after the other, which for a small model takes longer than Inductor
+does. What they are launched with is known as soon as the model is traced. So a thread goes through the launches of the
+sizes that will be recorded, on dummies, and has others compile what it would launch. Most of a compile is C++ and
+processes of their own, which do not hold Python up.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,9 @@ from piecegraph.llm.kernels.decode_pieces import FusedHeads, FusedLinear, find_f
 from piecegraph.llm.run.batch import BatchBuffers, BatchLimits
 from piecegraph.llm.run.step import Bucket
 from piecegraph.llm.specs import AttentionLayer, ConvLayer, DeltaLayer, LatentLayer, StatefulLayer, StateLayer
+
+_MOST_THREADS = 8
+"""That compile: what is Python in it, all of them and Inductor share."""
 
 _Layer = TypeVar("_Layer", AttentionLayer, ConvLayer | DeltaLayer)
 
@@ -92,7 +96,7 @@ def _fused_shape(found: FusedLinear | FusedHeads) -> LinearShape | HeadsShape:
 
 
 class EarlyKernels:
-    """Launches every kernel once, in a thread.
+    """Has every kernel compiled once, in threads. No kernel of Triton is launched.
 
     Args:
         kernel: what attends.
@@ -122,7 +126,8 @@ class EarlyKernels:
         self._states = _distinct(layer for layer in states[0] if not isinstance(layer, StatefulLayer))
         self._state_kernels = states[1]
         self._shapes = shapes
-        self._buckets = tuple(buckets)
+        # Kernels for long prompts that are not Triton's are compiled by the launch itself: they come last.
+        self._buckets = sorted(buckets, key=lambda bucket: (bucket.kind != "decode", bucket.num_tokens))
         self._limits = limits
         self._dtype = dtype
         self._device = device
@@ -143,7 +148,8 @@ class EarlyKernels:
     def _run(self) -> None:
         try:
             with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
-                self._launch_all()
+                with torch_compat.compiled_aside(self._device, _num_threads()):
+                    self._launch_all()
                 torch.cuda.synchronize()
         except Exception as error:  # noqa: BLE001 - a thread has nobody to raise to; the kernels are launched again later
             self._error = error
@@ -214,6 +220,11 @@ class EarlyKernels:
             shape.is_gated,
         )
         skinny.launch_once(linear, rows, early=early)
+
+
+def _num_threads() -> int:
+    """Inductor's workers have the other half of the cores."""
+    return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
 
 
 def _distinct(layers: Iterable[_Layer]) -> list[_Layer]:
