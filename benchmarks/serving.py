@@ -20,16 +20,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 import piecegraph
 from llm import shapes
@@ -37,8 +33,8 @@ from piecegraph.bench.latency import Latency, latency_of
 from piecegraph.bench.machine import hardware
 from piecegraph.bench.show import aligned
 from piecegraph.bench.workloads import WORKLOADS, Request, Workload
+from random_weights import loaded
 from served import Address, Run, served
-from vocabulary import save_tokenizer
 
 _WARM_UP = 16
 """Requests to a server before any is timed."""
@@ -148,22 +144,6 @@ def of_steps(before: dict[str, dict[str, int]], after: dict[str, dict[str, int]]
     }
 
 
-@contextmanager
-def loaded(model: str, workload: Workload, arguments: dict[str, Any], *, makes_text: bool) -> Iterator[piecegraph.LLM]:
-    """A model of random weights: one of ``llm.py``, or of a folder with a config.json."""
-    defaults: dict[str, Any] = {"load_format": "dummy", "prefix_cache": False, "max_model_len": workload.max_model_len}
-    if not torch.cuda.is_available():
-        defaults["backend"] = "eager"
-    config = transformers.AutoConfig.from_pretrained(model) if Path(model).is_dir() else shapes()[model].config
-    config.max_position_embeddings = max(config.max_position_embeddings, workload.max_model_len)
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        if makes_text:
-            save_tokenizer(folder, config.vocab_size)
-        with piecegraph.LLM(folder, **{**defaults, **arguments}) as llm:
-            yield llm
-
-
 def http_passes(
     llm: piecegraph.LLM, requests: Sequence[Request], baseline: Pass, options: argparse.Namespace
 ) -> dict[str, HttpPass]:
@@ -221,7 +201,7 @@ def main() -> None:
     workload: Workload = WORKLOADS[options.workload]
     workload = replace(workload, num_requests=options.requests or workload.num_requests)
     start = time.perf_counter()
-    with loaded(options.model, workload, options.arguments, makes_text=options.http) as llm:
+    with loaded(options.model, workload.max_model_len, options.arguments, makes_text=options.http) as llm:
         start_s = time.perf_counter() - start
         vocab_size = llm.started.limits.vocab_size
         if options.warm_up:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -35,8 +34,3 @@ def make_tokenizer(vocab_size: int) -> Any:
     raw.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = tokenizers.decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=raw)
-
-
-def save_tokenizer(folder: str | Path, vocab_size: int) -> None:
-    """Put one beside a model."""
-    make_tokenizer(vocab_size).save_pretrained(folder)
