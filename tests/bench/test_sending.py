@@ -82,6 +82,19 @@ def test_requests_are_sent_at_their_moments() -> None:
         assert came[number + 1] - came[1] > moment_s - 0.05
 
 
+def test_a_request_that_waits_for_room_is_late() -> None:
+    def answer(connection: socket.socket) -> None:
+        read_body(connection)
+        time.sleep(0.1)
+        connection.sendall(HEAD + events(1))
+
+    with answering(answer) as url:
+        rushed = send(url, 3, concurrency=1, moments_s=[0.0, 0.0, 0.0])
+        patient = send(url, 3, concurrency=1)
+    assert rushed.answers[2].times_s[0] > 0.29
+    assert min(each.times_s[0] for each in patient.answers[1:]) < 0.29
+
+
 def test_a_connection_that_fails_is_the_status_of_its_request() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
@@ -136,7 +149,7 @@ def test_a_process_ends_if_nobody_wants_it_any_more() -> None:
     with answering(answer) as url, _numbers(1) as numbers, _Process(numbers) as process:
         client = Client(url)
         job = Job(
-            target=client.target(), requests=[client.request_for({})], numbers=numbers, moments_s=[0.0], concurrency=1
+            target=client.target(), requests=[client.request_for({})], numbers=numbers, moments_s=None, concurrency=1
         )
         process.give(pickle.dumps(job))
         process.receive()

@@ -32,8 +32,8 @@ class Job:
     """Of all processes."""
     numbers: int
     """A file that all processes read from: each reads the number of the next request that nobody has sent."""
-    moments_s: Sequence[float]
-    """When each is to be sent at the earliest, counted from when all begin."""
+    moments_s: Sequence[float] | None
+    """When each is to be sent, counted from when all begin; None for as soon as there is room."""
     concurrency: int
     """Requests that this process has open at once at most."""
 
@@ -71,17 +71,17 @@ async def _send(job: Job) -> Share:
     answers: dict[int, Answer] = {}
     start, cpu_start = time.perf_counter(), time.process_time()
 
-    async def complete(number: int) -> None:
-        answers[number] = await _complete(job.target, tls, job.requests[number])
+    async def complete(number: int, asked_s: float) -> None:
+        answers[number] = await _complete(job.target, tls, job.requests[number], asked_s)
         room.release()
         _tell(answers[number].status)
 
     async with asyncio.TaskGroup() as tasks:
         while await room.acquire() and (number := _next_number(job)) is not None:
-            wait_s = start + job.moments_s[number] - time.perf_counter()
-            if wait_s > 0:
-                await asyncio.sleep(wait_s)
-            tasks.create_task(complete(number))
+            # One that is late has waited already: its user would not have known that there was no room.
+            asked_s = time.perf_counter() if job.moments_s is None else start + job.moments_s[number]
+            await asyncio.sleep(max(0.0, asked_s - time.perf_counter()))
+            tasks.create_task(complete(number, asked_s))
     seconds = time.perf_counter() - start
     return Share(answers=answers, seconds=seconds, busy=(time.process_time() - cpu_start) / seconds)
 
@@ -92,9 +92,9 @@ def _next_number(job: Job) -> int | None:
     return int.from_bytes(found, sys.byteorder) if found else None
 
 
-async def _complete(target: Target, tls: ssl.SSLContext | None, request: bytes) -> Answer:
+async def _complete(target: Target, tls: ssl.SSLContext | None, request: bytes, asked_s: float) -> Answer:
     """Send a request, and read the parts of its answer as they come."""
-    stream = _Stream(request, target.timeout_s)
+    stream = _Stream(request, AnswerReader(asked_s), target.timeout_s)
     try:
         async with asyncio.timeout(target.timeout_s):
             await _connect(target, tls, stream)
@@ -121,15 +121,15 @@ class _Stream(asyncio.Protocol):
 
     Args:
         request: what is sent.
+        reader: of the answer.
         timeout_s: without anything that comes.
     """
 
-    def __init__(self, request: bytes, timeout_s: float) -> None:
+    def __init__(self, request: bytes, reader: AnswerReader, timeout_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         self.done: asyncio.Future[Answer] = self._loop.create_future()
-        self._request, self._timeout_s = request, timeout_s
+        self._request, self._reader, self._timeout_s = request, reader, timeout_s
         self._last_s = time.perf_counter()
-        self._reader = AnswerReader(self._last_s)
         self._watch = self._loop.call_later(timeout_s, self._look)
         self._transport: asyncio.Transport | None = None
 

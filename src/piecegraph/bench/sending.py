@@ -69,7 +69,8 @@ def send_all(
         bar: told of each answer.
         concurrency: requests that are open at once at most.
         num_processes: that share them; no more than may be open at once are started.
-        moments_s: when to send each at the earliest, counted from the beginning. None: as soon as there is room.
+        moments_s: when to send each, counted from the beginning: times of its answer are counted from there, also if it
+            had to wait for room. None: as soon as there is room.
 
     Raises:
         CommandError: PG618, a process ended by itself.
@@ -79,8 +80,7 @@ def send_all(
         processes = [stack.enter_context(_Process(numbers)) for _ in range(num_processes)]
         for index, process in enumerate(processes):
             share = concurrency // num_processes + (index < concurrency % num_processes)
-            moments = moments_s or [0.0] * len(requests)
-            job = Job(target=target, requests=requests, numbers=numbers, moments_s=moments, concurrency=share)
+            job = Job(target=target, requests=requests, numbers=numbers, moments_s=moments_s, concurrency=share)
             process.give(pickle.dumps(job))
         for process in processes:
             process.receive()  # that it is ready
