@@ -1,12 +1,14 @@
-"""What structured output costs the host: microseconds to compute the masks of a step, and to go on by its tokens.
+"""What structured output costs the host: microseconds to send the masks of a step, and to go on by its tokens.
 
 Every request of a batch writes JSON of one schema, each at another place of it, with the demo model's vocabulary of
-49,152 tokens. The tokens are those of a text that is drawn beforehand, so that both timed parts do what a server's
-steps do: all masks, then one token for each request. The first steps are not timed. On a GPU the model runs meanwhile;
-only what is longer than the model's share of a step can be seen there.
+49,152 tokens, or with a made-up one of another size. The tokens are those of a text that is drawn beforehand, so that
+both timed parts do what a server's steps do: all masks, then one token for each request. The first steps are not timed.
+On a GPU the model runs meanwhile; only what is longer than the model's share of a step can be seen there, which
+``structured.py`` measures.
 
 python benchmarks/masks.py
 python benchmarks/masks.py --batches 1,8,64 --steps 200
+python benchmarks/masks.py --vocab-size 151936
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ import json
 import random
 import statistics
 import time
+from types import SimpleNamespace
 
-import numpy as np
+import torch
 import transformers
 
 from piecegraph.base.progress import Progress
 from piecegraph.llm.model.demo_model import demo_folder
-from piecegraph.llm.run.structured import Guide, Guides, StructuredOutputsParams, fill_masks
+from piecegraph.llm.run.masks import MaskBuffers
+from piecegraph.llm.run.structured import Guide, Guides, StructuredOutputsParams, take_tokens
+from vocabulary import make_tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -65,30 +70,31 @@ class Writer:
         self._place = 0
         self.guide = guides.make(wanted)
         for _ in range(seed % len(self._tokens)):
-            self.go_on()
+            take_tokens([self.next()])
 
-    def go_on(self) -> None:
-        """Take the next token."""
-        error = self.guide.take(self._tokens[self._place])
-        assert error is None, error
-        self._place += 1
+    def next(self) -> tuple[Guide, int]:
+        """The next token."""
         if self._place == len(self._tokens):
             self._place, self.guide = 0, self._guides.make(self._wanted)
+        self._place += 1
+        return self.guide, self._tokens[self._place - 1]
 
 
 def measure(writers: list[Writer], vocab_size: int, steps: int) -> tuple[list[float], list[float]]:
     """Seconds of each step for masks, and for tokens."""
-    masks = np.full((len(writers), -(-vocab_size // 32)), -1, np.int32)
+    masks = MaskBuffers(len(writers), vocab_size, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     of_masks, of_tokens = [], []
     for _ in range(WARMUP + steps):
-        rows: list[tuple[Guide, int]] = [(writer.guide, row) for row, writer in enumerate(writers)]
+        taken = [writer.next() for writer in writers]
+        requests = [SimpleNamespace(guide=guide, is_done=False) for guide, _ in taken]
+        masks.collect([SimpleNamespace(request=request, samples=True) for request in requests])  # type: ignore[misc]
         start = time.perf_counter()
-        fill_masks(rows, masks)
+        masks.send()
         middle = time.perf_counter()
-        for writer in writers:
-            writer.go_on()
+        take_tokens(taken)
         of_masks.append(middle - start)
         of_tokens.append(time.perf_counter() - middle)
+        assert all(guide.error is None for guide, _ in taken)
     return of_masks[WARMUP:], of_tokens[WARMUP:]
 
 
@@ -103,10 +109,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--vocab-size", type=int, help="of a made-up vocabulary, instead of the demo model's")
     given = parser.parse_args()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(demo_folder(Progress(True)))
+    if given.vocab_size:
+        tokenizer = make_tokenizer(given.vocab_size)
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(demo_folder(Progress(True)))
     start = time.perf_counter()
-    guides = Guides(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    guides = Guides(tokenizer, len(tokenizer), [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
     read = time.perf_counter()
     wanted = StructuredOutputsParams(json=SCHEMA)
     guides.make(wanted)

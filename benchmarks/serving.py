@@ -3,7 +3,13 @@
 All requests are given to one call of ``generate``. Both passes are of the same requests, without reuse of prefixes, and
 must give the same number of tokens each. A gap is the time between two tokens of a request.
 
+With ``--http`` the same requests are then sent to the same model behind a server on loopback, by other processes: so
+many open at once, and at fixed rates, with as many open as there are. ``of generate`` compares tokens a second with
+the last pass of ``generate``. The cost is the CPU's, of this process, which runs the model, and of API processes. The
+model has a tokenizer then, and ``generate`` makes texts, too.
+
 python benchmarks/serving.py
+python benchmarks/serving.py --http --concurrency 256 --rate 10 20 --api-processes 2
 python benchmarks/serving.py --model llama-8b --workload long --requests 50
 python benchmarks/serving.py --arguments '{"max_batch_tokens": 8192, "options": {"record_seconds": 0}}'
 python benchmarks/serving.py --tiny
@@ -14,15 +20,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 import piecegraph
 from llm import shapes
@@ -30,6 +33,11 @@ from piecegraph.bench.latency import Latency, latency_of
 from piecegraph.bench.machine import hardware
 from piecegraph.bench.show import aligned
 from piecegraph.bench.workloads import WORKLOADS, Request, Workload
+from random_weights import loaded
+from served import Address, Run, served
+
+_WARM_UP = 16
+"""Requests to a server before any is timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,65 +51,126 @@ class Pass(Latency):
     larger_steps: int
     """In a larger size than the best, which was not recorded yet."""
     graphless_steps: int
+    engine_us_token: float
+    """CPU time of the process that runs the model, for each new token,"""
+    engine_ms_request: float
+    """and for each request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratePass(Pass):
+    """By one call."""
+
     preemptions: int
 
 
-def run_pass(llm: piecegraph.LLM, requests: Sequence[Request]) -> tuple[Pass, list[list[int]]]:
+@dataclass(frozen=True, kw_only=True)
+class HttpPass(Pass):
+    """Through a server."""
+
+    apis_us_token: float
+    apis_ms_request: float
+    of_generate: float
+    """Tokens a second, over those of ``generate``."""
+    parts_a_token: float
+    """Events over tokens: those that wait are one event."""
+    client_busy: float
+    """The share of a core that the busiest process of the client used."""
+
+
+def run_pass(llm: piecegraph.LLM, requests: Sequence[Request]) -> tuple[GeneratePass, list[list[int]]]:
     """One call for all requests; the tokens of each."""
     before = llm.stats()["steps"]
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     answers = llm.generate(
         [request.prompt for request in requests],
         max_new_tokens=[request.num_new for request in requests],
         ignore_eos=True,
     )
-    seconds = time.perf_counter() - start
+    seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
     if [len(answer.token_ids) for answer in answers] != [request.num_new for request in requests]:
         raise SystemExit("some requests did not get all their tokens")
-    after = llm.stats()["steps"]
-    steps = {kind: {name: count - before[kind][name] for name, count in after[kind].items()} for kind in after}
-    return summary(seconds, answers, steps), [answer.token_ids for answer in answers]
-
-
-def summary(seconds: float, answers: Sequence[piecegraph.Completion], steps: dict[str, dict[str, int]]) -> Pass:
-    num_prompt = sum(answer.metrics.num_prompt_tokens for answer in answers)
     times = [answer.metrics.token_times_s for answer in answers]
-    latency = latency_of(times, seconds=seconds, num_prompt=num_prompt, num_new=sum(map(len, times)))
-    total = {name: sum(of_kind[name] for of_kind in steps.values()) for name in steps["decode"]}
-    return Pass(
-        **asdict(latency),
-        padding=total["num_padding"] / (total["num_padding"] + total["num_tokens"]),
-        decode_steps=steps["decode"]["num_steps"],
-        mixed_steps=steps["mixed"]["num_steps"],
-        larger_steps=total["num_larger"],
-        graphless_steps=total["num_steps"] - total["num_replays"],
+    found = GeneratePass(
+        **of_requests(requests, times, seconds, cpu_s),
+        **of_steps(before, llm.stats()["steps"]),
         preemptions=sum(answer.metrics.num_preemptions for answer in answers),
+    )
+    return found, [answer.token_ids for answer in answers]
+
+
+def run_http(llm: piecegraph.LLM, server: Address, requests: Sequence[Request], baseline: Pass, **how: Any) -> HttpPass:
+    """The same requests through a server."""
+    before = llm.stats()["steps"]
+    run = send(server, requests, **how)
+    times = [answer.times_s for answer in run.sent.answers]
+    costs = of_requests(requests, times, run.sent.seconds, run.engine_s)
+    num_new = sum(request.num_new for request in requests)
+    return HttpPass(
+        **costs,
+        **of_steps(before, llm.stats()["steps"]),
+        apis_us_token=run.apis_s * 1e6 / num_new,
+        apis_ms_request=run.apis_s * 1e3 / len(requests),
+        of_generate=costs["new_tokens_s"] / baseline.new_tokens_s,
+        parts_a_token=sum(map(len, times)) / num_new,
+        client_busy=max(run.sent.busy),
     )
 
 
-def load(model: str, workload: Workload, arguments: dict[str, Any]) -> piecegraph.LLM:
-    """A model of random weights: one of ``llm.py``, or of a folder with a config.json."""
-    defaults: dict[str, Any] = {"load_format": "dummy", "prefix_cache": False, "max_model_len": workload.max_model_len}
-    if not torch.cuda.is_available():
-        defaults["backend"] = "eager"
-    config = transformers.AutoConfig.from_pretrained(model) if Path(model).is_dir() else shapes()[model].config
-    config.max_position_embeddings = max(config.max_position_embeddings, workload.max_model_len)
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        return piecegraph.LLM(folder, **{**defaults, **arguments})
+def send(server: Address, requests: Sequence[Request], **how: Any) -> Run:
+    return server.send([request.prompt for request in requests], [request.num_new for request in requests], **how)
 
 
-def table(passes: Sequence[Pass]) -> str:
-    rows = [["", *(f"pass {number}" for number in range(1, len(passes) + 1))]]
-    for name in asdict(passes[0]):
-        values = [getattr(each, name) for each in passes]
-        shown = [f"{value:.1%}" if name == "padding" else f"{value:,.{_digits(value)}f}" for value in values]
-        rows.append([name.replace("_", " "), *shown])
-    return aligned(rows)
+def of_requests(
+    requests: Sequence[Request], times: Sequence[Sequence[float]], seconds: float, cpu_s: float
+) -> dict[str, Any]:
+    """What they had to wait for, and what they cost the process that runs the model."""
+    num_prompt, num_new = sum(len(request.prompt) for request in requests), sum(request.num_new for request in requests)
+    latency = latency_of(times, seconds=seconds, num_prompt=num_prompt, num_new=num_new)
+    costs = {"engine_us_token": cpu_s * 1e6 / num_new, "engine_ms_request": cpu_s * 1e3 / len(requests)}
+    return {**asdict(latency), **costs}
 
 
-def _digits(value: float) -> int:
-    return 0 if isinstance(value, int) or value >= 1000 else 2
+def of_steps(before: dict[str, dict[str, int]], after: dict[str, dict[str, int]]) -> dict[str, Any]:
+    """What the steps between two moments were."""
+    steps = {kind: {name: count - before[kind][name] for name, count in after[kind].items()} for kind in after}
+    total = {name: sum(of_kind[name] for of_kind in steps.values()) for name in steps["decode"]}
+    return {
+        "padding": total["num_padding"] / (total["num_padding"] + total["num_tokens"]),
+        "decode_steps": steps["decode"]["num_steps"],
+        "mixed_steps": steps["mixed"]["num_steps"],
+        "larger_steps": total["num_larger"],
+        "graphless_steps": total["num_steps"] - total["num_replays"],
+    }
+
+
+def http_passes(
+    llm: piecegraph.LLM, requests: Sequence[Request], baseline: Pass, options: argparse.Namespace
+) -> dict[str, HttpPass]:
+    """By what was asked for: so many at once, then each rate."""
+    how: dict[str, dict[str, Any]] = {f"HTTP, {options.concurrency}": {}}
+    how.update({f"HTTP, {rate:g}/s": {"rate": rate, "seed": options.seed} for rate in options.rate})
+    with served(llm, options.api_processes) as server:
+        send(server, requests[:_WARM_UP], concurrency=options.concurrency)
+        return {
+            name: run_http(llm, server, requests, baseline, concurrency=options.concurrency, **each)
+            for name, each in how.items()
+        }
+
+
+def table(passes: dict[str, Pass]) -> str:
+    figures = [asdict(each) for each in passes.values()]
+    names = dict.fromkeys(name for each in figures for name in each)
+    rows = [[name.replace("_", " "), *(_shown(name, each.get(name)) for each in figures)] for name in names]
+    return aligned([["", *passes], *rows])
+
+
+def _shown(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    if name in ("padding", "of_generate", "client_busy"):
+        return f"{value:.1%}"
+    return f"{value:,.{0 if isinstance(value, int) or value >= 1000 else 2}f}"
 
 
 def parse() -> argparse.Namespace:
@@ -112,12 +181,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=0, help="other requests before the first pass (0)")
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--http", action="store_true", help="then the same requests through a server")
+    parser.add_argument("--concurrency", type=int, default=256, help="requests open at once (256)")
+    parser.add_argument("--rate", type=float, nargs="+", default=[], help="requests a second, too: a pass for each")
+    parser.add_argument("--api-processes", type=int, help="of the server (4, on a CPU 0)")
     parser.add_argument("--arguments", type=json.loads, default={}, help="of LLM, as JSON")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and a tiny workload")
     parser.add_argument("--json", action="store_true", help="one document instead of the table")
     options = parser.parse_args()
     if options.tiny:
         options.model = options.workload = "tiny"
+    if options.api_processes is None:
+        options.api_processes = 4 if torch.cuda.is_available() else 0
     return options
 
 
@@ -126,13 +201,14 @@ def main() -> None:
     workload: Workload = WORKLOADS[options.workload]
     workload = replace(workload, num_requests=options.requests or workload.num_requests)
     start = time.perf_counter()
-    with load(options.model, workload, options.arguments) as llm:
+    with loaded(options.model, workload.max_model_len, options.arguments, makes_text=options.http) as llm:
         start_s = time.perf_counter() - start
         vocab_size = llm.started.limits.vocab_size
         if options.warm_up:
             run_pass(llm, replace(workload, num_requests=options.warm_up).make(vocab_size, options.seed + 1))
         requests = workload.make(vocab_size, options.seed)
         passes, tokens = zip(*(run_pass(llm, requests) for _ in range(options.passes)), strict=True)
+        by_http = http_passes(llm, requests, passes[-1], options) if options.http else {}
         print(llm.explain(), file=sys.stderr)
         stats = llm.stats()
     pairs = [pair for one, other in zip(tokens[0], tokens[-1], strict=True) for pair in zip(one, other, strict=True)]
@@ -149,11 +225,11 @@ def main() -> None:
     }
     about = {"hardware": hardware(), "model": options.model, "workload": options.workload, "seed": options.seed}
     if options.json:
-        print(
-            json.dumps({**about, "arguments": options.arguments, **notes, "passes": [asdict(each) for each in passes]})
-        )
+        found = {"passes": [asdict(each) for each in passes], "http": {n: asdict(each) for n, each in by_http.items()}}
+        print(json.dumps({**about, "arguments": options.arguments, **notes, **found}))
         return
-    print(f"{about['hardware']}\n{options.model}, {options.workload}, seed {options.seed}\n{table(passes)}")
+    columns = {**{f"pass {number + 1}": each for number, each in enumerate(passes)}, **by_http}
+    print(f"{about['hardware']}\n{options.model}, {options.workload}, seed {options.seed}\n{table(columns)}")
     print(", ".join(f"{name.replace('_', ' ')} {round(value, 2):,}" for name, value in notes.items()))
 
 

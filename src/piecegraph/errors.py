@@ -91,6 +91,7 @@ CODES: dict[str, str] = {
     "PG615": "packages of an extra are missing",
     "PG616": "a server does not answer as OpenAI's API does",
     "PG617": "the API processes of a server end by themselves",
+    "PG618": "a process that sends requests ended by itself",
     "PG650": "a step, or the text, of the request failed",
     "PG651": "the prompt is empty",
     "PG652": "the prompt is longer than the model may read",

@@ -89,6 +89,7 @@ BENCHMARKS = {
     "python benchmarks/cpu.py": "--tiny --backends eager --batches 1,2 --rounds 1",
     "python benchmarks/models.py": "--tiny",
     "python benchmarks/provenance.py": "--tiny --backends eager --rounds 1",
+    "python benchmarks/structured.py": "--tiny --batches 4 --rounds 1",
     "python benchmarks/replay.py": "--repeats 40",
     "python benchmarks/trace_reader.py": "--megabytes 0.2",
     "python benchmarks/report.py": "--kernels 400 --rounds 1",
@@ -458,6 +459,7 @@ def test_benchmarks_run_on_a_cpu(command: str, python: Callable[..., str]) -> No
         "python benchmarks/provenance.py": "eager, provenance",
         "python benchmarks/trace_reader.py": "trace.json.gz",
         "python benchmarks/overlap.py": "two tapes, two streams",
+        "python benchmarks/structured.py": "JSON, ms a step",
         "python benchmarks/report.py": "distinct" if missing_browser() is None else "nothing to measure",
     }.get(command, "piecegraph") in table
 

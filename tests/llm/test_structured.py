@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
@@ -17,8 +18,8 @@ import torch
 import piecegraph
 from piecegraph.errors import ConfigError, RequestError
 from piecegraph.llm import Request, SamplingParams, StructuredOutputsParams
-from piecegraph.llm.run.masks import keep_allowed
-from piecegraph.llm.run.structured import Guide, Guides
+from piecegraph.llm.run.masks import MaskBuffers, bytes_of_bits, keep_allowed
+from piecegraph.llm.run.structured import Guide, Guides, take_tokens
 from tests.cases.checkpoints import make_byte_tokenizer, make_tokenizer
 from tests.cases.llm_shelf import Shelf
 
@@ -233,8 +234,12 @@ def test_a_tokenizer_that_is_not_of_bytes() -> None:
 
 def test_a_form_that_cannot_be_gone_on_with_ends_its_request_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load(path, options={"look_ahead": True})
-    error = RequestError("PG660", "too complicated")
-    monkeypatch.setattr(Guide, "take", lambda self, token: error if token == 20 else None)
+
+    def take_tokens(taken: list[tuple[Guide, int]]) -> None:
+        for guide, token in taken:
+            guide.error = RequestError("PG660", "too complicated") if token == 20 else None
+
+    monkeypatch.setattr("piecegraph.llm.run.scheduler.take_tokens", take_tokens)
     form = SamplingParams(structured_outputs={"regex": "0[0-9]{30}"})
     bad, good = llm.generate(["x", "y"], [form, SamplingParams(max_new_tokens=9)], on_error="return")
     assert "PG660" in str(bad.error)
@@ -242,10 +247,40 @@ def test_a_form_that_cannot_be_gone_on_with_ends_its_request_alone(path: Path, m
     assert llm.started.engine.is_idle
 
 
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_token_that_cannot_come_is_an_error_of_its_answer_alone(count: int) -> None:
+    tokenizer = make_byte_tokenizer()
+    guides = Guides(tokenizer, 128, [2])
+    made = [guides.make(StructuredOutputsParams(choice=["ab"])) for _ in range(count)]
+    right, wrong = tokenizer("ab").input_ids[0], tokenizer("x").input_ids[0]
+    take_tokens([(guide, right if number else wrong) for number, guide in enumerate(made)])
+    assert str(made[0].error).startswith("PG660 the structured output cannot be gone on with")
+    assert all(guide.error is None and guide.is_complete for guide in made[1:])
+
+
+def test_rows_that_are_free_again_allow_everything() -> None:
+    guides, masks = Guides(make_byte_tokenizer(), 128, [2]), MaskBuffers(4, 128, torch.device("cpu"))
+    logits = torch.zeros(4, 128)
+
+    def num_allowed(*rows: int) -> list[int]:
+        made = [Mock(guide=guides.make(StructuredOutputsParams(choice=["x"])), is_done=False) for _ in rows]
+        works = [Mock(request=made.pop() if row in rows else Mock(guide=None), samples=True) for row in range(4)]
+        assert masks.collect(works) == bool(rows)
+        masks.send()
+        return masks.keep_allowed(logits).isfinite().sum(1).tolist()
+
+    assert num_allowed() == [128, 128, 128, 128]
+    assert num_allowed(0, 2) == [1, 128, 1, 128]
+    assert num_allowed(1, 2) == [128, 1, 1, 128]
+    assert num_allowed() == [128, 128, 128, 128]
+
+
 def test_masks_are_bits_from_the_lowest_on() -> None:
     logits = torch.randn(2, 20).to(torch.bfloat16)
     masks = torch.tensor([[0b101, 0, 0b1000, 0], [255, 255, 255, 255]], dtype=torch.uint8)
-    found = keep_allowed(logits, masks)
+    table = bytes_of_bits(torch.device("cpu"))
+    found = keep_allowed(logits, masks, table)
+    assert found.dtype == torch.bfloat16
     assert found[0].isfinite().nonzero().flatten().tolist() == [0, 2, 19]
     assert torch.equal(found[1], logits[1])
-    assert keep_allowed(torch.zeros(2, 40), masks)[1].isfinite().sum() == 32
+    assert keep_allowed(torch.zeros(2, 40), masks, table)[1].isfinite().sum() == 32

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-import time
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from piecegraph.base.plan import Decision
-from piecegraph.base.progress import Bar, Progress
+from piecegraph.base.progress import Progress
 from piecegraph.base.text import to_json
-from piecegraph.bench.client import Answer, Client
+from piecegraph.bench.client import Client
 from piecegraph.bench.latency import Latency, latency_of
 from piecegraph.bench.machine import fingerprint, now
 from piecegraph.bench.result import SCHEMA, Machine
+from piecegraph.bench.sending import Sent, default_processes, send_all
 from piecegraph.bench.show import aligned
 from piecegraph.bench.workloads import WORKLOADS, Workload
 
 _WORDS = "the of and to in is that it for was on are as with his they at be this from have or by one had not but what"
 _VOCABULARY = tuple(_WORDS.split())
 """Words that most tokenizers know as one token. How many there were is told by the server."""
+_CLIENT_BOUND = "The client was the limit: a process of it had no time left. Give it more by --processes."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,10 @@ class LoadResult:
     new_tokens: int
     latency: Latency | None
     """Of those that were answered; None if none was."""
+    client_busy: tuple[float, ...]
+    """The share of a core that each process of the client used."""
+    is_client_bound: bool
+    """Whether one of them had no time left, so that the figures are the client's own."""
 
     def to_json(self) -> str:
         return to_json(asdict(self))
@@ -66,6 +70,8 @@ class Load:
     ignore_eos: bool
     """Ask for answers of full length, which some servers know."""
     seed: int
+    num_processes: int
+    """That requests are sent by."""
     decisions: tuple[Decision, ...] = ()
 
     def bodies(self) -> list[dict[str, Any]]:
@@ -83,8 +89,41 @@ class Load:
             for request in workload.make(len(_VOCABULARY), self.seed)
         ]
 
+    def send(self, progress: Progress) -> Sent:
+        """Send all, and read the answers."""
+        requests = [self.client.request_for(body) for body in self.bodies()]
+        moments_s = None if self.rate is None else moments(len(requests), self.rate, self.seed)
+        with progress.bar("requests", len(requests)) as bar:
+            return send_all(
+                self.client.target(),
+                requests,
+                bar,
+                concurrency=self.concurrency,
+                num_processes=self.num_processes,
+                moments_s=moments_s,
+            )
 
-def prepare(client: Client, workload: str, *, num_requests: int | None, model: str | None, **how: Any) -> Load:
+
+def moments(count: int, rate: float, seed: int) -> list[float]:
+    """Random moments, so many a second; the first is 0.
+
+    >>> moments(2, 10.0, 0) == moments(3, 10.0, 0)[:2]
+    True
+    """
+    numbers = random.Random(seed)
+    return [0.0, *itertools.accumulate(numbers.expovariate(rate) for _ in range(count - 1))]
+
+
+def prepare(
+    client: Client,
+    workload: str,
+    *,
+    num_requests: int | None,
+    model: str | None,
+    concurrency: int,
+    processes: int | None = None,
+    **how: Any,
+) -> Load:
     """Resolve what was left to us; the server is asked for its model.
 
     Raises:
@@ -96,6 +135,8 @@ def prepare(client: Client, workload: str, *, num_requests: int | None, model: s
         model=model or client.model_name(),
         workload=chosen,
         num_requests=num_requests or chosen.num_requests,
+        concurrency=concurrency,
+        num_processes=processes or default_processes(concurrency),
         **how,
     )
     (shortest, longest), (fewest, most) = chosen.prompt, chosen.new
@@ -107,6 +148,11 @@ def prepare(client: Client, workload: str, *, num_requests: int | None, model: s
         Decision("workload", workload, lengths),
         Decision("requests", str(load.num_requests), "asked for" if num_requests else "of the workload"),
         Decision("pace", pace, f"at most {load.concurrency} open at once"),
+        Decision(
+            "client processes",
+            str(load.num_processes),
+            "asked for" if processes else "by the requests open at once, and the cores",
+        ),
         Decision("seed", str(load.seed), "the same prompts and moments for the same seed"),
     )
     return replace(load, decisions=decisions)
@@ -114,15 +160,14 @@ def prepare(client: Client, workload: str, *, num_requests: int | None, model: s
 
 def run_load(load: Load, progress: Progress | None = None) -> LoadResult:
     """Send a workload, and tell what became of it."""
-    bodies = load.bodies()
-    with (progress or Progress("auto")).bar("requests", len(bodies)) as bar:
-        seconds, answers = _send_all(load, bodies, bar)
+    sent = load.send(progress or Progress("auto"))
+    answers = sent.answers
     whole = [answer for answer in answers if answer.is_whole]
     num_prompt, num_new = sum(each.num_prompt for each in whole), sum(each.num_new for each in whole)
     latency = None
     if whole:
         times = [answer.times_s for answer in whole]
-        latency = latency_of(times, seconds=seconds, num_prompt=num_prompt, num_new=num_new)
+        latency = latency_of(times, seconds=sent.seconds, num_prompt=num_prompt, num_new=num_new)
     return LoadResult(
         created=now(),
         url=load.client.url,
@@ -135,22 +180,9 @@ def run_load(load: Load, progress: Progress | None = None) -> LoadResult:
         prompt_tokens=num_prompt,
         new_tokens=num_new,
         latency=latency,
+        client_busy=sent.busy,
+        is_client_bound=sent.is_client_bound,
     )
-
-
-def _send_all(load: Load, bodies: Sequence[dict[str, Any]], bar: Bar) -> tuple[float, list[Answer]]:
-    """Seconds from the first request to the last answer, and the answers."""
-    numbers = random.Random(load.seed)
-    answers: list[Future[Answer]] = []
-    start = due = time.perf_counter()
-    with ThreadPoolExecutor(load.concurrency) as pool:
-        for body in bodies:
-            if load.rate is not None:
-                time.sleep(max(0.0, due - time.perf_counter()))
-                due += numbers.expovariate(load.rate)
-            answers.append(pool.submit(load.client.complete, body))
-            answers[-1].add_done_callback(lambda answer: bar.advance(answer.result().status))
-    return time.perf_counter() - start, [answer.result() for answer in answers]
 
 
 def as_text(result: LoadResult) -> str:
@@ -162,7 +194,9 @@ def as_text(result: LoadResult) -> str:
         ("by status", statuses),
         ("prompt tokens", f"{result.prompt_tokens:,}"),
         ("new tokens", f"{result.new_tokens:,}"),
+        ("client busy", ", ".join(f"{share:.0%}" for share in result.client_busy)),
     ]
     latency = {} if result.latency is None else asdict(result.latency)
     rows += [(name.replace("_", " "), f"{value:,.2f}") for name, value in latency.items()]
-    return aligned(rows, num_labels=1)
+    table = aligned(rows, num_labels=1)
+    return f"{table}\n\n{_CLIENT_BOUND}" if result.is_client_bound else table

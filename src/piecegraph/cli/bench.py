@@ -166,6 +166,12 @@ def _compare(before: Path, after: Path, *, as_json: bool) -> None:
     "--rate", metavar="N", type=click.FloatRange(0, min_open=True), help="Requests a second.  [as fast as it answers]"
 )
 @click.option(
+    "--processes",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Of the client.  [1 to 4, by --concurrency and cores]",
+)
+@click.option(
     "--warm-up", metavar="N", type=click.IntRange(min=0), default=0, show_default=True, help="Requests sent before."
 )
 @click.option("--model", help="As the server calls it.  [its first]")

@@ -6,7 +6,8 @@ The mask of a row follows from the token before it, and to compute masks takes t
 takes for a step. But nothing needs them before the sampler. So a step with masks is two graphs: the model, then the
 sampler; while the device is at the first, the host computes the masks and sends them. If the step was launched ahead of
 the one before (Note [Looking ahead]), that is where the host waits for its tokens and commits them: the device has the
-next model step already. A batch that asks for no masks runs steps that know of none, or finds all tokens allowed.
+next model step already. They are on their way beside the model, too: Note [Copies beside steps]. A batch that asks for
+no masks runs steps that know of none, or finds all tokens allowed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from piecegraph.llm.run.structured import fill_masks
+from piecegraph.llm.run.upload import Upload
 
 if TYPE_CHECKING:
     from piecegraph.llm.run.request import Request
@@ -37,24 +39,31 @@ class MaskBuffers:
     def __init__(self, max_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._shape = (max_seqs, -(-vocab_size // 32))
         self._device = device
-        self._on_host = self._on_device = torch.empty(0, dtype=torch.int32)
+        self._on_host = self._arrived = self._on_device = torch.empty(0, dtype=torch.int32)
+        self._bytes_of_bits = torch.empty(0, dtype=torch.int64)
         self._guided: list[tuple[Request, int]] = []
         """Of the last step, with their rows."""
         self._written: set[int] = set()
         """Rows that do not allow everything."""
-        self._sent = torch.cuda.Event() if device.type == "cuda" else None
+        self._upload = Upload(device)
         self.before: Callable[[], None] | None = None
         """What is called before masks are computed: it makes known what they follow from."""
 
-    def views(self, num_seqs: int) -> torch.Tensor:
-        """uint8 [rows, tokens / 8]: bits from the lowest on. Always at the same address."""
+    def prepare(self) -> None:
+        """Have the memory: always the same."""
         if not len(self._on_device):
             # Not with inference mode's tensors: they are made in the middle of a step, and written to by others.
             with torch.inference_mode(False):
                 is_cuda = self._device.type == "cuda"
                 self._on_host = torch.full(self._shape, -1, dtype=torch.int32, pin_memory=is_cuda)
                 self._on_device = torch.full(self._shape, -1, dtype=torch.int32, device=self._device)
-        return self._on_device[:num_seqs].view(torch.uint8)
+                self._arrived = torch.empty_like(self._on_device) if is_cuda else self._on_host
+                self._bytes_of_bits = bytes_of_bits(self._device)
+
+    def keep_allowed(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of tokens that may come in the rows of the step; minus infinity elsewhere."""
+        self.prepare()
+        return keep_allowed(logits, self._on_device[: len(logits)].view(torch.uint8), self._bytes_of_bits)
 
     def collect(self, works: Sequence[Work]) -> bool:
         """Look for guides in a step; whether there are any."""
@@ -72,28 +81,39 @@ class MaskBuffers:
         changed = rows | self._written
         if not changed:
             return
-        if self._sent is not None:
-            self._sent.synchronize()  # the last copy reads the memory that is written now
-        self.views(1)
-        self._on_host[list(self._written)] = -1
+        self._upload.wait()  # the last copy reads the memory that is written now
+        self.prepare()
+        if stale := self._written - rows:  # not the others, which are written anyway: a row is long
+            self._on_host[list(stale)] = -1
         if guides:
             fill_masks(guides, self._on_host.numpy())
         self._written = rows
         end = max(changed) + 1
-        self._on_device[:end].copy_(self._on_host[:end], non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
+        with self._upload.sending():
+            if self._arrived is not self._on_host:
+                self._arrived[:end].copy_(self._on_host[:end], non_blocking=True)
+        self._on_device[:end].copy_(self._arrived[:end])
+        self._upload.end_use()
 
 
-def keep_allowed(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+def bytes_of_bits(device: torch.device) -> torch.Tensor:
+    """int64 [256]: for each byte eight bytes, 1 for each bit that is set, from the lowest on."""
+    bits = torch.arange(256).unsqueeze(-1) >> torch.arange(8) & 1
+    return bits.to(torch.uint8).view(torch.int64).flatten().to(device)
+
+
+def keep_allowed(logits: torch.Tensor, masks: torch.Tensor, bytes_of_bits: torch.Tensor) -> torch.Tensor:
     """The logits of tokens that may come; minus infinity elsewhere.
+
+    A vocabulary is long, so it is gone over twice and not once for each step of taking bits apart.
 
     Args:
         logits: [rows, vocabulary].
-        masks: as :meth:`MaskBuffers.views` gives them.
+        masks: uint8 [rows, vocabulary / 8], bits from the lowest on.
+        bytes_of_bits: see there.
     """
-    bits = (masks.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=masks.device)) & 1
-    is_allowed = bits.flatten(1).bool()
+    is_allowed = bytes_of_bits.index_select(0, masks.flatten().int()).view(torch.bool).view(len(masks), -1)
     # Where the head is wider than the vocabulary, nothing is behind it; where the table is, it is padding.
-    is_allowed = F.pad(is_allowed, (0, logits.shape[-1] - is_allowed.shape[-1]))
-    return logits.masked_fill(~is_allowed, -math.inf)
+    missing = logits.shape[-1] - is_allowed.shape[-1]
+    is_allowed = F.pad(is_allowed, (0, missing)) if missing > 0 else is_allowed[:, : logits.shape[-1]]
+    return torch.where(is_allowed, logits, -math.inf)

@@ -30,7 +30,6 @@ from piecegraph.llm.model.decoder import Decoder
 from piecegraph.llm.model.traced_model import TracedModel
 from piecegraph.llm.run.adjustments import adjust
 from piecegraph.llm.run.batch import BatchBuffers
-from piecegraph.llm.run.masks import keep_allowed
 from piecegraph.llm.run.sampling import SamplingMode, sample
 from piecegraph.llm.run.step import Bucket
 from piecegraph.llm.specs import StepKind
@@ -152,7 +151,7 @@ class ModelStep:
         if key.num_adjusted:
             self._buffers.entries.views(key.num_adjusted)
         if key.has_masks:
-            self._buffers.masks.views(key.bucket.num_seqs)
+            self._buffers.masks.prepare()
 
     def warm_up(self, key: StepKey) -> None:
         with ops.current_sites(EachKindOnce(self._memory)), equal_pieces_once():
@@ -277,7 +276,7 @@ class ModelStep:
         views = self._buffers.views(key.bucket)
         wanted = adjust(logits, self._buffers.entries.views(key.num_adjusted)) if key.num_adjusted else logits
         tokens = sample(
-            keep_allowed(wanted, self._buffers.masks.views(key.bucket.num_seqs)) if key.has_masks else wanted,
+            self._buffers.masks.keep_allowed(wanted) if key.has_masks else wanted,
             views.temperature,
             views.top_k,
             views.top_p,

@@ -49,6 +49,7 @@ from piecegraph.llm.cache.paged import PagedCache
 from piecegraph.llm.run.request import FinishReason, Request
 from piecegraph.llm.run.step import MAX_PROMPTS, StepPlan, Work
 from piecegraph.llm.run.stop import IncrementalText
+from piecegraph.llm.run.structured import take_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -522,6 +523,8 @@ class Scheduler:
         block_size, prefix_cache = self.cache.block_size, self.cache.prefix_cache
         vocab_size, texts, now = self.limits.vocab_size, self._texts, time.perf_counter()
         guided = self._guided
+        if guided:
+            self._take_in_forms(plan, tokens)
         for work, token in zip(plan.works, tokens, strict=True):
             request, start, num_tokens, samples = work
             blocks = request.blocks
@@ -540,7 +543,7 @@ class Scheduler:
                     continue
                 request.tokens.append(token)
                 request.token_times.append(now)
-                if guided and request.id in guided and self._is_ended_by_form(request, token):
+                if guided and request.id in guided and self._is_ended_by_form(request):
                     finished.append(request)
                 elif token in request.stop_ids or (texts and request.id in texts and self._is_stopped(request)):
                     self.finish(request, "stop")
@@ -551,12 +554,22 @@ class Scheduler:
                     finished.append(request)
         return finished
 
-    def _is_ended_by_form(self, request: Request, token: int) -> bool:
-        """Go on in the form of an answer by its newest token; end the request if it is complete, or cannot be kept."""
+    def _take_in_forms(self, plan: StepPlan, tokens: Sequence[int]) -> None:
+        """Go on in the forms of answers by their newest tokens, in all of them at once."""
+        vocab_size = self.limits.vocab_size
+        take_tokens(
+            [
+                (request.guide, token)
+                for (request, _, _, samples), token in zip(plan.works, tokens, strict=True)
+                if samples and request.guide is not None and request.blocks is not None and 0 <= token < vocab_size
+            ]
+        )
+
+    def _is_ended_by_form(self, request: Request) -> bool:
+        """End a request whose form is complete with its newest token, or cannot be kept."""
         assert request.guide is not None
-        error = request.guide.take(token)
-        if error is not None:
-            self.finish(request, "error", error)
+        if request.guide.error is not None:
+            self.finish(request, "error", request.guide.error)
         elif request.guide.is_complete:
             self.finish(request, "stop")
         return request.is_done

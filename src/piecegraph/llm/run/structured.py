@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _NUM_KEPT = 256
 """Grammars that stay compiled."""
+_MANY = 16
+"""Answers that threads take tokens for: for fewer, to wake them takes longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +99,8 @@ class Guide:
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
-
-    def take(self, token: int) -> RequestError | None:
-        """Go on by a token; returns what went wrong, which only limits of llguidance can make happen."""
-        if self.matcher.consume_token(token):
-            return None
-        why = _in_short(self.matcher.get_error())
-        return RequestError("PG660", "the structured output cannot be gone on with", why=why, hint="simplify its form")
+        self.error: RequestError | None = None
+        """Why it cannot be gone on with, which only limits of llguidance can make happen."""
 
     @property
     def is_complete(self) -> bool:
@@ -150,6 +147,21 @@ class Guides:
             why = _in_short(matcher.get_error())
             raise RequestError("PG660", "the structured output that is asked for is not possible", why=why)
         return matcher
+
+
+def take_tokens(taken: Sequence[tuple[Guide, int]]) -> None:
+    """Go on by a token in each of several answers."""
+    pairs = [(guide.matcher, token) for guide, token in taken]
+    if len(pairs) < _MANY:
+        are_taken = [matcher.consume_token(token) for matcher, token in pairs]
+    else:
+        are_taken = _executor().consume_token_par(pairs)
+    if all(are_taken):
+        return
+    for (guide, _), is_taken in zip(taken, are_taken, strict=True):
+        if not is_taken:
+            what, why = "the structured output cannot be gone on with", _in_short(guide.matcher.get_error())
+            guide.error = RequestError("PG660", what, why=why, hint="simplify its form")
 
 
 def fill_masks(guides: Sequence[tuple[Guide, int]], masks: NDArray[np.int32]) -> None:

@@ -1,0 +1,39 @@
+"""Models of random weights."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import piecegraph
+from llm import shapes
+from vocabulary import make_tokenizer
+
+
+@contextmanager
+def loaded(model: str, max_model_len: int, arguments: dict[str, Any], *, makes_text: bool) -> Iterator[piecegraph.LLM]:
+    """One of ``llm.py``, or of a folder with a config.json.
+
+    Args:
+        model: which.
+        max_model_len: of the longest request.
+        arguments: of LLM.
+        makes_text: whether it has a tokenizer, a made-up one. Its files are there inside the block.
+    """
+    defaults: dict[str, Any] = {"load_format": "dummy", "prefix_cache": False, "max_model_len": max_model_len}
+    if not torch.cuda.is_available():
+        defaults["backend"] = "eager"
+    config = transformers.AutoConfig.from_pretrained(model) if Path(model).is_dir() else shapes()[model].config
+    config.max_position_embeddings = max(config.max_position_embeddings, max_model_len)
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        if makes_text:
+            make_tokenizer(config.vocab_size).save_pretrained(folder)
+        with piecegraph.LLM(folder, **{**defaults, **arguments}) as llm:
+            yield llm
