@@ -27,6 +27,7 @@ from piecegraph.llm.kernels import skinny
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
 from piecegraph.llm.kernels.decode_pieces import FusedHeads, FusedLinear, find_fused, most_rows
 from piecegraph.llm.run.batch import BatchBuffers, BatchLimits
+from piecegraph.llm.run.sampling import greedy
 from piecegraph.llm.run.step import Bucket
 from piecegraph.llm.specs import AttentionLayer, ConvLayer, DeltaLayer, LatentLayer, StatefulLayer, StateLayer
 
@@ -168,6 +169,7 @@ class EarlyKernels:
         )
         memory.allocate([2] * limits.num_groups)
         buffers = BatchBuffers(replace(limits, embed_width=0), self._device)
+        greedy(self._zeros(1, limits.vocab_size))
         for bucket in self._buckets:
             buffers.fill_dummy(bucket)
             memory.use_batch(buffers.views(bucket).attention, functools.partial(buffers.state_batch, bucket))
