@@ -36,7 +36,7 @@ class LLMOptions:
     fuse_linears: bool = True
     """Join the matmuls that share an input (q/k/v, gate/up) where the graph shows it is safe."""
     decode_pieces: bool | Literal["auto"] = "auto"
-    """Steps of decoding with up to 32 sequences run pieces of their own, in which norms, activations and residuals are
+    """Steps of decoding with up to 64 sequences run pieces of their own, in which norms, activations and residuals are
     part of linears, and kernels begin early; ``"auto"``: on a GPU, in half precision.
     """
     self_check: bool = True
