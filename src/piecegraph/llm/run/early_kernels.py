@@ -177,7 +177,7 @@ class EarlyKernels:
                 self._attend(memory, site, layer, bucket.num_tokens)
             for state in self._states:
                 self._mix(states, state, bucket.num_tokens)
-            is_fused = bucket.kind == "decode" and bucket.num_tokens <= self._shapes.most_fused
+            is_fused = bucket.has_few_rows(self._shapes.most_fused)
             for shape in self._shapes.fused if is_fused else self._shapes.plain:
                 self._launch(shape, bucket.num_tokens, early=is_fused)
 

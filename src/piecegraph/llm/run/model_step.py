@@ -297,10 +297,8 @@ class ModelStep:
 
     def _decoder_for(self, key: StepKey) -> Decoder:
         if not key.takes_embeds:
-            few, bucket = self.few, key.bucket
-            return (
-                few.decoder if few and bucket.kind == "decode" and bucket.num_tokens <= few.num_rows else self.decoder
-            )
+            few = self.few
+            return few.decoder if few is not None and key.bucket.has_few_rows(few.num_rows) else self.decoder
         assert self.decoder_of_embeds is not None
         return self.decoder_of_embeds
 

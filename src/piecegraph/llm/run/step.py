@@ -60,6 +60,9 @@ class StepPlan:
         return next((i for i, work in enumerate(self.works) if work.num_tokens != 1), len(self.works))
 
 
+_FEW_MIXED = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """The size a step runs at, padding included."""
@@ -73,6 +76,16 @@ class Bucket:
     def separates_prompts(self) -> bool:
         """Whether there may be so many sequences that those with one token are told apart."""
         return self.kind == "mixed" and self.num_seqs > MAX_PROMPTS
+
+    def has_few_rows(self, most: int) -> bool:
+        """Whether it runs the pieces for few rows: see Note [Pieces of their own for decoding].
+
+        Of prompts only the shortest do, so that the self check sees the pieces of all other steps, too.
+
+        Args:
+            most: rows of a step of decoding that does.
+        """
+        return self.num_tokens <= (most if self.kind == "decode" else min(most, _FEW_MIXED))
 
     def __post_init__(self) -> None:
         assert min(self.num_seqs, self.num_tokens) > 0, self
