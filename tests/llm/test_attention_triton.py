@@ -12,7 +12,15 @@ import torch.nn.functional as F
 
 import piecegraph.llm.kernels.linear  # noqa: F401 - defines an op
 from piecegraph.llm.kernels.attention import triton_paged
-from piecegraph.llm.kernels.race import exponentials, first_largest, launch_first_largest, launch_scores, random_keys
+from piecegraph.llm.kernels.race import (
+    exponentials,
+    first_largest,
+    keep_allowed,
+    launch_first_largest,
+    launch_keep_allowed,
+    launch_scores,
+    random_keys,
+)
 from piecegraph.llm.specs import Accepted, Rejected
 from tests.cases.attention import Sequences, check, latent_layer, layer, problem, run
 from tests.cases.interpreter import needs_interpreter, print_verdicts, verdicts_of
@@ -95,6 +103,17 @@ def _likeliest_tokens() -> None:
         assert found[[1, 2, 3, 4, 5, 7]].tolist() == [2047, 7, -1, -1, -1, 0]
 
 
+def _allowed_tokens() -> None:
+    """Also where the head is narrower or wider than the table of bits."""
+    masks = torch.randint(0, 256, (3, 516), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for count in (4100, 4128, 5000):
+        rows = torch.rand(3, count)
+        for logits in (rows, rows.bfloat16(), torch.cat((rows, rows), 1)[:, :count]):
+            found = launch_keep_allowed(logits, masks)
+            assert found.dtype == logits.dtype
+            assert torch.equal(found, keep_allowed(logits, masks))
+
+
 def _fixed_linears() -> None:
     x, weight = torch.randn(70, 40), torch.randn(50, 40)
     for bias in (None, torch.randn(50)):
@@ -130,6 +149,7 @@ OTHERS = {
     "many launches over one workspace": _many_launches,
     "scores of a race": _scores_of_a_race,
     "likeliest tokens": _likeliest_tokens,
+    "allowed tokens": _allowed_tokens,
     "linears of fixed tiles": _fixed_linears,
     "attention of fixed tiles": _fixed_attention,
 }

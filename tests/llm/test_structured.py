@@ -18,7 +18,8 @@ import torch
 import piecegraph
 from piecegraph.errors import ConfigError, RequestError
 from piecegraph.llm import Request, SamplingParams, StructuredOutputsParams
-from piecegraph.llm.run.masks import MaskBuffers, bytes_of_bits, keep_allowed
+from piecegraph.llm.kernels.race import keep_allowed
+from piecegraph.llm.run.masks import MaskBuffers
 from piecegraph.llm.run.structured import Guide, Guides, take_tokens
 from tests.cases.checkpoints import make_byte_tokenizer, make_tokenizer
 from tests.cases.llm_shelf import Shelf
@@ -278,9 +279,8 @@ def test_rows_that_are_free_again_allow_everything() -> None:
 def test_masks_are_bits_from_the_lowest_on() -> None:
     logits = torch.randn(2, 20).to(torch.bfloat16)
     masks = torch.tensor([[0b101, 0, 0b1000, 0], [255, 255, 255, 255]], dtype=torch.uint8)
-    table = bytes_of_bits(torch.device("cpu"))
-    found = keep_allowed(logits, masks, table)
+    found = keep_allowed(logits, masks)
     assert found.dtype == torch.bfloat16
     assert found[0].isfinite().nonzero().flatten().tolist() == [0, 2, 19]
     assert torch.equal(found[1], logits[1])
-    assert keep_allowed(torch.zeros(2, 40), masks, table)[1].isfinite().sum() == 32
+    assert keep_allowed(torch.zeros(2, 40), masks)[1].isfinite().sum() == 32

@@ -1,5 +1,5 @@
-"""Which token wins: the likeliest, or a draw by random numbers that are made from a counter, the same for a key and a
-place in the vocabulary for ever.
+"""Which token wins, of those that may: the likeliest, or a draw by random numbers that are made from a counter, the
+same for a key and a place in the vocabulary for ever.
 
 Note [A race of tokens]
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from piecegraph.llm.kernels.early_launch import early_constants
@@ -133,6 +135,52 @@ def launch_first_largest(logits: torch.Tensor, bad: int) -> torch.Tensor:
         largest, places, out, num_parts, BAD=bad, BLOCK=block, num_warps=4, **early
     )
     return out
+
+
+def keep_allowed(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """The logits of tokens that may come; minus infinity elsewhere.
+
+    Args:
+        logits: [rows, vocabulary].
+        masks: uint8 [rows, vocabulary / 8], bits from the lowest on.
+    """
+    if logits.is_cuda and logits.stride(-1) == 1 and _has_triton():
+        return launch_keep_allowed(logits, masks)
+    # A vocabulary is long, so it is gone over twice, and not once for each step of taking bits apart.
+    is_allowed = _bytes_of_bits(masks.device).index_select(0, masks.flatten().int()).view(torch.bool)
+    is_allowed = is_allowed.view(len(masks), -1)
+    # Where the head is wider than the vocabulary, nothing is behind it; where the table is, it is padding.
+    missing = logits.shape[-1] - is_allowed.shape[-1]
+    is_allowed = F.pad(is_allowed, (0, missing)) if missing > 0 else is_allowed[:, : logits.shape[-1]]
+    return torch.where(is_allowed, logits, -math.inf)
+
+
+def launch_keep_allowed(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """The same in one kernel."""
+    from piecegraph.llm.kernels import race_kernels
+
+    rows, count = logits.shape
+    out = logits.new_empty(rows, count)
+    race_kernels.keep_allowed_kernel[(rows, -(-count // _PART))](
+        logits,
+        masks,
+        out,
+        count,
+        8 * masks.shape[1],
+        logits.stride(0),
+        masks.stride(0),
+        BLOCK=_PART,
+        num_warps=4,
+    )
+    return out
+
+
+@functools.cache
+def _bytes_of_bits(device: torch.device) -> torch.Tensor:
+    """int64 [256]: for each byte eight bytes, 1 for each bit that is set, from the lowest on."""
+    with torch.inference_mode(False):  # it stays
+        bits = torch.arange(256).unsqueeze(-1) >> torch.arange(8) & 1
+        return bits.to(torch.uint8).view(torch.int64).flatten().to(device)
 
 
 def _signed(number: int) -> int:

@@ -61,3 +61,15 @@ def first_largest_kernel(largest, places, out, num_parts, BAD: tl.constexpr, BLO
     top, part = tl.max(tops, 0, return_indices=True)
     place = tl.load(places + row * num_parts + part).to(tl.int64)
     tl.store(out + row, tl.where(tl.abs(top) < float("inf"), place, BAD))
+
+
+@triton.jit
+def keep_allowed_kernel(logits, masks, out, count, num_bits, row_stride, mask_stride, BLOCK: tl.constexpr):
+    """Copy logits whose bit is set, and write minus infinity for the others. Grid: (rows, parts)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = columns < count
+    eight = tl.load(masks + row * mask_stride + columns // 8, is_inside & (columns < num_bits), 0).to(tl.int32)
+    values = tl.load(logits + row * row_stride + columns, is_inside, 0.0).to(tl.float32)
+    is_allowed = ((eight >> (columns % 8)) & 1) != 0
+    tl.store(out + row * count + columns, tl.where(is_allowed, values, float("-inf")), is_inside)

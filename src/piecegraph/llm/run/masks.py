@@ -12,13 +12,12 @@ no masks runs steps that know of none, or finds all tokens allowed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
+from piecegraph.llm.kernels.race import keep_allowed
 from piecegraph.llm.run.structured import fill_masks
 from piecegraph.llm.run.upload import Upload
 
@@ -40,7 +39,6 @@ class MaskBuffers:
         self._shape = (max_seqs, -(-vocab_size // 32))
         self._device = device
         self._on_host = self._arrived = self._on_device = torch.empty(0, dtype=torch.int32)
-        self._bytes_of_bits = torch.empty(0, dtype=torch.int64)
         self._guided: list[tuple[Request, int]] = []
         """Of the last step, with their rows."""
         self._written: set[int] = set()
@@ -58,12 +56,11 @@ class MaskBuffers:
                 self._on_host = torch.full(self._shape, -1, dtype=torch.int32, pin_memory=is_cuda)
                 self._on_device = torch.full(self._shape, -1, dtype=torch.int32, device=self._device)
                 self._arrived = torch.empty_like(self._on_device) if is_cuda else self._on_host
-                self._bytes_of_bits = bytes_of_bits(self._device)
 
     def keep_allowed(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of tokens that may come in the rows of the step; minus infinity elsewhere."""
         self.prepare()
-        return keep_allowed(logits, self._on_device[: len(logits)].view(torch.uint8), self._bytes_of_bits)
+        return keep_allowed(logits, self._on_device[: len(logits)].view(torch.uint8))
 
     def collect(self, works: Sequence[Work]) -> bool:
         """Look for guides in a step; whether there are any."""
@@ -94,26 +91,3 @@ class MaskBuffers:
                 self._arrived[:end].copy_(self._on_host[:end], non_blocking=True)
         self._on_device[:end].copy_(self._arrived[:end])
         self._upload.end_use()
-
-
-def bytes_of_bits(device: torch.device) -> torch.Tensor:
-    """int64 [256]: for each byte eight bytes, 1 for each bit that is set, from the lowest on."""
-    bits = torch.arange(256).unsqueeze(-1) >> torch.arange(8) & 1
-    return bits.to(torch.uint8).view(torch.int64).flatten().to(device)
-
-
-def keep_allowed(logits: torch.Tensor, masks: torch.Tensor, bytes_of_bits: torch.Tensor) -> torch.Tensor:
-    """The logits of tokens that may come; minus infinity elsewhere.
-
-    A vocabulary is long, so it is gone over twice and not once for each step of taking bits apart.
-
-    Args:
-        logits: [rows, vocabulary].
-        masks: uint8 [rows, vocabulary / 8], bits from the lowest on.
-        bytes_of_bits: see there.
-    """
-    is_allowed = bytes_of_bits.index_select(0, masks.flatten().int()).view(torch.bool).view(len(masks), -1)
-    # Where the head is wider than the vocabulary, nothing is behind it; where the table is, it is padding.
-    missing = logits.shape[-1] - is_allowed.shape[-1]
-    is_allowed = F.pad(is_allowed, (0, missing)) if missing > 0 else is_allowed[:, : logits.shape[-1]]
-    return torch.where(is_allowed, logits, -math.inf)
