@@ -40,12 +40,12 @@ class Upload:
         with torch.cuda.stream(self._stream):
             yield
             self._arrived.record()
-        torch.cuda.current_stream().wait_event(self._arrived)
+        torch.cuda.current_stream(self._stream.device).wait_event(self._arrived)
 
     def end_use(self) -> None:
         """What comes behind this in the caller's stream does not read what was sent."""
-        if self._used is not None:
-            self._used.record()
+        if self._used is not None and self._stream is not None:
+            self._used.record(torch.cuda.current_stream(self._stream.device))
 
 
 class Download:
@@ -66,7 +66,7 @@ class Download:
         if self._stream is None or self._made is None or arrived is None:
             place.copy_(numbers)
             return Pending(place, None)
-        self._made.record()
+        self._made.record(torch.cuda.current_stream(self._stream.device))
         self._stream.wait_event(self._made)
         with torch.cuda.stream(self._stream):
             place.copy_(numbers, non_blocking=True)
