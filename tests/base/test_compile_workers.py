@@ -1,13 +1,15 @@
-"""Inductor's worker processes."""
+"""What compiles gets ready while something else runs: Inductor's worker processes, Triton's hash of itself."""
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch._inductor.config
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.runtime import triton_compat
 
 from piecegraph.base import torch_compat
 
@@ -26,3 +28,17 @@ def test_workers_are_up_before_the_first_kernel_is_compiled(monkeypatch: pytest.
     with torch._inductor.config.patch(compile_threads=2):  # type: ignore[attr-defined]
         torch_compat.start_compile_workers()
     assert len(submitted) == 1
+
+
+def test_nobody_waits_for_the_hash_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, is_hashed = threading.Event(), threading.Event()
+
+    def triton_key() -> None:
+        assert goes_on.wait(10)
+        is_hashed.set()
+
+    monkeypatch.setattr(triton_compat, "HAS_TRITON", True)
+    monkeypatch.setattr(triton_compat, "triton_key", triton_key)
+    torch_compat.hash_triton()
+    goes_on.set()
+    assert is_hashed.wait(10)

@@ -85,8 +85,10 @@ class Pipeline:
         kept = self.open_kept()
         found = None if kept is None else kept.find(function, example, weights)
         if found is None:
-            if self.backend == "inductor" and any(tensor.is_cuda for tensor in example.tensors):
-                torch_compat.start_compile_workers()  # they come up meanwhile
+            if self.backend == "inductor":  # what compiles gets ready meanwhile
+                torch_compat.hash_triton()
+                if any(tensor.is_cuda for tensor in example.tensors):
+                    torch_compat.start_compile_workers()
             with located(phase="trace"):
                 found = trace(function, example, weights)
             if kept is not None:

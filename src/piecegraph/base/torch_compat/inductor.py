@@ -36,6 +36,17 @@ def start_compile_workers() -> None:
     AsyncCompile.wakeup()
 
 
+def hash_triton() -> None:
+    """Have Triton hash its own files, which are part of every key of Inductor's, while something else runs.
+
+    They are 400 MB, and half a second in which Python is free. Both keep the hash.
+    """
+    from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
+
+    if HAS_TRITON:
+        threading.Thread(target=triton_key, name="piecegraph hash of Triton", daemon=True).start()
+
+
 @dataclass(frozen=True, slots=True)
 class CompiledSource:
     """The Python that Inductor generated for a graph: allocations, and one launch after the other."""
