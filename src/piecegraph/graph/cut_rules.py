@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 import torch.fx
 
@@ -77,6 +78,10 @@ class CutVerdict:
     """It cannot leave its region, because that runs on several streams."""
 
 
+_FromData = Mapping[torch.fx.Node, frozenset[sympy.Symbol]]
+"""The symbols in each node's value that stand for data."""
+
+
 class CutRules:
     """Finds the cuts of a graph."""
 
@@ -94,10 +99,12 @@ class CutRules:
         reason = "lies between a fork to another CUDA stream and its join"
         forked = CutVerdict(reason, is_region=True, is_forced=True, is_stream_bound=True)
         found = dict.fromkeys(StreamRegions(graph, streams).nodes, forked)
-        is_mixed = len(set().union(*(_devices(torch_compat.meta_value(node)) for node in graph.nodes))) > 1
+        values = {node: torch_compat.meta_value(node) for node in graph.nodes}
+        is_mixed = len(set().union(*map(_devices, values.values()))) > 1
+        from_data = {node: torch_compat.unbacked_symbols(value) for node, value in values.items()}
         for node in graph.nodes:
             if node.op in ("call_function", "call_method") and node not in found:
-                verdict = self._of(node) or (_host_work(node) if is_mixed else None)
+                verdict = self._of(node, from_data) or (_host_work(node) if is_mixed else None)
                 if verdict is not None:
                     found[node] = verdict
         return found
@@ -112,11 +119,11 @@ class CutRules:
             return "tagged cudagraph_unsafe by its author", True
         return ("reads on the host whether it succeeded", True) if packet in _CHECKED_ON_HOST else None
 
-    def _of(self, node: torch.fx.Node) -> CutVerdict | None:
+    def _of(self, node: torch.fx.Node, from_data: _FromData) -> CutVerdict | None:
         found = self.reason(node.target)
         if found is not None:
             return CutVerdict(found[0], is_region=False, is_forced=found[1])
-        return _host_collective(node) or _data_dependence(node)
+        return _host_collective(node) or _data_dependence(node, from_data)
 
 
 def _host_collective(node: torch.fx.Node) -> CutVerdict | None:
@@ -130,11 +137,8 @@ def _host_collective(node: torch.fx.Node) -> CutVerdict | None:
     return CutVerdict("is sent to other ranks by the host", is_region=namespace != COLLECTIVES, is_forced=True)
 
 
-def _data_dependence(node: torch.fx.Node) -> CutVerdict | None:
-    made = torch_compat.unbacked_symbols(torch_compat.meta_value(node))
-    used = frozenset().union(
-        *(torch_compat.unbacked_symbols(torch_compat.meta_value(arg)) for arg in node.all_input_nodes)
-    )
+def _data_dependence(node: torch.fx.Node, from_data: _FromData) -> CutVerdict | None:
+    made, used = from_data[node], frozenset[sympy.Symbol]().union(*(from_data[arg] for arg in node.all_input_nodes))
     if made - used:
         return CutVerdict("its result's value or shape is read from data on the device", is_region=True, is_forced=True)
     if made or used:

@@ -85,7 +85,7 @@ def _find_groups(graph: torch.fx.Graph, inputs: dict[torch.fx.Node, GraphInput],
         for group in groups
         if _is_uniform(group)
         and all(uses.count(id(weight.tensor)) == 1 for weight in (*group.weights, *group.biases))
-        and not _is_input_written_between(graph, group)
+        and not _is_input_written_between(group)
     ]
 
 
@@ -104,20 +104,18 @@ def _is_uniform(group: _Group) -> bool:
     )
 
 
-def _is_input_written_between(graph: torch.fx.Graph, group: _Group) -> bool:
+def _is_input_written_between(group: _Group) -> bool:
     """The joint matmul runs where the first linear was: the others must have seen the same input."""
-    source = group.nodes[0].args[0]
+    node, last = group.nodes[0], group.nodes[-1]
+    source = node.args[0]
     assert isinstance(source, torch.fx.Node)
     storage = torch_compat.storage_id(torch_compat.meta_value(source))
-    is_between = False
-    for node in graph.nodes:
-        if node is group.nodes[-1]:
-            return False
-        is_between |= node is group.nodes[0]
-        if is_between and node.op in ("call_function", "call_method") and writes_in_place(node):
+    while node is not last:
+        if node.op in ("call_function", "call_method") and writes_in_place(node):
             fakes = [torch_compat.meta_value(arg) for arg in node.all_input_nodes]
             if any(isinstance(fake, torch.Tensor) and torch_compat.storage_id(fake) == storage for fake in fakes):
                 return True
+        node = node.next
     return False
 
 

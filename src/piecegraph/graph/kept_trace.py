@@ -359,13 +359,14 @@ def _make_graph(kept: Sequence[_KeptNode], world: torch_compat.FakeWorld) -> tup
     def resolve(value: Any) -> Any:
         return torch_compat.map_aggregate(value, lambda v: nodes[v.number] if isinstance(v, _NodeNumber) else v)
 
-    for each in kept:
-        node = graph.create_node(each.op, each.target, resolve(each.args), resolve(each.kwargs), each.name)
-        node.meta = {
-            name: value if name in ("stack_trace", _MODULES) else _make_value(value, world)
-            for name, value in each.meta.items()
-        }
-        nodes.append(node)
+    with world.making_tensors():
+        for each in kept:
+            node = graph.create_node(each.op, each.target, resolve(each.args), resolve(each.kwargs), each.name)
+            node.meta = {
+                name: value if name in ("stack_trace", _MODULES) else _make_value(value, world)
+                for name, value in each.meta.items()
+            }
+            nodes.append(node)
     return graph, nodes
 
 

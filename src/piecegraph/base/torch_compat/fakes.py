@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +118,7 @@ class FakeWorld:
     """Symbols and fake tensors made anew, for a graph that was traced in another process."""
 
     def __init__(self, symbols: Sequence[KeptSymbol]) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv, ValueRangesSLoc
         from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -129,6 +130,7 @@ class FakeWorld:
             if kept.hint is not None:
                 env.backed_var_to_val[kept.symbol] = sympy.Integer(kept.hint)
         self.mode = FakeTensorMode(shape_env=env)
+        self._fake_class: Any = FakeTensor
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         """What reads a storage as a dtype, one for each of both."""
         self._storages: dict[int, Any] = {}
@@ -143,22 +145,28 @@ class FakeWorld:
             self._sizes[expr, kind] = getattr(torch, kind)(SymNode(expr, self._env, python, None))
         return self._sizes[expr, kind]
 
+    @contextlib.contextmanager
+    def making_tensors(self) -> Iterator[None]:
+        """Around calls of :meth:`tensor`: to enter it for each would take as long as the rest."""
+        from torch.utils._mode_utils import no_dispatch
+
+        with no_dispatch(), self._env.suppress_guards(), torch.no_grad():
+            yield
+
     def tensor(self, layout: FakeLayout) -> torch.Tensor:
         """A fake tensor of that layout; those of one storage share memory.
 
         A view of a tensor of one element takes a tenth of the time that a tensor of symbolic sizes does, whose bytes
         are computed.
         """
-        from torch._subclasses.fake_tensor import FakeTensor
-        from torch.utils._mode_utils import no_dispatch
+        shape, strides = tuple(map(self._number, layout.shape)), tuple(map(self._number, layout.strides))
+        offset = self._number(layout.offset)
+        base = self._base(layout.storage, layout.dtype).as_strided(shape, strides, offset)
+        fake: torch.Tensor = self._fake_class(self.mode, base, layout.device)
+        return fake
 
-        def number(value: Any) -> Any:
-            return value if isinstance(value, int) else self.size(value, "SymInt")
-
-        shape, strides = (tuple(map(number, part)) for part in (layout.shape, layout.strides))
-        with no_dispatch(), self._env.suppress_guards(), torch.no_grad():
-            base = self._base(layout.storage, layout.dtype).as_strided(shape, strides, number(layout.offset))
-            return FakeTensor(self.mode, base, layout.device)
+    def _number(self, value: Any) -> Any:
+        return value if isinstance(value, int) else self.size(value, "SymInt")
 
     def _base(self, storage: int, dtype: torch.dtype) -> torch.Tensor:
         if (storage, dtype) not in self._bases:
