@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,14 +15,27 @@ from piecegraph.provenance.profile.take import profiling
 
 
 def kernels_ms(run: Callable[[], Any]) -> float:
-    """The sum of the times of all kernels and copies of a run, as the profiler sees them on the GPU."""
+    """The time in which kernels or copies of a run are at work, as the profiler sees them on the GPU."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints a line when it starts
     with profiling() as profile:
         run()
         torch.cuda.synchronize()
     events: Any = profile.events()
     on_device = (event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation)
-    return float(sum(event.self_device_time_total for event in on_device)) / 1e3
+    return covered((event.time_range.start, event.time_range.end) for event in on_device) / 1e3
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How much all spans cover together: a kernel may begin while the one before it ends, and waits for it then.
+
+    >>> covered([(0, 2), (1, 3), (5, 6), (5, 5.5)])
+    4.0
+    """
+    total, last = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return total
 
 
 def kernels_of(runner: Runner, phase: Phase, cell: Cell, inputs: Any) -> float:

@@ -95,7 +95,7 @@ class Floor:
     """What cannot be undercut by running the same kernels, or the same weights, in another way."""
 
     kernels_ms: float | None = None
-    """The sum of the kernel times of one step, measured; None without a GPU."""
+    """The time in which kernels of one step are at work, measured; None without a GPU."""
     bandwidth_ms: float | None = None
     """The weights that a step reads, once, at the bandwidth of the device that was measured; None without a GPU."""
     ratio: float | None = None
