@@ -46,7 +46,7 @@ from piecegraph.llm.run.step import StepCounts
 _DEFAULT_LEN = 32768
 """The longest sequence unless it is asked for: every sequence may need as many blocks."""
 
-_RECORD_SECONDS = 1.5
+_RECORD_SECONDS = 1.0
 """On a GPU; a small model has all powers of two by then."""
 
 
