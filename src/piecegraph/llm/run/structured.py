@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 _NUM_KEPT = 256
 """Grammars that stay compiled."""
+_MOST_THREADS = 8
+"""That compute masks: each takes some ten microseconds, and a batch has some ten or hundred."""
 _MANY = 16
 """Answers that threads take tokens for: for fewer, to wake them takes longer."""
 
@@ -179,7 +182,9 @@ def fill_masks(guides: Sequence[tuple[Guide, int]], masks: NDArray[np.int32]) ->
 def _executor() -> LLExecutor:
     from llguidance import LLExecutor
 
-    return LLExecutor()
+    # Of all cores, which it would take by itself, the others are slow to wake; and in a container it may count too few.
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return LLExecutor(num_threads=max(1, min(_MOST_THREADS, num_cores // 2)))
 
 
 def _read_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
