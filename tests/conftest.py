@@ -15,6 +15,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Tests start hundreds of processes, and each would compile all of piecegraph again where the machine keeps no bytecode.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# What torch remembers of each op that it traced pays from a dozen equal layers on; models of tests have two or three.
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
+
 # Plans of earlier runs are not for tests, but for those that are about them.
 os.environ["PIECEGRAPH_CACHE"] = "off"
 
