@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,12 @@ import torch
 
 from tests.cases.browser import Browser, browser, missing_browser
 from tests.cases.forked import ForkServer, fork_server
+
+# Pytest listens to every logger that does not propagate, and torch writes each graph down, several times, while
+# somebody listens to what TORCH_TRACE asks for.
+if "TORCH_TRACE" not in os.environ:
+    logging.getLogger("torch.__trace").handlers.clear()
+    logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_configure() -> None:
