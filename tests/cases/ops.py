@@ -26,6 +26,8 @@ class OpCase:
     """Inductor rewrites the op, so the same seed gives other numbers."""
     beyond_inductor: bool = False
     """Inductor fails on it: the piece runs as it was traced, and that is counted."""
+    group: str = ""
+    """Ops of one group take the same inputs, and may be compiled together."""
 
 
 def _normal(*shape: int) -> Make:
@@ -89,15 +91,16 @@ ACTIVATIONS = (
 
 
 def _simple() -> list[OpCase]:
-    cases = [OpCase(f"torch.{n}", getattr(torch, n), _normal(4, 5)) for n in UNARY]
-    cases += [OpCase(f"torch.{n}", getattr(torch, n), _positive(4, 5)) for n in POSITIVE]
-    cases += [OpCase(f"torch.{n}", getattr(torch, n), _two(4, 5)) for n in BINARY]
-    cases += [OpCase(f"torch.{n}", getattr(torch, n), _ints(4, 5)) for n in INTEGER]
+    cases = [OpCase(f"torch.{n}", getattr(torch, n), _normal(4, 5), group="unary") for n in UNARY]
+    cases += [OpCase(f"torch.{n}", getattr(torch, n), _positive(4, 5), group="positive") for n in POSITIVE]
+    cases += [OpCase(f"torch.{n}", getattr(torch, n), _two(4, 5), group="binary") for n in BINARY]
+    cases += [OpCase(f"torch.{n}", getattr(torch, n), _ints(4, 5), group="integer") for n in INTEGER]
     for name in REDUCTIONS:
         function = getattr(torch, name)
         dim = WITH_DIM.get(name, ())
-        cases.append(OpCase(f"torch.{name}", lambda x, f=function, d=dim: f(x, *d), _normal(4, 5)))
-    cases += [OpCase(f"F.{n}", getattr(F, n), _normal(4, 5)) for n in ACTIVATIONS]
+        call = lambda x, f=function, d=dim: f(x, *d)  # noqa: E731
+        cases.append(OpCase(f"torch.{name}", call, _normal(4, 5), group="reductions"))
+    cases += [OpCase(f"F.{n}", getattr(F, n), _normal(4, 5), group="activations") for n in ACTIVATIONS]
     return cases
 
 
