@@ -15,10 +15,10 @@ from transformers import BertConfig, BertModel, ViTConfig, ViTModel
 class ConvNet(nn.Module):
     """Convolutions with batch norm, as image classifiers have them."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, num_blocks: int) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, stride=2, padding=1, bias=False)
-        self.blocks = nn.ModuleList([self._block(width) for _ in range(6)])
+        self.blocks = nn.ModuleList([self._block(width) for _ in range(num_blocks)])
         self.head = nn.Linear(width, 10)
 
     @staticmethod
@@ -124,7 +124,7 @@ ZOO = [
     ),
     ZooModel(
         "conv net",
-        lambda tiny: ConvNet(8 if tiny else 64),
+        lambda tiny: ConvNet(8, 3) if tiny else ConvNet(64, 6),
         lambda batch, tiny: {"image": _image(batch, 16 if tiny else 64)},
         {},
     ),
