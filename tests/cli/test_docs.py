@@ -221,10 +221,13 @@ def test_pip_install(command: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
     target = tmp_path / "site"
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-compile", "--target", str(target)]
-    pip = [sys.executable, "-m", *shlex.split(command), *options]
+    has_extra = command != INSTALL[0]
+    pip = [sys.executable, "-m", *shlex.split(command), *options, *(["--dry-run"] if has_extra else [])]
     done = subprocess.run(pip, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "does not provide the extra" not in done.stderr
+    if has_extra:  # what it adds are packages
+        return
     assert (target / "piecegraph" / "serve" / "page.html").is_file()
     assert {file.suffix for file in (target / "piecegraph" / "report").iterdir()} >= {".html", ".css", ".js"}
     log = "tests/logs/eight_ranks_capture.log.gz"
