@@ -112,14 +112,21 @@ def _become(rank: int, num_ranks: int, port: int, work: Callable[[int], Any], wr
     os._exit(code)
 
 
+def _share_plans(folder: Path) -> None:
+    """The first job of llama on two ranks traces for those that come later."""
+    os.environ["PIECEGRAPH_CACHE"] = str(folder / "plans")
+
+
 # -- stories
 
 
 def _families(folder: Path, num_ranks: int, rank: int) -> dict[str, Any]:
     """What each family answers, and how many heads a rank has of it."""
     found: dict[str, Any] = {}
+    _share_plans(folder)
     for name in FAMILIES:
-        with load(folder, name, num_ranks, options={"self_check": name == "llama" and num_ranks == 2}) as llm:
+        is_known = name == "llama" and num_ranks == 2
+        with load(folder, name, num_ranks, options={"self_check": is_known, "cache": is_known}) as llm:
             layer: Any = llm.started.model.layers[0]
             heads = [layer.num_heads, getattr(layer, "num_kv_heads", None)]
             found[name] = {"answers": answers(llm), "heads": heads}
@@ -129,7 +136,8 @@ def _families(folder: Path, num_ranks: int, rank: int) -> dict[str, Any]:
 def _calls(folder: Path, rank: int) -> dict[str, Any]:
     """Calls of many kinds, of steps that are recorded."""
     found: dict[str, Any] = {}
-    options = {"graph_device": "simulated", "record_seconds": 0.2, "self_check": False}
+    _share_plans(folder)
+    options = {"graph_device": "simulated", "record_seconds": 0.2, "self_check": False, "cache": True}
     with load(folder, "llama", 2, options=options) as llm:
         found["answers"] = answers(llm)
         found["whole"] = [each.text for each in llm.generate(["ab", "cd"], max_new_tokens=6, ignore_eos=True)]
@@ -307,7 +315,7 @@ def _end_at(folder: Path, stage: str, way: str, rank: int) -> str:
         setattr(owner, name, functools.partial(_end_now, way))
     elif way == "killed beside one that is busy":
         setattr(owner, name, lambda *args: time.sleep(_DEADLINE_S))
-    os.environ["PIECEGRAPH_CACHE"] = str(folder / "plans")  # the first that gets so far traces for the others
+    _share_plans(folder)
     options = {"graph_device": "simulated", "self_check": False, "cache": True}
     llm = load(folder, "llama", 2, capture_sizes=[2, 32], options=options)
     if rank == 1:
