@@ -83,8 +83,9 @@ class _Worker:
     @staticmethod
     def start(settings: tuple[str, str, int]) -> _Worker:
         ours, theirs = multiprocessing.Pipe()
-        # Not forked: a forked process cannot use CUDA if its parent has looked for it.
-        process = multiprocessing.get_context("spawn").Process(target=_work, args=(theirs, *settings), daemon=True)
+        # A forked process need not import torch again, but cannot use CUDA if its parent has looked for it.
+        way = multiprocessing.get_context("fork" if settings[0] == "cpu" else "spawn")
+        process = way.Process(target=_work, args=(theirs, *settings), daemon=True)
         process.start()
         theirs.close()
         return _Worker(process, ours)
