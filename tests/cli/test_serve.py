@@ -22,42 +22,44 @@ from piecegraph.cli.main import group
 from piecegraph.errors import ModelError
 from piecegraph.llm import async_llm
 from piecegraph.serve import server
+from tests.cases.forked import ForkServer, Running
 from tests.cases.tiny_llm import write_tiny_llm
 
 
 @contextmanager
-def started(*words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def started(forked: ForkServer, *words: str, **environment: str) -> Iterator[tuple[Running, str]]:
     """A process, and what it said when it was ready."""
-    command = [sys.executable, "-m", "piecegraph", "serve", *words]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
-    ) as process:
-        try:
-            assert process.stdout is not None
-            yield process, process.stdout.readline()
-        finally:
-            process.kill()
+    code = "from piecegraph.cli.main import main; main()"
+    process = forked.start("-c", code, "serve", *words, cwd=Path.cwd(), environment={**os.environ, **environment})
+    try:
+        while not process.out and process.is_running:
+            time.sleep(0.01)
+        yield process, process.out
+    finally:
+        if process.is_running:
+            os.kill(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.mark.parametrize("num_processes", ["0", "2"])
-def test_a_process_from_its_start_to_its_end(tmp_path: Path, num_processes: str) -> None:
+def test_a_process_from_its_start_to_its_end(forked: ForkServer, tmp_path: Path, num_processes: str) -> None:
     folder = write_tiny_llm(tmp_path)
     words = (folder, "--model-name", "tiny", "--port", "0", "--device", "cpu", "--api-processes", num_processes)
-    with started(*words, PIECEGRAPH_API_KEY="secret") as (process, line):
-        assert line.startswith("ready: tiny at http://127.0.0.1:"), process.communicate()[1]
+    with started(forked, *words, PIECEGRAPH_API_KEY="secret") as (process, line):
+        assert line.startswith("ready: tiny at http://127.0.0.1:"), process.err
         address = line.split()[-1]
         body = {"model": "tiny", "prompt": "ax", "max_tokens": 60, "ignore_eos": True, "stream": True}
         headers = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
         request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=60) as answer:
             events = [answer.readline()]
-            process.send_signal(signal.SIGTERM)  # what was accepted is answered to its end
+            os.kill(process.pid, signal.SIGTERM)  # what was accepted is answered to its end
             events += answer.read().splitlines()
         found = [json.loads(each[6:]) for each in events if each.startswith(b"data: {")]
         assert found[-1]["choices"][0]["finish_reason"] == "length"
         assert events[-2] == b"data: [DONE]"
-        assert process.wait(60) == 0
-        told = process.communicate()[1]
+        assert process.wait() == 0
+        told = process.err
     lines = [json.loads(each) for each in told.splitlines() if each.startswith("{")]
     assert [(each["status"], each["new_tokens"]) for each in lines] == [(200, 60)]
     assert "secret" not in told
