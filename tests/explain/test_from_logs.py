@@ -211,6 +211,18 @@ def test_more_tracebacks_than_are_read_are_counted_and_the_last_is_read(tmp_path
     assert 170 / 3 - 1 <= read["ValueError"] < 100
 
 
+def test_a_frame_outside_of_any_function_behind_lines_that_were_all_resolved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frame = '  File "/srv/app/train.py", line 1\n    def\n       ^\nSyntaxError: invalid syntax\n'
+    path = tmp_path / "run.log"
+    path.write_text(f"{TRACEBACK}\n{frame}")
+    with_room = explain_logs([path]).who.groups
+    monkeypatch.setattr(scan, "MAX_STREAM_LINES", len(TRACEBACK.splitlines()))
+    assert explain_logs([path]).who.groups == with_room
+    assert "SyntaxError" in {group.type for group in with_room}
+
+
 def test_more_distinct_failures_than_are_kept_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collected, "MAX_DISTINCT_FAILURES", 3)
     path = tmp_path / "run.log"

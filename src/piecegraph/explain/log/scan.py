@@ -230,7 +230,8 @@ class Scanner:
         is_part = has_any(line.text, OPENING)
         named = replace(process, label=f"{self._label} {process.label}".rstrip()) if self._label else process
         stream = self._streams.get(named)
-        if stream is not None and is_part and _BARE_FRAME.match(line.text) and not _is_inside(stream.lines[-1]):
+        latest = stream.lines[-1:] if stream is not None else []  # none, if all of them were resolved
+        if latest and is_part and _BARE_FRAME.match(line.text) and not _is_inside(latest[0]):
             self._close_streams()  # what comes is the end of a process that never started: see Note [Runs]
             stream = None
         if stream is None and is_part:
