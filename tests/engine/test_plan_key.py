@@ -138,15 +138,12 @@ def test_versions_settings_and_the_machine_are_named(monkeypatch: pytest.MonkeyP
         ((plan_key, "_installed"), lambda package: "1", "versions: triton was "),
         ((plan_key, "_processor"), lambda: "other", "device: cpu was "),
         ((torch, "get_num_threads"), lambda: 77, "device: threads was "),
-        (
-            (torch._inductor.config, "max_autotune"),
-            True,
-            "settings: _inductor.config.max_autotune was nothing, is True",
-        ),
     ]:
         with monkeypatch.context() as patch:
             patch.setattr(*target, value)  # type: ignore[call-overload]
             assert named in miss()
+    with torch._inductor.config.patch(max_autotune=True):  # type: ignore[attr-defined]
+        assert "settings: _inductor.config.max_autotune was nothing, is True" in miss()
     with torch.backends.cudnn.flags(enabled=True, deterministic=True):  # it can be set when torch's own tests are about
         assert "settings: cudnn was " in miss()
     monkeypatch.setenv("TRITON_PTXAS_PATH", os.path.join(os.path.dirname(torch.__file__), "bin", "ptxas"))
