@@ -38,6 +38,7 @@ if "TORCH_TRACE" not in os.environ:
 
 def pytest_configure() -> None:
     sys.dont_write_bytecode = False  # as for the processes that tests start
+    gc.disable()  # until all tests are collected: what is imported stays
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,6 +54,7 @@ def pytest_collection_finish() -> None:
     left, and models that are closed, collect by themselves.
     """
     gc.set_threshold(100_000, 20, 20)
+    gc.enable()
     _freeze()
 
 

@@ -145,9 +145,11 @@ def fork_server() -> Iterator[ForkServer]:
 
 def _serve() -> None:
     """Fork for each program that is asked for. Returns in the forked processes."""
+    gc.disable()  # what is imported stays
     for name in _IMPORTED:
         importlib.import_module(name)
     _hash_compilers()
+    gc.enable()
     gc.freeze()  # a collection would write to, and so copy, the pages of everything that was imported
     for line in sys.stdin:
         child = os.fork()
