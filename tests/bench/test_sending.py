@@ -123,6 +123,15 @@ def test_a_process_that_is_killed_ends_the_others(monkeypatch: pytest.MonkeyPatc
     assert [each.poll() for each in started] == [-9, -9]
 
 
+@pytest.fixture
+def _heeds_interrupts() -> Iterator[None]:
+    """What is started in the background inherits that the signal is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_heeds_interrupts")
 def test_ctrl_c_ends_them() -> None:
     is_asked, is_closed = threading.Event(), threading.Event()
 
