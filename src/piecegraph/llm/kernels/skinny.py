@@ -75,7 +75,7 @@ def choose_tile(rows: int, columns: int, depth: int, *, has_norm: bool = False, 
     Ours include a residual or a norm and a gate, and begin early; cuBLAS's would be two or three kernels with them.
     Where the gain is small, what it takes to compile one more kernel is not worth it.
 
-    >>> choose_tile(1, 1024, 2048), choose_tile(64, 1024, 2048)
+    >>> choose_tile(1, 1024, 2048), choose_tile(65, 1024, 2048)
     (Tile(kernel='one_row', columns=2, depth=1024, num_warps=4, num_stages=1), None)
     >>> choose_tile(8, 1024, 2048), choose_tile(8, 4096, 1024)
     (Tile(kernel='narrow', columns=8, depth=128, num_warps=4, num_stages=3), None)

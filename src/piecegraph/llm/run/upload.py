@@ -30,12 +30,15 @@ class Upload:
         if self._arrived is not None:
             self._arrived.synchronize()
 
-    @contextlib.contextmanager
-    def sending(self) -> Iterator[None]:
+    def sending(self) -> contextlib.AbstractContextManager[None]:
         """Copies within begin when the last batch was used; the caller's stream goes on when they have arrived."""
-        if self._stream is None or self._arrived is None or self._used is None:
-            yield
-            return
+        return contextlib.nullcontext() if self._stream is None else self._sending()
+
+    @contextlib.contextmanager
+    def _sending(self) -> Iterator[None]:
+        assert self._stream is not None
+        assert self._arrived is not None
+        assert self._used is not None
         self._stream.wait_event(self._used)
         with torch.cuda.stream(self._stream):
             yield
