@@ -45,14 +45,12 @@ def run(model: ZooModel, device: torch.device, effort: Effort, *, tiny: bool) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small shapes")
-    parser.add_argument("--only", default="", help=f"comma list of: {', '.join(model.name for model in ZOO)}")
     options = parser.parse_args()
-    wanted = options.only.split(",") if options.only else [model.name for model in ZOO]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     effort = QUICK if options.tiny else Effort()
     merged: dict[str, Contender] = {}
     with torch.inference_mode():
-        for model in (model for model in ZOO if model.name in wanted):
+        for model in ZOO:
             for contender in run(model, device, effort, tiny=options.tiny):
                 into = merged.setdefault(contender.name, Contender(contender.name, {}))
                 into.timings.update(contender.timings)

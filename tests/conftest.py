@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 # One thread for each worker of pytest, and for each program it starts: threads that wait for each other spin, and two
 # workers of two threads each took twice as long on two cores. Torch reads it when it is imported.
@@ -56,13 +55,6 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 20, 20)
     gc.enable()
     _freeze()
-
-
-def pytest_runtest_setup() -> None:
-    """What is frozen holds no model that a test has made: to close one, it need not be looked through."""
-    running: Any = sys.modules.get("piecegraph.llm.running")
-    if running is not None:
-        running.collect_all = gc.collect
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from piecegraph.base import collector
 from piecegraph.base.collector import collect_all, collector_off, collector_paused, freeze_all
 
 
@@ -81,14 +82,15 @@ def test_nothing_is_collected_in_a_capture_and_everything_is_afterwards() -> Non
 
 
 def test_what_was_frozen_before_a_capture_is_frozen_behind_it() -> None:
-    freeze_all()
+    gc.freeze()
     count = gc.get_freeze_count()
     with collector_off():
         pass
     assert gc.get_freeze_count() == count > 0
 
 
-def test_a_model_that_is_given_up_goes_even_if_it_was_frozen() -> None:
+def test_a_model_that_is_given_up_goes_even_if_it_was_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector._Frozen, "by_us", False)  # it is set here, and not for other tests
     found = Cycle()
     alive = weakref.ref(found)
     freeze_all()
@@ -98,6 +100,17 @@ def test_a_model_that_is_given_up_goes_even_if_it_was_frozen() -> None:
     collect_all()
     assert alive() is None
     assert gc.get_freeze_count() > 0
+
+
+def test_what_others_have_frozen_is_theirs() -> None:
+    found = Cycle()
+    alive = weakref.ref(found)
+    gc.freeze()
+    count = gc.get_freeze_count()
+    del found
+    collect_all()
+    assert alive() is not None
+    assert gc.get_freeze_count() == count
 
 
 class Cycle:

@@ -87,7 +87,7 @@ BENCHMARKS = {
     "python benchmarks/prefill.py": "--tiny --only inductor",
     "python benchmarks/llm.py": "--tiny",
     "python benchmarks/cpu.py": "--tiny --backends eager --batches 1,2 --rounds 1",
-    "python benchmarks/models.py": "--tiny --only BERT,ViT",
+    "python benchmarks/models.py": "--tiny",
     "python benchmarks/provenance.py": "--tiny --backends eager --rounds 1",
     "python benchmarks/structured.py": "--tiny --batches 4 --rounds 1",
     "python benchmarks/replay.py": "--repeats 40",

@@ -34,7 +34,11 @@ def collector_paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collector_off() -> Iterator[None]:
-    """Inside, nothing is collected, even if somebody asks for it. What is frozen already stays so."""
+    """Inside, the collector does not run by itself, and finds nothing if somebody asks for it.
+
+    Where somebody has frozen objects already, they stay so, and no others become so for good: who asks for a collection
+    then gets one.
+    """
     was_enabled, is_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     if not is_frozen:
         gc.freeze()
@@ -48,6 +52,12 @@ def collector_off() -> Iterator[None]:
             gc.enable()
 
 
+class _Frozen:
+    """Whether :func:`freeze_all` was called in this process."""
+
+    by_us = False
+
+
 def freeze_all() -> None:
     """Have the collector never look at what there is by now, as a server does that has loaded its models.
 
@@ -55,12 +65,13 @@ def freeze_all() -> None:
     """
     gc.collect()
     gc.freeze()
+    _Frozen.by_us = True
 
 
 def collect_all() -> None:
-    """Collect what is frozen, too: what stays of it is frozen again."""
-    is_frozen = gc.get_freeze_count() > 0
+    """Collect what :func:`freeze_all` has frozen, too. What others have frozen is theirs."""
+    if not _Frozen.by_us:
+        gc.collect()
+        return
     gc.unfreeze()
-    gc.collect()
-    if is_frozen:
-        gc.freeze()
+    freeze_all()
