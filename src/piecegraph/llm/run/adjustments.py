@@ -160,8 +160,8 @@ class EntryBuffers:
 
     def send(self, length: int) -> None:
         """Send the lists in the buffer of a length, without waiting for the device. All others become empty."""
-        if not self._on_device and not length:
-            return
+        if not length and not any(self._num_written.values()):
+            return  # to wait for what was sent last would hold up a step that was launched ahead
         if self._sent is not None:
             self._sent.synchronize()  # the last copy reads the memory that is written now
         self._send_all(length)
