@@ -55,7 +55,10 @@ def first_difference(found: Sequence[Any], expected: Sequence[Any]) -> str | Non
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one shape and type hold the same bits: NaN is then equal to itself."""
-    if torch.equal(a, b):
-        return True
-    as_bytes = [t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
-    return torch.equal(*as_bytes)
+    return torch.equal(_bytes_of(a), _bytes_of(b))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What every type can be compared as: ``torch.equal`` has no kernel for some."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride until here
