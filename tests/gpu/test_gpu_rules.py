@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import piecegraph
+from piecegraph.tape.device import CudaGraphs
 from tests.cases.modules import MLP, HiddenSync, Stack, attend_into, attention
 from tests.graph.test_fuse import Model
 
@@ -54,6 +55,34 @@ def test_pool_poisoned_between_sizes(attend: Any, arguments: dict[str, Any]) -> 
             x = torch.randn(size, 12, device=CUDA)
             torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-3)
     assert fast.stats()["coverage"] == 1.0
+
+
+def test_workspaces_of_cublas_may_be_cleared_by_others() -> None:
+    model = nn.Linear(32768, 64, bias=False, device=CUDA, dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.randn(64, 32768, device=CUDA, dtype=torch.bfloat16)
+    fast = piecegraph.compile(model, backend="eager", capture_sizes=[64])
+    expected = fast(x).clone()
+    torch._C._cuda_clearCublasWorkspaces()  # as mode="reduce-overhead" does
+    torch.cuda.empty_cache()
+    others = [torch.full((size << 20,), 7, dtype=torch.uint8, device=CUDA) for size in (32, 16, 8, 64)]
+    for _ in range(3):
+        assert torch.equal(fast(x), expected)
+    assert all((other == 7).all() for other in others)
+    assert fast.stats()["coverage"] == 1.0
+
+
+def test_a_stream_is_taken_whose_workspace_is_ours() -> None:
+    graphs = CudaGraphs(CUDA)
+    with torch.cuda.stream(graphs.stream):
+        torch.ones(8, 8, device=CUDA) @ torch.ones(8, 8, device=CUDA)  # another's product, on a stream torch gave twice
+    before = graphs.stream
+    with graphs.session():
+        assert torch.cuda.current_stream() == graphs.stream != before
+    for _ in range(40):  # all streams that torch has
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.ones(8, 8, device=CUDA) @ torch.ones(8, 8, device=CUDA)
+    with CudaGraphs(CUDA).session():
+        torch.ones(8, 8, device=CUDA) @ torch.ones(8, 8, device=CUDA)
 
 
 def test_random_numbers_differ_between_replays_and_follow_the_seed() -> None:

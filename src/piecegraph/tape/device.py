@@ -12,6 +12,14 @@ Both are sound for one reason: a tape is replayed whole and in the order it was 
 time, so a value is written before it is read and nobody reads it after its last reader. (A tape that is left half way,
 see Note [Paths], begins anew.) Hence nothing that lives in
 the pool may be kept by anything but the tape, and the tape's references do not own.
+
+Note [Workspaces of cuBLAS]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A captured product knows the address of the workspace it was given. torch keeps one for each handle (each thread has its
+own) and stream, from when the first product asks for it: in a warm-up run, in memory that is everybody's. Whoever
+clears them, as ``mode="reduce-overhead"`` does whenever it records, gives away what our graphs write to. So a session
+asks for its workspace first, from our pool: once cleared, it is at worst reused by what is recorded later, as anything
+in the pool. torch has 32 streams and gives each out many times; one that another's products have used is not taken.
 """
 
 from __future__ import annotations
@@ -28,6 +36,9 @@ import torch
 from piecegraph.base import torch_compat
 from piecegraph.base.collector import collector_off
 from piecegraph.tape.nodes import CountNodes, CudaNodes, LiveNodes, node_counter
+
+_NUM_STREAMS = 32
+"""That torch has, to be given out again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +112,8 @@ class CudaGraphs:
         self._keeps_nodes = False
         self._ranges: list[tuple[int, int]] = []
         self._outside: set[int] = set()
+        self._handles: set[int] = set()
+        """Of cuBLAS, whose workspaces are ours."""
         self._last_stream = torch.cuda.current_stream(self._index)
 
     @contextlib.contextmanager
@@ -112,11 +125,32 @@ class CudaGraphs:
         torch.cuda.empty_cache()
         try:
             # A collection in the middle of a capture may free a graph or CUDA memory, which invalidates the capture.
-            with collector_off(), torch.cuda.device(self._index), torch.cuda.stream(self.stream):
-                yield
+            with collector_off(), torch.cuda.device(self._index):
+                self._own_workspace()
+                with torch.cuda.stream(self.stream):
+                    yield
         finally:
             caller.wait_stream(self.stream)
             torch.cuda.empty_cache()  # what warm-up runs left behind on the capture stream serves nobody else
+
+    def _own_workspace(self) -> None:
+        """See Note [Workspaces of cuBLAS]."""
+        for _ in range(_NUM_STREAMS):
+            with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(self.pool):
+                before = self._allocated_bytes()
+                handle = torch.cuda.current_blas_handle()
+                if handle in self._handles:
+                    return
+                if self._allocated_bytes() > before:
+                    self._handles.add(handle)
+                    return
+            self.stream = torch.cuda.Stream(self._index)
+        torch_compat.clear_blas_workspaces()  # there is no stream without; as torch's own graphs do
+        with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(self.pool):
+            self._handles.add(torch.cuda.current_blas_handle())
+
+    def _allocated_bytes(self) -> int:
+        return sum(segment["allocated_size"] for segment in self.pool.snapshot())
 
     def begin(self, *, keep_nodes: bool) -> None:
         if len(self._anchors) == len(self._retired):

@@ -41,6 +41,11 @@ def abandon_capture(graph: torch.cuda.CUDAGraph, pool_id: tuple[int, int], devic
     healthy.capture_end()
 
 
+def clear_blas_workspaces() -> None:
+    """Free the workspaces of cuBLAS of all threads and streams; each is allocated again where it is next needed."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 @contextlib.contextmanager
 def capture_hidden() -> Iterator[None]:
     """Inside, Python is told that no graph is being captured."""
