@@ -15,9 +15,11 @@ _FIRST = 4
 """Tokens 0 to 3 are special: padding, begin, end, unknown."""
 
 
-def save_checkpoint(name: str, folder: Path, *, has_tokenizer: bool = True, num_layers: int | None = None) -> Any:
+def save_checkpoint(
+    name: str, folder: Path, *, has_tokenizer: bool = True, num_layers: int | None = None, asks_all: bool = False
+) -> Any:
     """Write a family's tiny model; returns transformers' own, to compare with."""
-    model = tiny_model(name, num_layers=num_layers)
+    model = tiny_model(name, num_layers=num_layers, asks_all=asks_all)
     model.save_pretrained(folder)
     if has_tokenizer:
         make_tokenizer().save_pretrained(folder)

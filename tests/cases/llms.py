@@ -170,12 +170,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def tiny_model(name: str, *, num_layers: int | None = None, **implementations: str) -> Any:
+def tiny_model(name: str, *, num_layers: int | None = None, asks_all: bool = False, **implementations: str) -> Any:
     """A model of a family, the same at every call.
 
     Args:
         name: of the family.
-        num_layers: only so many of its layers.
+        num_layers: so many layers, with its kinds in turn.
+        asks_all: each token goes to all experts, so that what is rounded otherwise does not choose others.
         implementations: ``attn_implementation`` and ``experts_implementation``.
     """
     with torch.random.fork_rng():
@@ -183,7 +184,11 @@ def tiny_model(name: str, *, num_layers: int | None = None, **implementations: s
         config = CONFIGS[name]()
         if num_layers is not None:
             config.num_hidden_layers = num_layers
-            config.layer_types = getattr(config, "layer_types", None) and config.layer_types[:num_layers]
+            kinds = getattr(config, "layer_types", None)
+            config.layer_types = kinds and (kinds * num_layers)[:num_layers]
+        if asks_all and hasattr(config, "num_experts_per_tok"):
+            config.num_experts_per_tok = getattr(config, "n_routed_experts", 0) or config.num_experts
+            config.topk_group = getattr(config, "n_group", None)
         is_text = type(config) in hf.MODEL_FOR_CAUSAL_LM_MAPPING
         kind = hf.AutoModelForCausalLM if is_text else hf.AutoModelForImageTextToText
         model = kind.from_config(config, dtype=torch.float32, **implementations).eval()

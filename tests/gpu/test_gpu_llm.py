@@ -69,7 +69,7 @@ def assert_same_but_for_ties(found: list[list[int]], expected: list[Any]) -> Non
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3_next"])
 def test_what_is_captured_in_bfloat16_alone_gives_the_same_tokens(family: str, tmp_path: Path) -> None:
-    tiny_model(family).to(torch.bfloat16).save_pretrained(tmp_path)
+    tiny_model(family, asks_all=True).to(torch.bfloat16).save_pretrained(tmp_path)
     with running(tmp_path, cudagraph_mode="none", options={"look_ahead": False}) as plain:
         expected = plain.generate(PROMPTS, max_new_tokens=24, ignore_eos=True, logprobs=4)
     with running(tmp_path) as llm:

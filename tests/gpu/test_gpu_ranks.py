@@ -45,7 +45,7 @@ print(json.dumps({"alone": alone, "ranks": ranks}))
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen3_next"])
 def test_one_rank_with_nccl_is_captured_and_answers_the_same(name: str, tmp_path: Path) -> None:
-    save_checkpoint(name, tmp_path / name)
+    save_checkpoint(name, tmp_path / name, asks_all=True)  # in bfloat16 two ways of rounding may choose other experts
     script = tmp_path / "job.py"
     script.write_text(JOB)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(script)]
