@@ -148,6 +148,9 @@ CODES: dict[str, str] = {
 PLACE = ("phase", "piece", "size", "op", "line")
 """The fields that say where in the making of a plan an error happened."""
 
+_LONGEST = 600
+"""Characters of what happened."""
+
 NOTES = frozenset({"PG321", "PG404", "PG406", "PG510", "PG515", "PG516", "PG674", "PG724"})
 """Events that are shown and counted, but are no fallback: the call is served from its plan all the same."""
 
@@ -186,6 +189,7 @@ class PiecegraphError(Exception):
         line: str = "",
     ) -> None:
         assert code in CODES, code
+        what = _shortened(what)
         self.code, self.what, self.where, self.why, self.hint = code, what, where, why, hint
         self.phase, self.piece, self.size, self.op, self.line = phase, piece, size, op, line
         super().__init__(describe(code, what, where, why, hint))
@@ -194,6 +198,11 @@ class PiecegraphError(Exception):
         # Errors cross process boundaries (a failing rank): keep the keyword fields.
         fields = {name: getattr(self, name) for name in ("where", "why", "hint", *PLACE)}
         return (_rebuild, (type(self), self.code, self.what, fields))
+
+
+def _shortened(what: str) -> str:
+    """What was given may be shown in it, and be as long as a file."""
+    return what if len(what) <= _LONGEST else f"{what[: _LONGEST - 100]} [...] {what[-80:]}"
 
 
 class ConfigError(PiecegraphError, ValueError):

@@ -47,3 +47,10 @@ def test_every_code_is_documented() -> None:
 def test_an_unknown_code_is_our_own_bug() -> None:
     with pytest.raises(AssertionError):
         PiecegraphError("PG999", "no such code")
+
+
+def test_what_was_given_is_not_shown_at_any_length() -> None:
+    error = TraceError("PG201", f"x is {['spam'] * 1000!r}", why="it is too long")
+    assert len(str(error)) < 700
+    assert str(error).startswith("PG201 x is ['spam', ")
+    assert str(error).endswith("'spam']: it is too long")
