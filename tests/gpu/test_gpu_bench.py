@@ -11,6 +11,7 @@ from piecegraph.bench.run import run
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # one of reduce-overhead's
 def test_all_modes_are_measured_with_floors_and_memory() -> None:
     config, decisions = resolve("tiny", batch_sizes=(3,), input_lens=(40,), output_len=6, repeats=3, dtype="bfloat16")
     result = run(config, decisions, Progress(False))

@@ -185,7 +185,8 @@ class _Sweep:
         """What the device has less of behind this belongs to the contender."""
         before = _used_bytes(self._config.device)
         yield
-        contender.held_bytes += max(0, _used_bytes(self._config.device) - before)
+        used = zip(before, _used_bytes(self._config.device), strict=True)
+        contender.held_bytes += max(0, *(after - earlier for earlier, after in used))  # others may free some meanwhile
 
 
 class _Sampler:
@@ -238,12 +239,13 @@ def _told(verdicts: dict[Phase, Verdict], phases: Sequence[Phase]) -> Iterator[N
     verdicts |= dict.fromkeys(phases, verdict)
 
 
-def _used_bytes(device: torch.device) -> int:
+def _used_bytes(device: torch.device) -> tuple[int, int]:
+    """Of the device by all, and by torch's allocator in this process."""
     if device.type != "cuda":
-        return 0
+        return 0, 0
     _tidy()
     free, total = torch.cuda.mem_get_info(device)
-    return total - free
+    return total - free, torch.cuda.memory_reserved(device)
 
 
 def _tidy() -> None:
