@@ -5,8 +5,11 @@ Everything here is frozen and printable, holds no tensor, no graph and no callab
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from piecegraph.base.text import count_of
 
 FrontendName = Literal["trace", "breakable"]
 
@@ -126,5 +129,15 @@ class Plan:
 
     @property
     def num_distinct(self) -> int:
-        """How many different pieces there are, which is how many were compiled."""
-        return len({piece.key for piece in self.pieces})
+        return num_distinct(self.steps)
+
+
+def num_distinct(steps: Sequence[Piece | Cut]) -> int:
+    """How many different pieces there are. An empty key is that of a piece which was not looked at."""
+    return len({step.key for step in steps if isinstance(step, Piece) and step.key})
+
+
+def count_pieces(steps: Sequence[Piece | Cut]) -> str:
+    """Pieces in words."""
+    num_pieces = sum(isinstance(step, Piece) for step in steps)
+    return f"{count_of(num_pieces, 'piece')}, {num_distinct(steps)} distinct (each compiled once)"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from piecegraph.base.plan import Cut, Piece
+from piecegraph.base.plan import Cut, Piece, count_pieces
 from piecegraph.base.text import count_of, to_json
 
 
@@ -122,8 +122,7 @@ def _counts(plan: DumpedPlan) -> str:
         return f"The function runs as it is, without a trace ({_cell(plan.why_untraced)}): there are no pieces"
     pieces = [step for step in plan.steps if isinstance(step, Piece)]
     cuts = count_of(len(plan.steps) - len(pieces), "cut")
-    distinct = len({piece.key for piece in pieces if piece.key})
-    return f"{count_of(len(pieces), 'piece')}, {distinct} distinct (each compiled once), {cuts}"
+    return f"{count_pieces(plan.steps)}, {cuts}"
 
 
 def _failure_lines(piece: DumpedPiece) -> list[str]:

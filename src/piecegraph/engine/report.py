@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from piecegraph.base.plan import Cut, SizeKey
+from piecegraph.base.plan import Cut, SizeKey, count_pieces
 from piecegraph.base.progress import all_stages
 from piecegraph.base.text import count_of
 
@@ -130,7 +130,7 @@ def count_steps(runner: PlanRunner) -> str:
     plan, cuts = runner.plan, count_of(len(cuts_of(runner)), "cut")
     if plan.frontend == "breakable":
         return f"the function as it is, {cuts}"
-    return f"{count_of(len(plan.pieces), 'piece')}, {plan.num_distinct} distinct (each compiled once), {cuts}"
+    return f"{count_pieces(plan.steps)}, {cuts}"
 
 
 def _step_rows(runner: PlanRunner) -> list[tuple[str, ...]]:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from piecegraph.base.events import EventLog
-from piecegraph.base.plan import Cut, Decision, Piece
+from piecegraph.base.plan import Cut, Decision, Piece, count_pieces, num_distinct
 from piecegraph.base.text import count_of
 from piecegraph.llm.run.step import StepCounts
 from piecegraph.llm.startup import Started
@@ -21,7 +21,7 @@ def explain_llm(started: Started, events: EventLog) -> str:
     lines.append(f"  {'total':<22} {sum(stats['stages'].values()):8.2f} s")
     lines += [f"  weights: {started.weights}"] if started.weights is not None else []
     lines += ["", "decoder"]
-    lines.append(f"  {stats['num_pieces']} pieces, {stats['num_compiles']} distinct (each compiled once)")
+    lines.append(f"  {count_pieces(started.model.steps)}")
     lines += [f"  {count} cuts at {op}: {reason}" for (op, reason), count in _cuts(started).items()]
     lines += ["", "cache", *(f"  {line}" for line in _cache_lines(started))]
     lines += ["", "decisions", *(f"  {decision}" for decision in decisions_of(started))]
@@ -44,6 +44,7 @@ def stats_of_llm(started: Started, events: EventLog) -> dict[str, Any]:
         "stages": dict(started.stages),
         "weights": _weights(started),
         "num_pieces": sum(isinstance(step, Piece) for step in started.model.steps),
+        "num_distinct": num_distinct(started.model.steps),
         "num_compiles": started.model.num_compiles,
         "cache_bytes": started.cache_bytes,
         "state_bytes": started.state_bytes,

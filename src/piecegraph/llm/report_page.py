@@ -6,6 +6,7 @@ import dataclasses
 
 from piecegraph.base.environment import describe_environment
 from piecegraph.base.events import EventLog
+from piecegraph.base.plan import count_pieces
 from piecegraph.engine.weights import weight_bytes
 from piecegraph.llm.report import decisions_of, stats_of_llm
 from piecegraph.llm.run.step import StepCounts
@@ -16,7 +17,6 @@ from piecegraph.report.content import Bar, DataTable, PlanStrip, Report, run_fig
 def report_of_llm(name: str, started: Started, events: EventLog) -> Report:
     """Everything that was decided, and what it cost."""
     stats = stats_of_llm(started, events)
-    distinct = f"{stats['num_compiles']} distinct (each compiled once)"
     graphs = sum(entry.num_bytes for entry in started.engine.forward.library.recorded)
     memory = {"weights": weight_bytes(started.loaded.model), "cache": started.cache_bytes}
     memory |= {"states": started.state_bytes, "graphs": graphs}
@@ -25,7 +25,7 @@ def report_of_llm(name: str, started: Started, events: EventLog) -> Report:
         title=f"How {name} runs",
         about=f"{stats['model']} on {stats['device']}, {stats['dtype']}",
         figures=run_figures("step", steps.num_steps, steps.num_replays, events, sum(started.stages.values())),
-        plans=(PlanStrip("", f"the decoder: {stats['num_pieces']} pieces, {distinct}", tuple(started.model.steps)),),
+        plans=(PlanStrip("", f"the decoder: {count_pieces(started.model.steps)}", tuple(started.model.steps)),),
         tables=_step_tables(steps),
         startup=(Bar("", tuple(started.stages.items())),),
         memory=(Bar("", tuple((part, float(number)) for part, number in memory.items() if number)),),
