@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +214,10 @@ def send(url: str, count: int, *, bar: Watched | None = None, timeout_s: float =
 def read_body(connection: socket.socket) -> Any:
     data = b""
     while not data.endswith(b"}"):
-        data += connection.recv(1 << 16)
+        more = connection.recv(1 << 16)
+        if not more:  # a loop that reads on would be at work until the last test
+            raise ConnectionResetError
+        data += more
     return json.loads(data.partition(b"\r\n\r\n")[2])
 
 
@@ -228,7 +231,7 @@ def answering(answer: Callable[[socket.socket], Any]) -> Iterator[str]:
     """A server with a thread for each connection, which is closed when it has been answered."""
 
     def close_after(connection: socket.socket) -> None:
-        with connection:
+        with connection, suppress(ConnectionResetError):
             answer(connection)
 
     def accept() -> None:
