@@ -23,6 +23,7 @@ from piecegraph.engine.plan_cache import KeptPlan
 from piecegraph.engine.plan_key import pipeline_factors
 from piecegraph.errors import located
 from piecegraph.graph.cut_rules import CutRules
+from piecegraph.graph.equal_layers import LayerStack, distrust
 from piecegraph.graph.example import Example
 from piecegraph.graph.fuse import PlaceWeight, fuse_linears, place_by_copy
 from piecegraph.graph.interception import Interception
@@ -74,10 +75,18 @@ class Pipeline:
     clock: StageClock = field(default_factory=StageClock)
     compiled: CompiledPieces = field(default_factory=dict)
     """The pieces of all plans."""
+    expanded: list[LayerStack] = field(default_factory=list)
+    """Layers that were traced in part."""
     kept: list[KeptPlan] = field(default_factory=list)
     """What the cache has of each trace; the last is the one that is cut."""
 
-    def trace(self, function: Callable[..., Any], example: Example, weights: Mapping[str, torch.Tensor]) -> Traced:
+    def trace(
+        self,
+        function: Callable[..., Any],
+        example: Example,
+        weights: Mapping[str, torch.Tensor],
+        stack: LayerStack | None = None,
+    ) -> Traced:
         """One graph of a function, from the cache if it is there."""
         if self.backend == "inductor":
             torch_compat.import_inductor()
@@ -90,7 +99,9 @@ class Pipeline:
                 if any(tensor.is_cuda for tensor in example.tensors):
                     torch_compat.start_compile_workers()
             with located(phase="trace"):
-                found = trace(function, example, weights)
+                found = trace(function, example, weights, stack)
+            if stack is not None and found.decisions:
+                self.expanded.append(stack)
             if kept is not None:
                 kept.take(found, function, weights)
         self.clock.lap("trace")
@@ -175,12 +186,16 @@ class Pipeline:
         if self.kept:
             self.kept[-1].note(what, value)
 
-    def refuse_kept(self, reason: str) -> bool:
-        """The last trace is wrong. Whether it came from the cache, which has it no more: another is worth a try."""
-        if not self.kept or not self.kept[-1].is_warm:
-            return False
-        self.kept[-1].refuse(reason)
-        return True
+    def refuse_trace(self, reason: str) -> bool:
+        """The last trace is wrong. Whether another is worth a try: it came from the cache, which has it no more, or of
+        equal layers only some were traced.
+        """
+        is_warm, was_expanded = bool(self.kept) and self.kept[-1].is_warm, bool(self.expanded)
+        if is_warm:
+            self.kept[-1].refuse(reason)
+        while self.expanded:
+            distrust(self.expanded.pop())
+        return is_warm or was_expanded
 
     @property
     def decisions(self) -> tuple[Decision, ...]:

@@ -24,6 +24,7 @@ from piecegraph.engine.watch import Watched, refuse_moved, watch_example
 from piecegraph.errors import PiecegraphError, TraceError, describe, located
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.dims import EarlierShape
+from piecegraph.graph.equal_layers import find_stack
 from piecegraph.graph.example import Example, read_example
 from piecegraph.graph.fuse import separate
 from piecegraph.graph.interception import Interception
@@ -234,18 +235,23 @@ class Planner:
 
     def _trace(self, example: Example, pipeline: Pipeline) -> tuple[Traced, tuple[Decision, ...]]:
         subject = self._subject
-        traced, decisions = pipeline.fuse(pipeline.trace(subject.function, example, subject.weights()))
+        stack = None if subject.module is None else find_stack(subject.module)
+        traced, decisions = pipeline.fuse(pipeline.trace(subject.function, example, subject.weights(), stack))
+        decisions = (*traced.decisions, *decisions)
         self._joined += [w for w in traced.inputs.values() if isinstance(w, Weight) and w.parts]
         watched = watch_example(subject.function, example)
         refuse_moved(watched, example)
         try:
-            check_trace(traced, watched, subject.function, example)
+            is_exact = check_trace(traced, watched, subject.function, example)
         except TraceError as error:
-            if pipeline.refuse_kept(error.why):
+            if pipeline.refuse_trace(error.why):
                 return self._trace(example, pipeline)
             raise
         finally:
             pipeline.clock.lap("check")
+        if traced.decisions and not is_exact:  # see Note [Equal layers]
+            pipeline.refuse_trace("it is not the function's to the bit")
+            return self._trace(example, pipeline)
         seen = replace(
             traced,
             results=_with_seen_aliases(traced, watched, subject.weights()),

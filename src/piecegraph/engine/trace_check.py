@@ -13,7 +13,7 @@ import torch
 import torch.fx
 
 from piecegraph.base import torch_compat
-from piecegraph.base.compare import difference
+from piecegraph.base.compare import difference, same_bits
 from piecegraph.engine.watch import Watched, watch_example
 from piecegraph.errors import TraceError
 from piecegraph.graph.example import Example, sizes_of
@@ -23,20 +23,22 @@ from piecegraph.graph.tracer import Traced
 from piecegraph.tape.buffers import preserved
 
 
-def check_trace(traced: Traced, watched: Watched, function: Callable[..., Any], example: Example) -> None:
-    """Refuse a trace that gives other values than the function gave when it was watched."""
+def check_trace(traced: Traced, watched: Watched, function: Callable[..., Any], example: Example) -> bool:
+    """Refuse a trace that gives other values than the function gave when it was watched. Whether all were compared, and
+    are the same to the bit.
+    """
     sizes = sizes_of(traced.signature, example)
     if min(sizes, default=2) < 2:  # traced as two; such a size is compared with the function when it is served
-        return
+        return False
     expected = dict(_computed(traced, watched))
     if not expected and not watched.left:
-        return
+        return False
     try:
         found, left = _run(traced, watched, example, sizes)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # noqa: BLE001 - it is raised again when the first size is recorded, and told with its place
-        return
+        return False
     pairs = [*((found[node], value) for node, value in expected.items()), *zip(left, watched.left, strict=True)]
     for mine, value in pairs:
         reason = difference(mine, value)
@@ -47,6 +49,7 @@ def check_trace(traced: Traced, watched: Watched, function: Callable[..., Any], 
                 why=f"{reason} on the same data; a function may ask whether it is being traced, and go another way",
                 hint='use frontend="breakable", which runs the code as it is',
             )
+    return all(same_bits(mine, value) for mine, value in pairs)
 
 
 def _computed(traced: Traced, watched: Watched) -> Iterator[tuple[torch.fx.Node, Any]]:

@@ -17,10 +17,11 @@ import torch
 import torch.fx
 
 from piecegraph.base import torch_compat
-from piecegraph.base.plan import SourceLine
+from piecegraph.base.plan import Decision, SourceLine
 from piecegraph.base.structure import Structure
 from piecegraph.base.user_code import is_user_file
 from piecegraph.errors import PiecegraphError, TraceError
+from piecegraph.graph.equal_layers import LayerStack, expand
 from piecegraph.graph.example import Example
 from piecegraph.graph.outside import OutsideValues
 from piecegraph.graph.results import GeneratedCode, ResultLeaf, identify_results
@@ -82,6 +83,7 @@ class Traced:
     origin: TraceOrigin
     left_out: tuple[str, ...] = ()
     """What the function does that changes no tensor and happens in no replay, with the lines."""
+    decisions: tuple[Decision, ...] = ()
 
     @property
     def output_nodes(self) -> tuple[torch.fx.Node, ...]:
@@ -89,11 +91,24 @@ class Traced:
         return tuple(dict.fromkeys(leaf.node for leaf in self.results if isinstance(leaf, (FromGraph, StridedView))))
 
 
-def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, torch.Tensor]) -> Traced:
-    """Trace a function on an example call. Nothing is executed and nothing of the caller's is changed."""
+def trace(
+    function: Callable[..., Any],
+    example: Example,
+    weights: Mapping[str, torch.Tensor],
+    stack: LayerStack | None = None,
+) -> Traced:
+    """Trace a function on an example call. Nothing is executed and nothing of the caller's is changed.
+
+    Args:
+        function: what is traced.
+        example: the call.
+        weights: tensors that are the function's own, by name.
+        stack: layers of which only some need be traced, if there are any. See Note [Equal layers].
+    """
     tensors = _stand_ins(example, weights)
     args, kwargs = example.with_tensors(tensors)
-    capture = _capture(traceable(function), args, kwargs)
+    expanded = None if stack is None else _capture_some(traceable(function), args, kwargs, stack)
+    capture = expanded or _capture(traceable(function), args, kwargs)
     graph, owner = _graph_of(capture)
     inputs = _identify_inputs(graph, capture.example_inputs, tensors, weights)
     traced_sizes = _sizes_of_call(capture, inputs, tensors)
@@ -102,7 +117,7 @@ def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, 
     shapes = {leaf.name: leaf.shape for leaf in signature.tensors}
     if any(shapes[name][dim] != size for (name, dim), size in fixed.items()):
         # A size of 0 or 1 was traced as 2, and the model fixes it to that.
-        again = trace(function, replace(example, signature=signature), weights)
+        again = trace(function, replace(example, signature=signature), weights, stack)
         own = {(name, dim): shapes[name][dim] for name, dim in fixed}
         return replace(again, origin=replace(again.origin, fixed={**own, **again.origin.fixed}))
     code = GeneratedCode(capture, graph, inputs, example)
@@ -133,6 +148,7 @@ def trace(function: Callable[..., Any], example: Example, weights: Mapping[str, 
         streams=capture.external_objects,
         origin=TraceOrigin(capture.code, capture.sources, outside_tensors, capture.imports, fixed),
         left_out=capture.left_out,
+        decisions=() if expanded is None or stack is None else (stack.decision,),
     )
 
 
@@ -143,6 +159,15 @@ def _capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     except Exception as error:
         # Tracing runs the user's code on fake tensors: whatever that raises is why it cannot be traced.
         raise _trace_error(function, error) from error
+
+
+def _capture_some(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], stack: LayerStack
+) -> torch_compat.DynamoCapture | None:
+    """All layers, of which a few were traced; None if they are not as equal as they look."""
+    with stack.shortened():
+        capture = _capture(function, args, kwargs)
+    return expand(capture, stack)
 
 
 def _trace_error(function: Callable[..., Any], error: Exception) -> TraceError:

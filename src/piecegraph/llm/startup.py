@@ -85,7 +85,7 @@ def start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None = 
 
 
 class _WrongPlanError(Exception):
-    """What was loaded from the cache did not pass the self check, and is there no more."""
+    """What was loaded from the cache, or traced of some layers, did not pass the self check, and is there no more."""
 
 
 def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None, clock: StageClock) -> Started:
@@ -171,7 +171,7 @@ def _self_check(
         with progress.bar("self check", 1):
             found = self_check(loaded.model, engine)
     except ModelError as error:
-        if not model.pipeline.refuse_kept(error.why):
+        if not model.pipeline.refuse_trace(error.why):
             raise
         if parts.ranks is not None:
             parts.ranks.are_all(False)

@@ -97,9 +97,12 @@ def _latent_attention(
 
 def _chunk_length(module: torch.nn.Module) -> int:
     """How long the chunks are that a layer attends within. Only the mask, which is not made, would have told."""
-    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
-    if kinds is None or layer is None or layer >= len(kinds) or kinds[layer] != "chunked_attention":
+    if kinds is None or "chunked_attention" not in kinds:  # then no layer need read its number: Note [Equal layers]
+        return 0
+    layer = getattr(module, "layer_idx", None)
+    if layer is None or layer >= len(kinds) or kinds[layer] != "chunked_attention":
         return 0
     return int(config.attention_chunk_size)  # type: ignore[union-attr]
 
@@ -122,7 +125,9 @@ def experts_forward(
 ) -> torch.Tensor:
     """Emit one experts op."""
     out = torch.empty_like(hidden_states)
-    torch.ops.piecegraph.experts(hidden_states, top_k_index, top_k_weights, out, getattr(module, SITE))
+    # A trace gets the number afterwards, so that no layer need read its own: Note [Equal layers].
+    site = 0 if torch.compiler.is_compiling() else getattr(module, SITE)
+    torch.ops.piecegraph.experts(hidden_states, top_k_index, top_k_weights, out, site)
     return out
 
 

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import torch.fx
 
 from piecegraph.base import torch_compat
+from piecegraph.graph.fx_nodes import module_path
 from piecegraph.llm import ops
+from piecegraph.llm.model.plug import SITE
 from piecegraph.llm.specs import (
     AttentionLayer,
     ConvLayer,
@@ -72,6 +74,13 @@ def _latent_layer(node: torch.fx.Node, index: int, group: int) -> LatentLayer:
         value_width=int(out.shape[2]),
         scale=node.args[7],  # type: ignore[arg-type]
     )
+
+
+def number_experts(graph: torch.fx.Graph, model: torch.nn.Module) -> None:
+    """Give every call of experts in a traced graph the number of the module it was traced from."""
+    for node in graph.nodes:
+        if node.op == "call_function" and torch_compat.op_of(node.target)[0] is ops.EXPERTS.overloadpacket:
+            node.update_arg(4, getattr(model.get_submodule(module_path(node)), SITE))
 
 
 def number_states(graph: torch.fx.Graph, paths: Sequence[str]) -> tuple[StateLayer, ...]:

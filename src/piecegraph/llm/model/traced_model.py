@@ -23,6 +23,7 @@ from piecegraph.base.progress import Progress, StageClock
 from piecegraph.engine.pipeline import Lowered, Pipeline, Variant
 from piecegraph.errors import ModelError, TraceError
 from piecegraph.graph.cut_rules import CutRules
+from piecegraph.graph.equal_layers import find_stack
 from piecegraph.graph.example import read_example
 from piecegraph.graph.fuse import PlaceWeight, place_by_copy
 from piecegraph.graph.fx_nodes import put_below
@@ -38,7 +39,7 @@ from piecegraph.llm.model.head import Head, decoder_name, decoder_of
 from piecegraph.llm.model.plug import UnsupportedCallError
 from piecegraph.llm.model.positions import count_by_sequence, rows_of_positions
 from piecegraph.llm.model.shards import Part
-from piecegraph.llm.model.sites import number_sites, number_states
+from piecegraph.llm.model.sites import number_experts, number_sites, number_states
 from piecegraph.llm.model.trace_cache import TraceCache
 from piecegraph.llm.specs import AttentionLayer, LatentLayer, Reach, StateLayer
 
@@ -149,6 +150,7 @@ def trace_model(
     )
     with Progress(options.progress).bar("trace", 1):
         traced, position_rows, decisions = _read_decoder(model, cache, pipeline, takes_embeds, position_rows)
+    number_experts(traced.graph, model)
     layers, reaches = number_sites(traced.graph)
     states = number_states(traced.graph, tuple(path for path, _ in cache.opaque))
     traced, fused = pipeline.fuse(traced, place_weight)
@@ -195,7 +197,7 @@ def _read_decoder(
     traced = _trace_decoder(model, cache, pipeline, takes_embeds, position_rows or 1)
     if position_rows is None:
         traced, position_rows = _with_all_rows(model, cache, pipeline, traced)
-    decisions = (*cache.decisions, *count_by_sequence(traced, 1, type(model).__name__))
+    decisions = (*cache.decisions, *traced.decisions, *count_by_sequence(traced, 1, type(model).__name__))
     if position_rows == 1:
         return traced, position_rows, decisions
     reason = f"the decoder makes {position_rows} rows of the positions of a text"
@@ -252,7 +254,7 @@ def _trace_decoder(model: Any, cache: TraceCache, pipeline: Pipeline, takes_embe
     )
     try:
         with cache.installed():
-            traced = pipeline.trace(forward, example, weights)
+            traced = pipeline.trace(forward, example, weights, find_stack(decoder))
     except TraceError as error:
         raise _refusal(model, error) from error
     put_below(traced.graph, decoder_name(model))
