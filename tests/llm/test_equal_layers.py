@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaModel
 
 import piecegraph
+from piecegraph.graph import equal_layers
 from tests.cases.checkpoints import save_checkpoint
 
 PROMPT = [5, 9, 17, 33, 21, 8, 90, 44, 3]
@@ -27,3 +33,28 @@ def test_answers_are_those_of_all_layers(family: str, told: str, tmp_path: Path)
         (answer,) = llm.generate([PROMPT], max_new_tokens=8, ignore_eos=True)
         assert answer.token_ids == tokens[len(PROMPT) :]
         assert f"layers: {told} (the others are equal to them but for their weights)" in llm.explain()
+
+
+def count_layers(self: Any, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
+    """A decoder that does something to one of its layers: so little that logits hardly show it."""
+    hidden = self.embed_tokens(input_ids)
+    positions = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
+    rotations = self.rotary_emb(hidden, position_ids=positions)
+    mask = create_causal_mask(self.config, hidden, None, past_key_values=None, position_ids=positions)
+    for number, layer in enumerate(self.layers):
+        hidden = layer(hidden, attention_mask=mask, position_embeddings=rotations, position_ids=positions)
+        if number == 4:
+            hidden = hidden * (1 + 2**-16)
+    return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+
+def test_a_loop_that_counts_is_traced_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint("llama", tmp_path, num_layers=6)
+    monkeypatch.setattr(equal_layers, "_distrusted", set())
+    options = {"backend": "eager", "device": "cpu", "options": {"progress": False}}
+    with piecegraph.LLM(tmp_path, **options) as llm:
+        assert "layers: 2 of 6 traced" in llm.explain()
+    monkeypatch.setattr(LlamaModel, "forward", count_layers)
+    with piecegraph.LLM(tmp_path, **options) as llm:
+        assert "layers:" not in llm.explain()
+        assert "self check: passed" in llm.explain()

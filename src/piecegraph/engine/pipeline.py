@@ -76,7 +76,7 @@ class Pipeline:
     compiled: CompiledPieces = field(default_factory=dict)
     """The pieces of all plans."""
     expanded: list[LayerStack] = field(default_factory=list)
-    """Layers that were traced in part."""
+    """Layers that were traced in part, and are yet to be compared."""
     kept: list[KeptPlan] = field(default_factory=list)
     """What the cache has of each trace; the last is the one that is cut."""
 
@@ -196,6 +196,10 @@ class Pipeline:
         while self.expanded:
             distrust(self.expanded.pop())
         return is_warm or was_expanded
+
+    def accept_layers(self) -> None:
+        """What was traced of some layers is right: whatever goes wrong now, it is not for that."""
+        self.expanded.clear()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:

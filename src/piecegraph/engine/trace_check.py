@@ -6,7 +6,7 @@ right about code that never runs. Tracers have faults, too. Neither is a matter 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,20 +69,26 @@ def _run(
     That is put back.
     """
     copies = [tensor.clone() for tensor in example.tensors]
-
-    def value_of(source: Any) -> Any:
-        if isinstance(source, FromCall):
-            return copies[source.index]
-        return source.tensor if isinstance(source, Weight) else traced.sizes.evaluate(source.expr, sizes)
-
-    run = StreamInterpreter(torch.fx.GraphModule(traced.owner, traced.graph), traced.streams)
     written = (*(weight.tensor for weight in traced.written_weights), *watched.written_state)
     devices = [tensor.device for tensor in example.tensors]
     with preserved(written), torch_compat.drawn_again(devices), torch.no_grad():
-        values = run(*map(value_of, traced.inputs.values()))
+        found = interpret(traced, copies, sizes)
         arguments = (torch_compat.memory_of(copies[i]) for i in watched.written_calls)
         left = [memory.clone() for memory in (*arguments, *watched.written_state)]
-    return dict(zip(traced.graph.output_node().args[0], values, strict=True)), left  # type: ignore[arg-type]
+    return found, left
+
+
+def interpret(traced: Traced, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> dict[Any, Any]:
+    """The values of a trace's outputs, op by op, for the tensors of a call."""
+
+    def value_of(source: Any) -> Any:
+        if isinstance(source, FromCall):
+            return tensors[source.index]
+        return source.tensor if isinstance(source, Weight) else traced.sizes.evaluate(source.expr, sizes)
+
+    run = StreamInterpreter(torch.fx.GraphModule(traced.owner, traced.graph), traced.streams)
+    values = run(*map(value_of, traced.inputs.values()))
+    return dict(zip(traced.graph.output_node().args[0], values, strict=True))  # type: ignore[arg-type]
 
 
 def _is_repeatable(traced: Traced, watched: Watched, function: Callable[..., Any], example: Example) -> bool:

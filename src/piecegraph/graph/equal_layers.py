@@ -15,9 +15,8 @@ weights, their layout); numbers may count the layers, as long as none of them wa
 an element for each layer must repeat likewise, because the loop over the layers may read them. Then the two blocks that
 were traced must have the same graph, in which the second takes from the first what the first takes from what is before
 it; and nothing behind the blocks may read the first. Anything else, and all layers are traced. One thing is not seen:
-that the loop itself counts, and does something else for a layer that was not traced. So a trace of a module is kept
-only if it gives the function's own values to the bit, and one of a language model if that passes its self check;
-otherwise another is made, with all layers.
+that the loop itself counts, and does something else for a layer that was not traced. So such a trace is kept only if it
+gives the function's own values to the bit; otherwise another is made, with all layers.
 """
 
 from __future__ import annotations

@@ -58,6 +58,9 @@ _SCHEMAS = {
 }
 """Each op, and why it is no part of a piece. What stands behind ``site`` was read when the model was traced."""
 
+OUTPUTS = {schema.partition("(")[0]: schema.partition("Tensor(a!)")[0].count(",") for schema in _SCHEMAS}
+"""Which argument of each op is written."""
+
 LIBRARY = torch.library.Library("piecegraph", "FRAGMENT")
 
 

@@ -36,6 +36,7 @@ from piecegraph.llm.kernels.early_launch import inductor_settings
 from piecegraph.llm.kernels.linear import linear_passes
 from piecegraph.llm.model.decoder import Decoder, make_decoder
 from piecegraph.llm.model.head import Head, decoder_name, decoder_of
+from piecegraph.llm.model.layer_check import SomeLayers
 from piecegraph.llm.model.plug import UnsupportedCallError
 from piecegraph.llm.model.positions import count_by_sequence, rows_of_positions
 from piecegraph.llm.model.shards import Part
@@ -94,6 +95,8 @@ class TracedModel:
     steps: tuple[Piece | Cut, ...]
     num_compiles: int
     decisions: tuple[Decision, ...]
+    some_layers: SomeLayers | None
+    """What is yet to be compared with the model, if not all layers were traced."""
 
     def num_places(self, interception: Interception) -> int:
         """How many calls an interception is for."""
@@ -149,7 +152,8 @@ def trace_model(
         clock=clock or StageClock(),
     )
     with Progress(options.progress).bar("trace", 1):
-        traced, position_rows, decisions = _read_decoder(model, cache, pipeline, takes_embeds, position_rows)
+        read, position_rows, decisions = _read_decoder(model, cache, pipeline, takes_embeds, position_rows)
+    traced = read.traced
     number_experts(traced.graph, model)
     layers, reaches = number_sites(traced.graph)
     states = number_states(traced.graph, tuple(path for path, _ in cache.opaque))
@@ -171,6 +175,7 @@ def trace_model(
         lowered.steps,
         lowered.num_compiles,
         (*decisions, *fused, *pipeline.decisions),
+        read if read.traced.decisions else None,
     )
 
 
@@ -192,26 +197,25 @@ def _decoder_of(traced: Traced, lowered: Lowered) -> Decoder:
 
 def _read_decoder(
     model: Any, cache: TraceCache, pipeline: Pipeline, takes_embeds: bool, position_rows: int | None
-) -> tuple[Traced, int, tuple[Decision, ...]]:
+) -> tuple[SomeLayers, int, tuple[Decision, ...]]:
     """The decoder's graph, in how many rows it takes positions, and what was decided about it."""
-    traced = _trace_decoder(model, cache, pipeline, takes_embeds, position_rows or 1)
+    read = _trace_decoder(model, cache, pipeline, takes_embeds, position_rows or 1)
     if position_rows is None:
-        traced, position_rows = _with_all_rows(model, cache, pipeline, traced)
+        position_rows = rows_of_positions(read.traced, 1)
+        if position_rows > 1:  # it makes several of one: it may take as many
+            read = _trace_decoder(model, cache, pipeline, False, position_rows)
+    traced = read.traced
     decisions = (*cache.decisions, *traced.decisions, *count_by_sequence(traced, 1, type(model).__name__))
     if position_rows == 1:
-        return traced, position_rows, decisions
+        return read, position_rows, decisions
     reason = f"the decoder makes {position_rows} rows of the positions of a text"
-    return traced, position_rows, (*decisions, Decision("positions", "in three dimensions", reason))
+    return read, position_rows, (*decisions, Decision("positions", "in three dimensions", reason))
 
 
-def _with_all_rows(model: Any, cache: TraceCache, pipeline: Pipeline, traced: Traced) -> tuple[Traced, int]:
-    """The decoder that takes positions in as many rows as it makes of one, if it makes several."""
-    num_rows = rows_of_positions(traced, 1)
-    return (traced, 1) if num_rows == 1 else (_trace_decoder(model, cache, pipeline, False, num_rows), num_rows)
-
-
-def _trace_decoder(model: Any, cache: TraceCache, pipeline: Pipeline, takes_embeds: bool, position_rows: int) -> Traced:
-    decoder, embed, num_tokens = decoder_of(model), model.get_input_embeddings(), _TRACED_TOKENS
+def _trace_decoder(
+    model: Any, cache: TraceCache, pipeline: Pipeline, takes_embeds: bool, position_rows: int
+) -> SomeLayers:
+    decoder, embed = decoder_of(model), model.get_input_embeddings()
 
     def forward(
         input_ids: torch.Tensor,
@@ -233,13 +237,7 @@ def _trace_decoder(model: Any, cache: TraceCache, pipeline: Pipeline, takes_embe
         result: torch.Tensor = hidden[0]
         return result
 
-    with model.device:
-        args = {"input_ids": torch.zeros(num_tokens, dtype=torch.long), "position_ids": torch.arange(num_tokens)}
-        if position_rows > 1:
-            args["mrope_positions"] = torch.zeros(num_tokens, 3, dtype=torch.long).t()  # laid out as in the batch
-        if takes_embeds:
-            args["input_embeds"] = torch.zeros(num_tokens, embed.weight.shape[1], dtype=model.dtype)
-            args["has_embeds"] = torch.zeros(num_tokens, dtype=torch.bool)
+    args = _example_tensors(model, takes_embeds, position_rows)
     example = read_example(
         forward,
         Binder(forward),
@@ -258,7 +256,20 @@ def _trace_decoder(model: Any, cache: TraceCache, pipeline: Pipeline, takes_embe
     except TraceError as error:
         raise _refusal(model, error) from error
     put_below(traced.graph, decoder_name(model))
-    return traced
+    return SomeLayers(traced, forward, example, cache)
+
+
+def _example_tensors(model: Any, takes_embeds: bool, position_rows: int) -> dict[str, torch.Tensor]:
+    num_tokens, (num_rows, width) = _TRACED_TOKENS, model.get_input_embeddings().weight.shape
+    with model.device:
+        positions = torch.arange(num_tokens)
+        args = {"input_ids": positions % num_rows, "position_ids": positions}
+        if position_rows > 1:
+            args["mrope_positions"] = positions[:, None].repeat(1, 3).t()  # laid out as in the batch
+        if takes_embeds:
+            args["input_embeds"] = torch.zeros(num_tokens, width, dtype=model.dtype)
+            args["has_embeds"] = torch.zeros(num_tokens, dtype=torch.bool)
+    return args
 
 
 def _refusal(model: Any, error: TraceError) -> ModelError:
