@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+WORKERS ?= 3 # one more than the cores of a small machine: some tests wait for processes, sockets and clocks
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 # Bytecode is made of what is imported, at its first import: a third of what is installed, in a quarter of the time.
@@ -13,7 +14,7 @@ demo: $(VENV)/.installed
 	$(RUN) examples/demo.py
 
 test: $(VENV)/.installed
-	$(RUN) -m pytest -n 2 --dist worksteal
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

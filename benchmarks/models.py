@@ -1,7 +1,7 @@
 """Models beyond LLMs at batch 1: eager, torch.compile and piecegraph. Outputs are compared before anything is timed.
 
 python benchmarks/models.py
-python benchmarks/models.py --tiny
+python benchmarks/models.py --tiny --models BERT
 """
 
 from __future__ import annotations
@@ -45,12 +45,16 @@ def run(model: ZooModel, device: torch.device, effort: Effort, *, tiny: bool) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small shapes")
+    names = [model.name for model in ZOO]
+    parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     effort = QUICK if options.tiny else Effort()
     merged: dict[str, Contender] = {}
     with torch.inference_mode():
         for model in ZOO:
+            if model.name not in options.models:
+                continue
             for contender in run(model, device, effort, tiny=options.tiny):
                 into = merged.setdefault(contender.name, Contender(contender.name, {}))
                 into.timings.update(contender.timings)

@@ -7,7 +7,7 @@ without it the result must be equal to the op's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -305,7 +305,17 @@ REFUSED = [
     OpCase("numpy", lambda x: x.detach().cpu().numpy().sum(), _normal(4, 5), refused="PG2"),
 ]
 
-OP_CASES: list[OpCase] = [
-    *_simple(), *SHAPES, *INDEXING, *INPLACE, *SORTING, *LINEAR_ALGEBRA, *NETWORK, *CREATION, *RANDOM,
-    *DATA_DEPENDENT, *REFUSED,
+GROUPS = {
+    "rows": "repeat, flip, roll, pad, movedim, to half, masked_fill, sort, argsort, topk, max dim, cumsum, cumprod, "
+    "cummax, softmax, log_softmax, layer_norm, rms_norm, normalize, zeros_like, linspace, new_ones",
+    "pairs": "cat, stack, hstack, where, bucketize, searchsorted, mse_loss, cosine_similarity",
+    "indexed": "index_select, index, index_copy, index_fill, embedding, one_hot, cross_entropy",
+    "gathered": "take_along, gather, scatter, scatter_add one row",
+    "images": "conv2d, conv_transpose2d, max_pool2d, avg_pool2d, adaptive_avg_pool2d, interpolate",
+}
+"""Of ops with the same inputs: those that make something new of any number of rows."""
+GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split(", ")}
+OTHERS = [
+    *SHAPES, *INDEXING, *INPLACE, *SORTING, *LINEAR_ALGEBRA, *NETWORK, *CREATION, *RANDOM, *DATA_DEPENDENT, *REFUSED,
 ]  # fmt: skip
+OP_CASES = [*_simple(), *(replace(case, group=GROUP_OF.get(case.name, "")) for case in OTHERS)]
