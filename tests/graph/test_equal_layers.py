@@ -285,6 +285,17 @@ def test_what_cannot_be_run_on_values_of_a_copy_is_traced(monkeypatch: pytest.Mo
     assert is_right(found, made)
 
 
+def test_a_single_row_is_enough_to_tell() -> None:
+    """It is traced as two."""
+    made = Model(*alternating(Layer, count=6)).eval()
+    fast = piecegraph.compile(made, backend="eager", capture_sizes=[4])
+    with torch.inference_mode():
+        for num_rows in (1, 3):
+            x = torch.randn(num_rows, WIDTH)
+            assert torch.allclose(fast(x), made(x), atol=1e-6)
+    assert "layers: 2 of 6 traced" in fast.explain()
+
+
 def test_a_compiled_module_traces_some_and_watches_all() -> None:
     made = Model(*alternating(Layer, count=6)).eval()
     fast = piecegraph.compile(made, backend="eager", capture_sizes=[4])
