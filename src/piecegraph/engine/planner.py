@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from piecegraph.engine.watch import Watched, refuse_moved, watch_example
 from piecegraph.errors import PiecegraphError, TraceError, describe, located
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.dims import EarlierShape
-from piecegraph.graph.equal_layers import find_stack
+from piecegraph.graph.equal_layers import LayerStack, find_stack
 from piecegraph.graph.example import Example, read_example
 from piecegraph.graph.fuse import separate
 from piecegraph.graph.interception import Interception
@@ -59,6 +59,13 @@ class Subject:
             return {}
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         return parameters | dict(self.module.named_buffers(remove_duplicate=False))
+
+    def layers(self) -> LayerStack | None:
+        """The layers of which some need be traced. See Note [Equal layers]."""
+        module, function = self.module, self.function
+        if module is None or not isinstance(function, MethodType) or function.__self__ is not module:
+            return None
+        return find_stack(module, lambda model: MethodType(function.__func__, model))
 
     def current_weight(self, name: str, recorded: torch.Tensor) -> torch.Tensor:
         """The tensor that bears a weight's name now; the recorded one for globals and tensors that lost their name."""
@@ -235,7 +242,7 @@ class Planner:
 
     def _trace(self, example: Example, pipeline: Pipeline) -> tuple[Traced, tuple[Decision, ...]]:
         subject = self._subject
-        stack = None if subject.module is None else find_stack(subject.module)
+        stack = subject.layers()
         traced, decisions = pipeline.fuse(pipeline.trace(subject.function, example, subject.weights(), stack))
         decisions = (*traced.decisions, *decisions)
         self._joined += [w for w in traced.inputs.values() if isinstance(w, Weight) and w.parts]

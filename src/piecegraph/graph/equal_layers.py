@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,18 +41,34 @@ _distrusted: set[type] = set()
 """Classes whose layers are not as equal as they look."""
 
 
+def _forward_of(model: nn.Module) -> Callable[..., Any]:
+    return model.forward
+
+
 @dataclass(frozen=True)
 class LayerStack:
     """A list of layers, of which the first few tell how all of them are."""
 
-    owner: nn.Module
-    name: str
-    """Of the list, in its owner."""
+    model: nn.Module
+    path: tuple[str, ...]
+    """Of the list, in the model."""
     num_layers: int
     num_head: int
     """Layers before the blocks."""
     block: int
     """Layers of a block."""
+    function_of: Callable[[nn.Module], Callable[..., Any]] = _forward_of
+    """What is traced, of any model in the place of this one."""
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that has the list."""
+        return self.model.get_submodule(".".join(self.path[:-1]))
+
+    @property
+    def name(self) -> str:
+        """Of the list, in its owner."""
+        return self.path[-1]
 
     @property
     def num_traced(self) -> int:
@@ -63,37 +79,50 @@ class LayerStack:
         why = "the others are equal to them but for their weights"
         return Decision("layers", f"{self.num_traced} of {self.num_layers} traced", why)
 
-    @contextlib.contextmanager
-    def shortened(self) -> Iterator[None]:
-        """Inside, the owner has only the layers that are traced."""
-        layers: Any = self.owner._modules[self.name]
-        self.owner._modules[self.name] = layers[: self.num_traced]
-        try:
-            yield
-        finally:
-            self.owner._modules[self.name] = layers
+    def shortened(self) -> nn.Module:
+        """A model with the layers that are traced alone. Only what leads to them is copied: the model itself is left
+        as it is, because others may run it meanwhile.
+        """
+        model = owner = _copied(self.model)
+        for name in self.path:
+            child: Any = owner._modules[name]
+            owner._modules[name] = owner = _copied(child)
+        for name in list(owner._modules)[self.num_traced :]:
+            del owner._modules[name]
+        return model
 
 
-def find_stack(model: nn.Module) -> LayerStack | None:
+def _copied(module: nn.Module) -> nn.Module:
+    """Another module with the same attributes, whose list of modules may be changed."""
+    copied = type(module).__new__(type(module))
+    vars(copied).update(vars(module), _modules=dict(module._modules))
+    return copied
+
+
+def find_stack(
+    model: nn.Module, function_of: Callable[[nn.Module], Callable[..., Any]] = _forward_of
+) -> LayerStack | None:
     """The longest list of layers in a model, if it pays to trace only some of them."""
     lists = [
-        (owner, name, child)
-        for owner in model.modules()
-        for name, child in owner.named_children()
-        if type(child) is nn.ModuleList  # one of another class may not be made of a part of its layers
+        (path, child)
+        for path, child in model.named_modules()
+        if type(child) in (nn.ModuleList, nn.Sequential)  # one of another class may do anything with its layers
+        and path
+        and list(child._modules) == [str(number) for number in range(len(child._modules))]
     ]
     if not lists:
         return None
-    owner, name, layers = max(lists, key=lambda found: len(found[2]))
-    num_layers = len(layers)
-    if type(owner) in _distrusted or len({id(layer) for layer in layers}) != num_layers:
+    path, layers = max(lists, key=lambda found: len(found[1]._modules))
+    owner, num_layers = model.get_submodule(path.rpartition(".")[0]), len(layers._modules)
+    if type(owner) in _distrusted or len(set(map(id, layers.children()))) != num_layers:
         return None
+    members = list(layers.children())
     found: LayerStack | None = None
     for block in range(1, min(_LONGEST_BLOCK, num_layers // 3) + 1):
-        unlike = [i for i in range(num_layers - block) if not _are_equal(owner, layers, i, i + block)]
+        unlike = [i for i in range(num_layers - block) if not _are_equal(owner, members, i, i + block)]
         head = max(unlike, default=-1) + 1
         head += (num_layers - head) % block
-        stack = LayerStack(owner, name, num_layers, head, block)
+        stack = LayerStack(model, tuple(path.split(".")), num_layers, head, block, function_of)
         if stack.num_traced + block <= num_layers and (found is None or stack.num_traced < found.num_traced):
             found = stack
     return found
@@ -104,7 +133,7 @@ def distrust(stack: LayerStack) -> None:
     _distrusted.add(type(stack.owner))
 
 
-def _are_equal(owner: nn.Module, layers: nn.ModuleList, first: int, second: int) -> bool:
+def _are_equal(owner: nn.Module, layers: Sequence[nn.Module], first: int, second: int) -> bool:
     lists = [
         each
         for config in _configurations(getattr(owner, "config", None))

@@ -165,8 +165,12 @@ def _capture_some(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], stack: LayerStack
 ) -> torch_compat.DynamoCapture | None:
     """All layers, of which a few were traced; None if they are not as equal as they look."""
-    with stack.shortened():
-        capture = _capture(function, args, kwargs)
+    try:
+        shortened = traceable(stack.function_of(stack.shortened()))
+        with torch_compat.outside_inference():
+            capture = torch_compat.dynamo_capture(function, args, kwargs, traced_as=shortened)
+    except Exception:  # noqa: BLE001 - a loop may ask for a layer that is not there; if there is another reason, all tell
+        return None
     return expand(capture, stack)
 
 

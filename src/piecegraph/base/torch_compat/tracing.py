@@ -54,10 +54,22 @@ class DynamoCapture:
     """
 
 
-def dynamo_capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DynamoCapture:
+def dynamo_capture(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    traced_as: Callable[..., Any] | None = None,
+) -> DynamoCapture:
     """Trace a function or bound method into one graph, without installing anything on its code object.
 
     ``torch.compile`` would keep guards and a cache entry on the code object that all instances of a class share.
+
+    Args:
+        function: where what the graph reads is looked up.
+        args: of the call.
+        kwargs: likewise.
+        traced_as: what is traced instead: the same code, with another model.
     """
     from torch._dynamo import config, convert_frame, graph_bytecode_inputs
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
@@ -79,7 +91,7 @@ def dynamo_capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         warnings.catch_warnings(record=True) as told,
     ):
         warnings.simplefilter("always")
-        captured = convert_frame.fullgraph_capture(function, args, kwargs)
+        captured = convert_frame.fullgraph_capture(traced_as or function, args, kwargs)
     objects = {i: ref() for i, ref in graph_bytecode_inputs.index_to_external_object_weakref.items()}
     backend_input = captured.backend_input
     plain_function = getattr(function, "__func__", function)

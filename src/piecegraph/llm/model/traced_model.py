@@ -215,7 +215,36 @@ def _read_decoder(
 def _trace_decoder(
     model: Any, cache: TraceCache, pipeline: Pipeline, takes_embeds: bool, position_rows: int
 ) -> SomeLayers:
-    decoder, embed = decoder_of(model), model.get_input_embeddings()
+    decoder = decoder_of(model)
+
+    def forward_of(decoder: Any) -> Callable[..., torch.Tensor]:
+        return _forward_of(decoder, model.get_input_embeddings(), position_rows)
+
+    forward = forward_of(decoder)
+    args = _example_tensors(model, takes_embeds, position_rows)
+    example = read_example(
+        forward,
+        Binder(forward),
+        (),
+        args,
+        dynamic_dims={name: 1 if name == "mrope_positions" else 0 for name in args},
+        static_inputs=(),
+        training=False,
+    )
+    weights = dict(decoder.named_parameters(remove_duplicate=False)) | dict(
+        decoder.named_buffers(remove_duplicate=False)
+    )
+    try:
+        with cache.installed():
+            traced = pipeline.trace(forward, example, weights, find_stack(decoder, forward_of))
+    except TraceError as error:
+        raise _refusal(model, error) from error
+    put_below(traced.graph, decoder_name(model))
+    return SomeLayers(traced, forward, example, cache)
+
+
+def _forward_of(decoder: Any, embed: Any, position_rows: int) -> Callable[..., torch.Tensor]:
+    """What is traced: a decoder for a step of tokens of any sequences."""
 
     def forward(
         input_ids: torch.Tensor,
@@ -237,26 +266,7 @@ def _trace_decoder(
         result: torch.Tensor = hidden[0]
         return result
 
-    args = _example_tensors(model, takes_embeds, position_rows)
-    example = read_example(
-        forward,
-        Binder(forward),
-        (),
-        args,
-        dynamic_dims={name: 1 if name == "mrope_positions" else 0 for name in args},
-        static_inputs=(),
-        training=False,
-    )
-    weights = dict(decoder.named_parameters(remove_duplicate=False)) | dict(
-        decoder.named_buffers(remove_duplicate=False)
-    )
-    try:
-        with cache.installed():
-            traced = pipeline.trace(forward, example, weights, find_stack(decoder))
-    except TraceError as error:
-        raise _refusal(model, error) from error
-    put_below(traced.graph, decoder_name(model))
-    return SomeLayers(traced, forward, example, cache)
+    return forward
 
 
 def _example_tensors(model: Any, takes_embeds: bool, position_rows: int) -> dict[str, torch.Tensor]:
