@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -368,6 +369,15 @@ class Nudging(Model):
         return x
 
 
+class Scaled(Model):
+    """Of zeros it makes zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.scale)
+        return x / len(self.layers)
+
+
 @pytest.mark.parametrize("kind", [Counting, Nudging])
 def test_a_function_that_counts_its_layers_is_traced_again(kind: type[Model]) -> None:
     made = kind(*alternating(Layer, count=6)).eval()
@@ -378,3 +388,16 @@ def test_a_function_that_counts_its_layers_is_traced_again(kind: type[Model]) ->
             assert torch.allclose(fast(x), made(x), atol=1e-6)
         assert "traced (the others" not in fast.explain()
         assert fast.stats()["events"] == {}
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan], ids=["zeros", "NaN"])
+def test_a_first_call_that_would_show_nothing_is_traced_in_full(value: float) -> None:
+    made = Scaled(*alternating(Layer, count=6)).eval()
+    for layer in made.layers:
+        nn.init.zeros_(layer.linear.bias)
+        layer.eps = 0.0
+    fast = piecegraph.compile(made, backend="eager", capture_sizes=[4])
+    with torch.inference_mode():
+        fast(torch.full((3, WIDTH), value))
+        x = torch.randn(3, WIDTH)
+        assert torch.allclose(fast(x), made(x), atol=1e-6)

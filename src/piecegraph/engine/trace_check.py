@@ -13,7 +13,7 @@ import torch
 import torch.fx
 
 from piecegraph.base import torch_compat
-from piecegraph.base.compare import difference, same_bits
+from piecegraph.base.compare import difference, is_telling, same_bits
 from piecegraph.engine.watch import Watched, watch_example
 from piecegraph.errors import TraceError
 from piecegraph.graph.example import Example, sizes_of
@@ -24,8 +24,8 @@ from piecegraph.tape.buffers import preserved
 
 
 def check_trace(traced: Traced, watched: Watched, function: Callable[..., Any], example: Example) -> bool:
-    """Refuse a trace that gives other values than the function gave when it was watched. Whether all were compared, and
-    are the same to the bit.
+    """Refuse a trace that gives other values than the function gave when it was watched. Whether all were compared, are
+    the same to the bit, and are such that a difference would show.
     """
     sizes = sizes_of(traced.signature, example)
     # Traced as two, a smaller size may give something else; it is compared with the function when it is served.
@@ -51,7 +51,8 @@ def check_trace(traced: Traced, watched: Watched, function: Callable[..., Any], 
                 why=f"{reason} on the same data; a function may ask whether it is being traced, and go another way",
                 hint='use frontend="breakable", which runs the code as it is',
             )
-    return all(isinstance(mine, torch.Tensor) and same_bits(mine, value) for mine, value in pairs)
+    are_same = all(isinstance(mine, torch.Tensor) and same_bits(mine, value) for mine, value in pairs)
+    return are_same and all(map(is_telling, (*example.tensors, *(value for _, value in pairs))))
 
 
 def _computed(traced: Traced, watched: Watched) -> Iterator[tuple[torch.fx.Node, Any]]:

@@ -16,7 +16,8 @@ an element for each layer must repeat likewise, because the loop over the layers
 were traced must have the same graph, in which the second takes from the first what the first takes from what is before
 it; and nothing behind the blocks may read the first. Anything else, and all layers are traced. One thing is not seen:
 that the loop itself counts, and does something else for a layer that was not traced. So such a trace is kept only if it
-gives the function's own values to the bit; otherwise another is made, with all layers.
+gives the function's own values to the bit, of data that would show a difference, as zeros do not; otherwise another is
+made, with all layers.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None, 
 
 def _check_layers(model: TracedModel, ranks: Ranks | None) -> None:
     """What was traced of some layers is the model's to the bit, or all are traced, by all ranks."""
-    is_right = model.some_layers is None or model.some_layers.are_right()
+    is_right = model.some_layers is None or model.some_layers.is_right()
     if is_right:
         model.pipeline.accept_layers()
     else:
@@ -360,7 +360,7 @@ def _embeds_tracer(
             position_rows=model.position_rows,
             part=part,
         )
-        if traced.some_layers is not None and not traced.some_layers.are_right():
+        if traced.some_layers is not None and not traced.some_layers.is_right():
             traced.pipeline.refuse_trace(_NOT_THE_MODEL)
             return trace_embeds()
         traced.pipeline.keep(traced.traced)

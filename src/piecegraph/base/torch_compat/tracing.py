@@ -65,11 +65,8 @@ def dynamo_capture(
 
     ``torch.compile`` would keep guards and a cache entry on the code object that all instances of a class share.
 
-    Args:
-        function: where what the graph reads is looked up.
-        args: of the call.
-        kwargs: likewise.
-        traced_as: what is traced instead: the same code, with another model.
+    ``traced_as`` is traced instead, if it is given: the same code with another model. What the graph reads is looked up
+    in ``function`` all the same.
     """
     from torch._dynamo import config, convert_frame, graph_bytecode_inputs
     from torch._dynamo.utils import dynamo_timed, get_metrics_context

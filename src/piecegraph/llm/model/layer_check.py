@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from piecegraph.base.compare import same_bits
+from piecegraph.base.compare import is_telling, same_bits
 from piecegraph.engine.trace_check import interpret
 from piecegraph.graph.example import Example, sizes_of
 from piecegraph.graph.tracer import Traced
@@ -22,8 +22,8 @@ from piecegraph.llm.ranks import collectives
 
 
 @dataclass(frozen=True)
-class SomeLayers:
-    """A decoder as it was traced, most of its layers written down for others."""
+class TracedDecoder:
+    """A decoder as it was traced, and what it can be compared with."""
 
     traced: Traced
     forward: Callable[..., torch.Tensor]
@@ -32,7 +32,7 @@ class SomeLayers:
     cache: TraceCache
 
     @torch.no_grad()
-    def are_right(self) -> bool:
+    def is_right(self) -> bool:
         """Whether it gives the decoder's own values to the bit. The weights must be there."""
         tensors = [tensor.clone() for tensor in self.example.tensors]
         args, kwargs = self.example.with_tensors(tensors)
@@ -45,7 +45,7 @@ class SomeLayers:
                 raise
             except Exception:  # noqa: BLE001 - whatever it is, all layers are traced then, which tells if it is wrong
                 return False
-            return found.shape == expected.shape and same_bits(found, expected)
+            return found.shape == expected.shape and same_bits(found, expected) and is_telling(expected)
 
 
 class _StandIns:

@@ -36,7 +36,7 @@ from piecegraph.llm.kernels.early_launch import inductor_settings
 from piecegraph.llm.kernels.linear import linear_passes
 from piecegraph.llm.model.decoder import Decoder, make_decoder
 from piecegraph.llm.model.head import Head, decoder_name, decoder_of
-from piecegraph.llm.model.layer_check import SomeLayers
+from piecegraph.llm.model.layer_check import TracedDecoder
 from piecegraph.llm.model.plug import UnsupportedCallError
 from piecegraph.llm.model.positions import count_by_sequence, rows_of_positions
 from piecegraph.llm.model.shards import Part
@@ -95,7 +95,7 @@ class TracedModel:
     steps: tuple[Piece | Cut, ...]
     num_compiles: int
     decisions: tuple[Decision, ...]
-    some_layers: SomeLayers | None
+    some_layers: TracedDecoder | None
     """What is yet to be compared with the model, if not all layers were traced."""
 
     def num_places(self, interception: Interception) -> int:
@@ -197,7 +197,7 @@ def _decoder_of(traced: Traced, lowered: Lowered) -> Decoder:
 
 def _read_decoder(
     model: Any, cache: TraceCache, pipeline: Pipeline, takes_embeds: bool, position_rows: int | None
-) -> tuple[SomeLayers, int, tuple[Decision, ...]]:
+) -> tuple[TracedDecoder, int, tuple[Decision, ...]]:
     """The decoder's graph, in how many rows it takes positions, and what was decided about it."""
     read = _trace_decoder(model, cache, pipeline, takes_embeds, position_rows or 1)
     if position_rows is None:
@@ -214,7 +214,7 @@ def _read_decoder(
 
 def _trace_decoder(
     model: Any, cache: TraceCache, pipeline: Pipeline, takes_embeds: bool, position_rows: int
-) -> SomeLayers:
+) -> TracedDecoder:
     decoder = decoder_of(model)
 
     def forward_of(decoder: Any) -> Callable[..., torch.Tensor]:
@@ -240,7 +240,7 @@ def _trace_decoder(
     except TraceError as error:
         raise _refusal(model, error) from error
     put_below(traced.graph, decoder_name(model))
-    return SomeLayers(traced, forward, example, cache)
+    return TracedDecoder(traced, forward, example, cache)
 
 
 def _forward_of(decoder: Any, embed: Any, position_rows: int) -> Callable[..., torch.Tensor]:
