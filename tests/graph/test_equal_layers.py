@@ -300,6 +300,14 @@ def test_lists_with_an_element_for_each_layer_repeat() -> None:
     assert find_stack(Typed(*alternating(Layer, count=12), period=12)) is None
 
 
+def test_a_layer_that_holds_its_model_sees_the_same_model() -> None:
+    made = Model(*alternating(Layer, count=6))
+    assert find_stack(made) is not None
+    for layer in made.layers:
+        layer.__dict__["parent"] = made
+    assert find_stack(made) is None
+
+
 def test_few_layers_are_traced_as_they_are() -> None:
     assert find_stack(Model(*alternating(Layer, count=2))) is None
     assert find_stack(nn.Linear(2, 2)) is None

@@ -117,6 +117,8 @@ def find_stack(
     owner, num_layers = model.get_submodule(path.rpartition(".")[0]), len(layers._modules)
     if type(owner) in _distrusted or len(set(map(id, layers.children()))) != num_layers:
         return None
+    if _is_held(model, path):
+        return None
     members = list(layers.children())
     found: LayerStack | None = None
     for block in range(1, min(_LONGEST_BLOCK, num_layers // 3) + 1):
@@ -127,6 +129,13 @@ def find_stack(
         if stack.num_traced + block <= num_layers and (found is None or stack.num_traced < found.num_traced):
             found = stack
     return found
+
+
+def _is_held(model: nn.Module, path: str) -> bool:
+    """Whether a module has another as its attribute that is copied for the trace: it would see the original."""
+    names = path.split(".")
+    copied = {id(model.get_submodule(".".join(names[:depth]))) for depth in range(len(names) + 1)}
+    return any(id(value) in copied for module in model.modules() for value in vars(module).values())
 
 
 def distrust(stack: LayerStack) -> None:
