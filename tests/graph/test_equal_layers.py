@@ -386,7 +386,29 @@ class Scaled(Model):
         return x / len(self.layers)
 
 
-@pytest.mark.parametrize("kind", [Counting, Nudging])
+class ReadingTheLast(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.scale)
+        return x * self.layers[-1].norm.weight  # type: ignore[no-any-return, union-attr, operator]
+
+
+class EndingOtherwise(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x, self.scale if number < 5 else self.norm.weight)
+        return x
+
+
+class Twice(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            for layer in self.layers:
+                x = layer(x, self.scale)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Counting, Nudging, ReadingTheLast, EndingOtherwise, Twice])
 def test_a_function_that_counts_its_layers_is_traced_again(kind: type[Model]) -> None:
     made = kind(*alternating(Layer, count=6)).eval()
     x = torch.randn(3, WIDTH)
@@ -396,6 +418,48 @@ def test_a_function_that_counts_its_layers_is_traced_again(kind: type[Model]) ->
             assert torch.allclose(fast(x), made(x), atol=1e-6)
         assert "traced (the others" not in fast.explain()
         assert fast.stats()["events"] == {}
+
+
+class Returning(Model):
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:  # type: ignore[override]
+        return super().forward(x), len(self.layers)
+
+
+def test_numbers_that_are_returned_are_those_of_all_layers() -> None:
+    made = Returning(*alternating(Layer, count=6)).eval()
+    fast, x = piecegraph.compile(made, backend="eager", capture_sizes=[4]), torch.randn(3, WIDTH)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert fast(x)[1] == 6
+
+
+class WithNumbers(Layer):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().forward(x, torch.tensor([2.0, 3.0]).repeat(WIDTH // 2))
+
+
+def test_neither_zeros_nor_constants_hide_that_layers_are_alike() -> None:
+    made = Model(*alternating(WithNumbers, count=6)).eval()
+    fast = piecegraph.compile(made, backend="eager", capture_sizes=[4])
+    with torch.inference_mode():
+        fast(torch.zeros(3, WIDTH))
+        x = torch.randn(3, WIDTH)
+        assert torch.allclose(fast(x), made(x), atol=1e-6)
+    assert "layers: 2 of 6 traced" in fast.explain()
+
+
+def test_a_branch_of_zeros_is_seen() -> None:
+    """And may get other weights later."""
+    made = Scaled(*alternating(Layer, count=6)).eval()
+    for layer in made.layers:
+        nn.init.zeros_(layer.down.weight)
+    fast = piecegraph.compile(made, backend="eager", capture_sizes=[4])
+    x = torch.randn(3, WIDTH)
+    with torch.inference_mode():
+        fast(x)
+        for layer in made.layers:
+            layer.down.weight.copy_(torch.eye(WIDTH))
+        assert torch.allclose(fast(x), made(x), atol=1e-6)
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan], ids=["zeros", "NaN"])

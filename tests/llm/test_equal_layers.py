@@ -13,7 +13,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 
 import piecegraph
-from piecegraph.graph import equal_layers
 from tests.cases.checkpoints import save_checkpoint
 
 PROMPT = [5, 9, 17, 33, 21, 8, 90, 44, 3]
@@ -36,7 +35,7 @@ def test_answers_are_those_of_all_layers(family: str, told: str, tmp_path: Path)
 
 
 def count_layers(self: Any, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
-    """A decoder that does something to one of its layers: so little that logits hardly show it."""
+    """A decoder that does something to one of its layers that no value shows."""
     hidden = self.embed_tokens(input_ids)
     positions = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
     rotations = self.rotary_emb(hidden, position_ids=positions)
@@ -44,13 +43,12 @@ def count_layers(self: Any, input_ids: Tensor, position_ids: Tensor | None = Non
     for number, layer in enumerate(self.layers):
         hidden = layer(hidden, attention_mask=mask, position_embeddings=rotations, position_ids=positions)
         if number == 4:
-            hidden = hidden * (1 + 2**-16)
+            hidden = hidden + 0.0 * hidden
     return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
 
 
 def test_a_loop_that_counts_is_traced_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint("llama", tmp_path, num_layers=6)
-    monkeypatch.setattr(equal_layers, "_distrusted", set())
     options = {"backend": "eager", "device": "cpu", "options": {"progress": False}}
     with piecegraph.LLM(tmp_path, **options) as llm:
         assert "layers: 2 of 6 traced" in llm.explain()

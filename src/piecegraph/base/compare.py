@@ -62,11 +62,3 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """What every type can be compared as: ``torch.equal`` has no kernel for some."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride until here
-
-
-def is_telling(tensor: torch.Tensor) -> bool:
-    """Whether numbers would show what is done to them: zeros and NaN stay what they are."""
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() < 2:
-        return True
-    flat = tensor.detach().reshape(-1).to(torch.complex128 if tensor.is_complex() else torch.float64)
-    return not bool(flat.isnan().any()) and bool((flat != flat[0]).any())

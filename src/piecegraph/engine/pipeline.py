@@ -19,11 +19,11 @@ from piecegraph.base.progress import Progress, StageClock
 from piecegraph.dumps.plan_dump import PlanDump
 from piecegraph.dumps.structured import trace_plan
 from piecegraph.dumps.target import target_of
+from piecegraph.engine.layer_check import Layers
 from piecegraph.engine.plan_cache import KeptPlan
 from piecegraph.engine.plan_key import pipeline_factors
 from piecegraph.errors import located
 from piecegraph.graph.cut_rules import CutRules
-from piecegraph.graph.equal_layers import LayerStack, distrust
 from piecegraph.graph.example import Example
 from piecegraph.graph.fuse import PlaceWeight, fuse_linears, place_by_copy
 from piecegraph.graph.interception import Interception
@@ -75,8 +75,6 @@ class Pipeline:
     clock: StageClock = field(default_factory=StageClock)
     compiled: CompiledPieces = field(default_factory=dict)
     """The pieces of all plans."""
-    expanded: list[LayerStack] = field(default_factory=list)
-    """Layers that were traced in part, and are yet to be compared."""
     kept: list[KeptPlan] = field(default_factory=list)
     """What the cache has of each trace; the last is the one that is cut."""
 
@@ -85,9 +83,16 @@ class Pipeline:
         function: Callable[..., Any],
         example: Example,
         weights: Mapping[str, torch.Tensor],
-        stack: LayerStack | None = None,
+        layers: Layers | None = None,
     ) -> Traced:
-        """One graph of a function, from the cache if it is there."""
+        """One graph of a function, from the cache if it is there.
+
+        Args:
+            function: what is traced.
+            example: the call.
+            weights: tensors that are the function's own, by name.
+            layers: those of which only some need be traced, if there are any. See Note [Equal layers].
+        """
         if self.backend == "inductor":
             torch_compat.import_inductor()
             self.clock.lap("import")
@@ -99,9 +104,9 @@ class Pipeline:
                 if any(tensor.is_cuda for tensor in example.tensors):
                     torch_compat.start_compile_workers()
             with located(phase="trace"):
-                found = trace(function, example, weights, stack)
-            if stack is not None and found.decisions:
-                self.expanded.append(stack)
+                found = trace(function, example, weights, None if layers is None else layers.stack)
+                if layers is not None and found.decisions and not layers.are_alike():
+                    found = trace(function, example, weights)
             if kept is not None:
                 kept.take(found, function, weights)
         self.clock.lap("trace")
@@ -186,20 +191,12 @@ class Pipeline:
         if self.kept:
             self.kept[-1].note(what, value)
 
-    def refuse_trace(self, reason: str) -> bool:
-        """The last trace is wrong. Whether another is worth a try: it came from the cache, which has it no more, or of
-        equal layers only some were traced.
-        """
-        is_warm, was_expanded = bool(self.kept) and self.kept[-1].is_warm, bool(self.expanded)
-        if is_warm:
-            self.kept[-1].refuse(reason)
-        while self.expanded:
-            distrust(self.expanded.pop())
-        return is_warm or was_expanded
-
-    def accept_layers(self) -> None:
-        """What was traced of some layers is right: whatever goes wrong now, it is not for that."""
-        self.expanded.clear()
+    def refuse_kept(self, reason: str) -> bool:
+        """The last trace is wrong. Whether it came from the cache, which has it no more: another is worth a try."""
+        if not self.kept or not self.kept[-1].is_warm:
+            return False
+        self.kept[-1].refuse(reason)
+        return True
 
     @property
     def decisions(self) -> tuple[Decision, ...]:

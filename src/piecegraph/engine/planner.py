@@ -16,6 +16,7 @@ from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Cut, Decision, Piece, Plan, SizeDim
 from piecegraph.engine.breakable import BreakableBody
 from piecegraph.engine.breaker import BreakRules
+from piecegraph.engine.layer_check import Layers
 from piecegraph.engine.mode import choose_mode, make_graph_device
 from piecegraph.engine.pipeline import Pipeline
 from piecegraph.engine.runner import PlanRunner
@@ -243,22 +244,20 @@ class Planner:
     def _trace(self, example: Example, pipeline: Pipeline) -> tuple[Traced, tuple[Decision, ...]]:
         subject = self._subject
         stack = subject.layers()
-        traced, decisions = pipeline.fuse(pipeline.trace(subject.function, example, subject.weights(), stack))
+        layers = None if stack is None else Layers(stack, lambda function: watch_example(function, example))
+        traced, decisions = pipeline.fuse(pipeline.trace(subject.function, example, subject.weights(), layers))
         decisions = (*traced.decisions, *decisions)
         self._joined += [w for w in traced.inputs.values() if isinstance(w, Weight) and w.parts]
         watched = watch_example(subject.function, example)
         refuse_moved(watched, example)
         try:
-            is_exact = check_trace(traced, watched, subject.function, example)
+            check_trace(traced, watched, subject.function, example)
         except TraceError as error:
-            if pipeline.refuse_trace(error.why):
+            if pipeline.refuse_kept(error.why):
                 return self._trace(example, pipeline)
             raise
         finally:
             pipeline.clock.lap("check")
-        if traced.decisions and not is_exact:  # see Note [Equal layers]
-            pipeline.refuse_trace("it is not the function's to the bit")
-            return self._trace(example, pipeline)
         seen = replace(
             traced,
             results=_with_seen_aliases(traced, watched, subject.weights()),

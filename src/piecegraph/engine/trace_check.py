@@ -6,14 +6,14 @@ right about code that never runs. Tracers have faults, too. Neither is a matter 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.fx
 
 from piecegraph.base import torch_compat
-from piecegraph.base.compare import difference, is_telling, same_bits
+from piecegraph.base.compare import difference
 from piecegraph.engine.watch import Watched, watch_example
 from piecegraph.errors import TraceError
 from piecegraph.graph.example import Example, sizes_of
@@ -23,27 +23,23 @@ from piecegraph.graph.tracer import Traced
 from piecegraph.tape.buffers import preserved
 
 
-def check_trace(traced: Traced, watched: Watched, function: Callable[..., Any], example: Example) -> bool:
-    """Refuse a trace that gives other values than the function gave when it was watched. Whether all were compared, are
-    the same to the bit, and are such that a difference would show.
-    """
+def check_trace(traced: Traced, watched: Watched, function: Callable[..., Any], example: Example) -> None:
+    """Refuse a trace that gives other values than the function gave when it was watched."""
     sizes = sizes_of(traced.signature, example)
-    # Traced as two, a smaller size may give something else; it is compared with the function when it is served.
-    may_differ = min(sizes, default=2) < 2
-    if may_differ and not traced.decisions:
-        return False
+    if min(sizes, default=2) < 2:  # traced as two; such a size is compared with the function when it is served
+        return
     expected = dict(_computed(traced, watched))
     if not expected and not watched.left:
-        return False
+        return
     try:
         found, left = _run(traced, watched, example, sizes)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # noqa: BLE001 - it is raised again when the first size is recorded, and told with its place
-        return False
+        return
     pairs = [*((found[node], value) for node, value in expected.items()), *zip(left, watched.left, strict=True)]
     for mine, value in pairs:
-        reason = None if may_differ else difference(mine, value)
+        reason = difference(mine, value)
         if reason is not None and _is_repeatable(traced, watched, function, example):
             raise TraceError(
                 "PG208",
@@ -51,8 +47,6 @@ def check_trace(traced: Traced, watched: Watched, function: Callable[..., Any], 
                 why=f"{reason} on the same data; a function may ask whether it is being traced, and go another way",
                 hint='use frontend="breakable", which runs the code as it is',
             )
-    are_same = all(isinstance(mine, torch.Tensor) and same_bits(mine, value) for mine, value in pairs)
-    return are_same and all(map(is_telling, (*example.tensors, *(value for _, value in pairs))))
 
 
 def _computed(traced: Traced, watched: Watched) -> Iterator[tuple[torch.fx.Node, Any]]:
@@ -72,26 +66,20 @@ def _run(
     That is put back.
     """
     copies = [tensor.clone() for tensor in example.tensors]
-    written = (*(weight.tensor for weight in traced.written_weights), *watched.written_state)
-    devices = [tensor.device for tensor in example.tensors]
-    with preserved(written), torch_compat.drawn_again(devices), torch.no_grad():
-        found = interpret(traced, copies, sizes)
-        arguments = (torch_compat.memory_of(copies[i]) for i in watched.written_calls)
-        left = [memory.clone() for memory in (*arguments, *watched.written_state)]
-    return found, left
-
-
-def interpret(traced: Traced, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> dict[Any, Any]:
-    """The values of a trace's outputs, op by op, for the tensors of a call."""
 
     def value_of(source: Any) -> Any:
         if isinstance(source, FromCall):
-            return tensors[source.index]
+            return copies[source.index]
         return source.tensor if isinstance(source, Weight) else traced.sizes.evaluate(source.expr, sizes)
 
     run = StreamInterpreter(torch.fx.GraphModule(traced.owner, traced.graph), traced.streams)
-    values = run(*map(value_of, traced.inputs.values()))
-    return dict(zip(traced.graph.output_node().args[0], values, strict=True))  # type: ignore[arg-type]
+    written = (*(weight.tensor for weight in traced.written_weights), *watched.written_state)
+    devices = [tensor.device for tensor in example.tensors]
+    with preserved(written), torch_compat.drawn_again(devices), torch.no_grad():
+        values = run(*map(value_of, traced.inputs.values()))
+        arguments = (torch_compat.memory_of(copies[i]) for i in watched.written_calls)
+        left = [memory.clone() for memory in (*arguments, *watched.written_state)]
+    return dict(zip(traced.graph.output_node().args[0], values, strict=True)), left  # type: ignore[arg-type]
 
 
 def _is_repeatable(traced: Traced, watched: Watched, function: Callable[..., Any], example: Example) -> bool:

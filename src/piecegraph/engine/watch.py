@@ -67,13 +67,13 @@ class Watched:
         """Which argument a result is, if it is one."""
         if not torch_compat.has_memory(leaf):
             return None
-        return next((i for i, tensor in enumerate(self.inputs) if _place(tensor) == _place(leaf)), None)
+        return next((i for i, tensor in enumerate(self.inputs) if place_of(tensor) == place_of(leaf)), None)
 
     def view_of_input(self, leaf: torch.Tensor) -> tuple[int, tuple[ViewOp, ...]] | None:
         """Which argument a result is a view of, and the ops that lead to it; None if it is none or cannot be told."""
-        places = {_place(tensor): i for i, tensor in enumerate(self.inputs)}
+        places = {place_of(tensor): i for i, tensor in enumerate(self.inputs)}
         chain: list[ViewOp] = [torch_compat.alias]  # another tensor, also where the place is the same
-        place = _place(leaf)
+        place = place_of(leaf)
         while place not in places:
             if place not in self.views or len(chain) > len(self.views):
                 return None
@@ -86,7 +86,7 @@ def watch(call: Callable[[Sequence[torch.Tensor]], Any], example: Sequence[torch
     """Run a function on copies of tensors. What it writes is put back, what it draws is drawn again."""
     with torch_compat.drawn_again(tensor.device for tensor in example):  # in the caller's mode: weights may be of it
         inputs = tuple(tensor.clone() for tensor in example)
-        places = [_place(tensor) for tensor in inputs]
+        places = [place_of(tensor) for tensor in inputs]
         with writes_put_back(inputs) as seen:
             returned = call(inputs)
             left = {storage: memory.clone() for storage, (memory, _) in seen.saved.items()}
@@ -96,7 +96,7 @@ def watch(call: Callable[[Sequence[torch.Tensor]], Any], example: Sequence[torch
     return Watched(
         returned=returned,
         inputs=inputs,
-        moved_calls=tuple(i for i, place in enumerate(places) if _place(inputs[i]) != place),
+        moved_calls=tuple(i for i, place in enumerate(places) if place_of(inputs[i]) != place),
         written_calls=tuple(number for number, _ in written),
         written_state=tuple(seen.saved[storage][0] for storage in state),
         left=tuple(left[storage] for storage in (*(storage for _, storage in written), *state)),
@@ -158,7 +158,7 @@ class _Watch:
         if torch_compat.is_made_of_data(function, args):
             self._made.add(torch_compat.storage_id(args[0]))
         written = [
-            (tensor, _place(tensor))
+            (tensor, place_of(tensor))
             for argument in torch_compat.written_args(function, args, kwargs)
             for tensor in _tensors(argument)
             if torch_compat.storage_id(tensor) not in self._made
@@ -208,7 +208,7 @@ class _Watch:
         for number, result in enumerate(results):
             if torch_compat.storage_id(result) == torch_compat.storage_id(bases[0]):
                 self.views.setdefault(
-                    _place(result), (_place(bases[0]), _view_op(function, args, kwargs, bases[0], number))
+                    place_of(result), (place_of(bases[0]), _view_op(function, args, kwargs, bases[0], number))
                 )
 
     def _save(self, tensor: torch.Tensor) -> None:
@@ -243,7 +243,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in flatten(value)[0] if torch_compat.has_memory(leaf)]
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where a tensor lies, and how it is read."""
     layout = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return torch_compat.storage_id(tensor), *layout
@@ -254,7 +254,7 @@ def _refuse_reshaping(function: Any, tensor: torch.Tensor, place: tuple[Any, ...
     recording would change it once more, and no replay would.
     """
     storage, offset, size, stride, *_ = place
-    if torch_compat.storage_id(tensor) == storage and _place(tensor) != place:
+    if torch_compat.storage_id(tensor) == storage and place_of(tensor) != place:
         tensor.as_strided_(size, stride, offset)
         raise TraceError(
             "PG207",

@@ -15,9 +15,10 @@ weights, their layout); numbers may count the layers, as long as none of them wa
 an element for each layer must repeat likewise, because the loop over the layers may read them. Then the two blocks that
 were traced must have the same graph, in which the second takes from the first what the first takes from what is before
 it; and nothing behind the blocks may read the first. Anything else, and all layers are traced. One thing is not seen:
-that the loop itself counts, and does something else for a layer that was not traced. So such a trace is kept only if it
-gives the function's own values to the bit, of data that would show a difference, as zeros do not; otherwise another is
-made, with all layers.
+that the loop itself counts, and does something else for a layer that was not traced. So the function is run op by op,
+with all layers and with those that were traced: it must call the same ops for every block as for the second, with the
+same constants and on the same tensors, counted from block to block, and the same behind them. Values tell less: zeros
+and NaN stay what they are whatever is done to them, and not every kernel gives the same bits twice.
 """
 
 from __future__ import annotations
@@ -38,8 +39,6 @@ from piecegraph.base.plan import Decision
 from piecegraph.graph.signature import is_constant
 
 _LONGEST_BLOCK = 8
-_distrusted: set[type] = set()
-"""Classes whose layers are not as equal as they look."""
 
 
 def _forward_of(model: nn.Module) -> Callable[..., Any]:
@@ -70,6 +69,11 @@ class LayerStack:
     def name(self) -> str:
         """Of the list, in its owner."""
         return self.path[-1]
+
+    @property
+    def members(self) -> tuple[nn.Module, ...]:
+        """The layers."""
+        return tuple(self.model.get_submodule(".".join(self.path)).children())
 
     @property
     def num_traced(self) -> int:
@@ -115,7 +119,7 @@ def find_stack(
         return None
     path, layers = max(lists, key=lambda found: len(found[1]._modules))
     owner, num_layers = model.get_submodule(path.rpartition(".")[0]), len(layers._modules)
-    if type(owner) in _distrusted or len(set(map(id, layers.children()))) != num_layers:
+    if len(set(map(id, layers.children()))) != num_layers:
         return None
     if _is_held(model, path):
         return None
@@ -136,11 +140,6 @@ def _is_held(model: nn.Module, path: str) -> bool:
     names = path.split(".")
     copied = {id(model.get_submodule(".".join(names[:depth]))) for depth in range(len(names) + 1)}
     return any(id(value) in copied for module in model.modules() for value in vars(module).values())
-
-
-def distrust(stack: LayerStack) -> None:
-    """What was traced of some layers has turned out to be wrong: from now on, all are traced."""
-    _distrusted.add(type(stack.owner))
 
 
 def _are_equal(owner: nn.Module, layers: Sequence[nn.Module], first: int, second: int) -> bool:

@@ -58,8 +58,8 @@ _SCHEMAS = {
 }
 """Each op, and why it is no part of a piece. What stands behind ``site`` was read when the model was traced."""
 
-OUTPUTS = {schema.partition("(")[0]: schema.partition("Tensor(a!)")[0].count(",") for schema in _SCHEMAS}
-"""Which argument of each op is written."""
+SITE_ARGS: dict[Any, int] = {}
+"""Which argument of each op is its call site."""
 
 LIBRARY = torch.library.Library("piecegraph", "FRAGMENT")
 
@@ -86,6 +86,7 @@ def _define() -> None:
         LIBRARY.impl(name, _implementation(name, site), "CompositeExplicitAutograd")
         torch.library.register_fake(f"piecegraph::{name}", _no_result, lib=LIBRARY)
         register_cut_op(getattr(torch.ops.piecegraph, name), reason)
+        SITE_ARGS[getattr(torch.ops.piecegraph, name).default] = site
 
 
 _define()

@@ -73,30 +73,19 @@ def start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None = 
     """Load, trace, compile, measure, allocate, record, check."""
     clock = StageClock()
     with collector_paused():
-        started = _try_to_start(path, config, events, ranks, clock)
-        if started is None:  # what it held of the device goes with it
+        try:
+            started = _start(path, config, events, ranks, clock)
+        except _WrongPlanError:
+            started = None  # what it holds of the device goes with it
+        if started is None:
             gc.collect()
-            started = _try_to_start(path, config, events, ranks, clock)
-        started = started or _start(path, config, events, ranks, clock)
+            started = _start(path, config, events, ranks, clock)
     clock.lap("compile")
     return replace(started, stages=all_stages(clock.seconds, of="piecegraph.llm.llm"))
 
 
-_NOT_THE_MODEL = "it is not the model's to the bit"
-
-
 class _WrongPlanError(Exception):
-    """What was loaded from the cache, or traced of some layers, is not the model's, and is there no more."""
-
-
-def _try_to_start(
-    path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None, clock: StageClock
-) -> Started | None:
-    """None if it is worth another try: what was loaded may be wrong, and so may what was traced of some layers."""
-    try:
-        return _start(path, config, events, ranks, clock)
-    except _WrongPlanError:
-        return None
+    """What was loaded from the cache did not pass the self check, and is there no more."""
 
 
 def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None, clock: StageClock) -> Started:
@@ -123,8 +112,6 @@ def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None, 
     model, cache, early = _trace_and_compile(loaded, config, limits, clock, events, part)
     weights = loaded.weights.wait() if loaded.weights is not None else None
     clock.lap("load")
-    _check_layers(model, ranks)
-    clock.lap("check")
     trace_embeds = _embeds_tracer(loaded, model, cache, config, events, part)
     parts = Parts.make(loaded, model, config, limits, trace_embeds, events, ranks)
     with model.pipeline.compiling():
@@ -163,17 +150,6 @@ def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None, 
     )
 
 
-def _check_layers(model: TracedModel, ranks: Ranks | None) -> None:
-    """What was traced of some layers is the model's to the bit, or all are traced, by all ranks."""
-    is_right = model.some_layers is None or model.some_layers.is_right()
-    if is_right:
-        model.pipeline.accept_layers()
-    else:
-        model.pipeline.refuse_trace(_NOT_THE_MODEL)
-    if not (is_right if ranks is None else ranks.are_all(is_right)):
-        raise _WrongPlanError
-
-
 def _checks(
     loaded: LoadedModel, model: TracedModel, parts: Parts, engine: LLMEngine, progress: Progress
 ) -> list[Decision]:
@@ -195,7 +171,7 @@ def _self_check(
         with progress.bar("self check", 1):
             found = self_check(loaded.model, engine)
     except ModelError as error:
-        if not model.pipeline.refuse_trace(error.why):
+        if not model.pipeline.refuse_kept(error.why):
             raise
         if parts.ranks is not None:
             parts.ranks.are_all(False)
@@ -360,9 +336,6 @@ def _embeds_tracer(
             position_rows=model.position_rows,
             part=part,
         )
-        if traced.some_layers is not None and not traced.some_layers.is_right():
-            traced.pipeline.refuse_trace(_NOT_THE_MODEL)
-            return trace_embeds()
         traced.pipeline.keep(traced.traced)
         assert (traced.layers, traced.states) == (model.layers, model.states), "the same calls in the same order"
         return traced

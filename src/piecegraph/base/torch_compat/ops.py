@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS, CustomOpDef
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 _BUILTIN_OPS = {
     operator.matmul: "matmul",
@@ -90,6 +90,11 @@ def draws_random_numbers(target: Any) -> bool:
 def is_op(target: Any) -> bool:
     """Whether something is an op as the dispatcher calls it."""
     return isinstance(target, OpOverload)
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether something is an op that calls functions it is given: ``cond``, ``flex_attention``."""
+    return isinstance(target, HigherOrderOperator)
 
 
 def tags_of(target: Any) -> Collection[torch.Tag] | None:

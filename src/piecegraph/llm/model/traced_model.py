@@ -20,28 +20,30 @@ from piecegraph.base.config import Options
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Cut, Decision, Piece
 from piecegraph.base.progress import Progress, StageClock
+from piecegraph.engine.layer_check import Layers
 from piecegraph.engine.pipeline import Lowered, Pipeline, Variant
 from piecegraph.errors import ModelError, TraceError
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.equal_layers import find_stack
-from piecegraph.graph.example import read_example
+from piecegraph.graph.example import Example, read_example
 from piecegraph.graph.fuse import PlaceWeight, place_by_copy
 from piecegraph.graph.fx_nodes import put_below
 from piecegraph.graph.interception import Interception
 from piecegraph.graph.signature import Binder
 from piecegraph.graph.split import find_intercepted
 from piecegraph.graph.tracer import Traced
+from piecegraph.llm import ops
 from piecegraph.llm.kernels.decode_pieces import most_rows, use_fused_ops
 from piecegraph.llm.kernels.early_launch import inductor_settings
 from piecegraph.llm.kernels.linear import linear_passes
 from piecegraph.llm.model.decoder import Decoder, make_decoder
 from piecegraph.llm.model.head import Head, decoder_name, decoder_of
-from piecegraph.llm.model.layer_check import TracedDecoder
 from piecegraph.llm.model.plug import UnsupportedCallError
 from piecegraph.llm.model.positions import count_by_sequence, rows_of_positions
 from piecegraph.llm.model.shards import Part
 from piecegraph.llm.model.sites import number_experts, number_sites, number_states
 from piecegraph.llm.model.trace_cache import TraceCache
+from piecegraph.llm.ranks.collectives import ALL_REDUCE
 from piecegraph.llm.specs import AttentionLayer, LatentLayer, Reach, StateLayer
 
 _TRACED_TOKENS = 16
@@ -95,8 +97,6 @@ class TracedModel:
     steps: tuple[Piece | Cut, ...]
     num_compiles: int
     decisions: tuple[Decision, ...]
-    some_layers: TracedDecoder | None
-    """What is yet to be compared with the model, if not all layers were traced."""
 
     def num_places(self, interception: Interception) -> int:
         """How many calls an interception is for."""
@@ -152,8 +152,7 @@ def trace_model(
         clock=clock or StageClock(),
     )
     with Progress(options.progress).bar("trace", 1):
-        read, position_rows, decisions = _read_decoder(model, cache, pipeline, takes_embeds, position_rows)
-    traced = read.traced
+        traced, position_rows, decisions = _read_decoder(model, cache, pipeline, takes_embeds, position_rows)
     number_experts(traced.graph, model)
     layers, reaches = number_sites(traced.graph)
     states = number_states(traced.graph, tuple(path for path, _ in cache.opaque))
@@ -175,7 +174,6 @@ def trace_model(
         lowered.steps,
         lowered.num_compiles,
         (*decisions, *fused, *pipeline.decisions),
-        read if read.traced.decisions else None,
     )
 
 
@@ -197,24 +195,21 @@ def _decoder_of(traced: Traced, lowered: Lowered) -> Decoder:
 
 def _read_decoder(
     model: Any, cache: TraceCache, pipeline: Pipeline, takes_embeds: bool, position_rows: int | None
-) -> tuple[TracedDecoder, int, tuple[Decision, ...]]:
+) -> tuple[Traced, int, tuple[Decision, ...]]:
     """The decoder's graph, in how many rows it takes positions, and what was decided about it."""
-    read = _trace_decoder(model, cache, pipeline, takes_embeds, position_rows or 1)
+    traced = _trace_decoder(model, cache, pipeline, takes_embeds, position_rows or 1)
     if position_rows is None:
-        position_rows = rows_of_positions(read.traced, 1)
+        position_rows = rows_of_positions(traced, 1)
         if position_rows > 1:  # it makes several of one: it may take as many
-            read = _trace_decoder(model, cache, pipeline, False, position_rows)
-    traced = read.traced
+            traced = _trace_decoder(model, cache, pipeline, False, position_rows)
     decisions = (*cache.decisions, *traced.decisions, *count_by_sequence(traced, 1, type(model).__name__))
     if position_rows == 1:
-        return read, position_rows, decisions
+        return traced, position_rows, decisions
     reason = f"the decoder makes {position_rows} rows of the positions of a text"
-    return read, position_rows, (*decisions, Decision("positions", "in three dimensions", reason))
+    return traced, position_rows, (*decisions, Decision("positions", "in three dimensions", reason))
 
 
-def _trace_decoder(
-    model: Any, cache: TraceCache, pipeline: Pipeline, takes_embeds: bool, position_rows: int
-) -> TracedDecoder:
+def _trace_decoder(model: Any, cache: TraceCache, pipeline: Pipeline, takes_embeds: bool, position_rows: int) -> Traced:
     decoder = decoder_of(model)
 
     def forward_of(decoder: Any) -> Callable[..., torch.Tensor]:
@@ -236,11 +231,29 @@ def _trace_decoder(
     )
     try:
         with cache.installed():
-            traced = pipeline.trace(forward, example, weights, find_stack(decoder, forward_of))
+            traced = pipeline.trace(forward, example, weights, _layers_of(decoder, forward_of, example))
     except TraceError as error:
         raise _refusal(model, error) from error
     put_below(traced.graph, decoder_name(model))
-    return TracedDecoder(traced, forward, example, cache)
+    return traced
+
+
+_STUBS = {op: (site,) for op, site in ops.SITE_ARGS.items()} | {ALL_REDUCE: ()}
+"""There is no cache yet, and no step that other ranks take part in. A trace numbers call sites afterwards."""
+
+
+def _layers_of(
+    decoder: Any, forward_of: Callable[[Any], Callable[..., torch.Tensor]], example: Example
+) -> Layers | None:
+    """Those of which only some need be traced. What they compute of weights that are still to come does not matter."""
+    stack = find_stack(decoder, forward_of)
+
+    def run(forward: Callable[..., torch.Tensor]) -> None:
+        args, kwargs = example.with_tensors(example.tensors)
+        with torch.no_grad():
+            forward(*args, **kwargs)
+
+    return None if stack is None else Layers(stack, run, _STUBS)
 
 
 def _forward_of(decoder: Any, embed: Any, position_rows: int) -> Callable[..., torch.Tensor]:

@@ -5,9 +5,6 @@ On a GPU it is part of compiled pieces and is captured with them; gloo's runs on
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -32,15 +29,9 @@ class SmallSums(Protocol):
 _one_shots: dict[str, SmallSums] = {}
 """By the labels of groups that have one."""
 
-
-class _Alone(threading.local):
-    is_alone = False
-
-
-_alone = _Alone()
-
 _LIBRARY = torch.library.Library(COLLECTIVES, "DEF")
 _LIBRARY.define("all_reduce(Tensor(a!) tensor, str group) -> ()")
+ALL_REDUCE = torch.ops.piecegraph_ranks.all_reduce.default
 
 
 def name_group(label: str, group: Any) -> None:
@@ -56,16 +47,6 @@ def use_one_shot(label: str, sums: SmallSums | None) -> None:
         _one_shots[label] = sums
 
 
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """In this thread nothing is added up inside, and no rank waits for another: every sum is this rank's summand."""
-    before, _alone.is_alone = _alone.is_alone, True
-    try:
-        yield
-    finally:
-        _alone.is_alone = before
-
-
 def sum_over_ranks(group: str, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
     """A hook behind a module whose result is a summand. Its result is nobody else's, so it is written over."""
     torch.ops.piecegraph_ranks.all_reduce(output, group)
@@ -73,8 +54,6 @@ def sum_over_ranks(group: str, module: torch.nn.Module, args: Any, output: torch
 
 
 def _all_reduce(tensor: torch.Tensor, group: str) -> None:
-    if _alone.is_alone:
-        return
     sums = _one_shots.get(group)
     if sums is not None and sums.takes(tensor):
         sums.all_reduce(tensor)
