@@ -10,12 +10,9 @@ of a new plan are those of a loaded one, too: the function runs once and is comp
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
-import os
 import pickle
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +35,7 @@ from piecegraph.base.entries import (
 )
 from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Decision
+from piecegraph.base.scratch import scratch_folder
 from piecegraph.base.text import count_of
 from piecegraph.engine.plan_key import key_of, plan_factors
 from piecegraph.errors import CacheError
@@ -228,20 +226,14 @@ class KeptPlan:
 
 
 def _scratch_folder() -> Path:
-    """A folder of this process alone, removed at its end.
+    """A folder of this process alone.
 
     It is named as Inductor names its own: what is written there is known to be nobody's code.
     """
     with _told_as_ours():
-        folder = Path(tempfile.mkdtemp(prefix="torchinductor_piecegraph_"))
+        folder = scratch_folder("torchinductor_piecegraph_")
         (folder / _COMPILED).mkdir(mode=0o700)
-    atexit.register(_remove_scratch, folder, os.getpid())
     return folder
-
-
-def _remove_scratch(folder: Path, process: int) -> None:
-    if os.getpid() == process:  # and not one that was forked from it
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
