@@ -159,7 +159,10 @@ def test_weights_that_are_not_numbers(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="PG664 LlamaForCausalLM gives no answer: the model gave NaN or infinity"):
+    told = (
+        "PG664 LlamaForCausalLM gives no answer: the model gave NaN or infinity, and so does transformers. hint: look"
+    )
+    with pytest.raises(ModelError, match=told):
         piecegraph.LLM(folder, backend="eager")
 
 

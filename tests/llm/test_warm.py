@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import piecegraph
 from piecegraph.errors import ModelError
@@ -105,6 +107,17 @@ def test_an_edited_configuration_is_a_miss(model: Path) -> None:
     (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     with load(model) as llm:
         assert "variance_epsilon was 1e-06, is 0.001" in told(llm)
+
+
+def test_a_plan_is_not_to_blame_for_the_weights(model: Path) -> None:
+    file = model / "model.safetensors"
+    weights = load_file(file)
+    save_file({**weights, "model.norm.weight": weights["model.norm.weight"] * torch.nan}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match="PG664 .* and so does transformers"):
+        load(model)
+    save_file(weights, file, {"format": "pt"})
+    with load(model) as llm:
+        assert "cache: warm" in told(llm)
 
 
 def test_what_fails_the_self_check_is_made_anew(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ from piecegraph.llm.run.early_kernels import EarlyKernels, Shapes, shapes_of
 from piecegraph.llm.run.engine import LLMEngine
 from piecegraph.llm.run.row_check import check_rows
 from piecegraph.llm.run.scheduler import SchedulerLimits
-from piecegraph.llm.run.self_check import self_check
+from piecegraph.llm.run.self_check import BrokenModelError, self_check
 from piecegraph.llm.run.sizing import check_batch, free_bytes_twice
 from piecegraph.llm.run.step import StepCounts
 
@@ -171,7 +171,7 @@ def _self_check(
         with progress.bar("self check", 1):
             found = self_check(loaded.model, engine)
     except ModelError as error:
-        if not model.pipeline.refuse_kept(error.why):
+        if isinstance(error, BrokenModelError) or not model.pipeline.refuse_kept(error.why):
             raise
         if parts.ranks is not None:
             parts.ranks.are_all(False)

@@ -36,6 +36,10 @@ step of both is of a size that is recorded for others, too: 32 tokens, also with
 _PROMPTS, _BEYOND, _STEPS, _PLAIN = "prompts", "prompts behind a window", "decode steps", "steps without hidden states"
 
 
+class BrokenModelError(ModelError):
+    """The model itself is at fault: transformers has no answer either."""
+
+
 def self_check(model: Any, engine: LLMEngine) -> Decision:
     """Generate a few tokens for two prompts and compare the logits of every step with those of one plain forward.
 
@@ -163,11 +167,16 @@ def _as_transformers(model: Any, max_model_len: int) -> Iterator[None]:
 
 def _reference(model: Any, generation: Generation) -> torch.Tensor:
     """What transformers makes of a request and its answer."""
-    failure = generation.request.error
+    failure, known = generation.request.error, generation.request.tokens.tolist()
+    tokens = torch.tensor([known[:-1] if failure is None else known], device=model.device)
+    positions = _positions(generation, tokens.shape[1], model.device)
+    logits: torch.Tensor = model(input_ids=tokens, use_cache=False, **positions).logits[0]
     if failure is not None:
-        raise ModelError("PG664", f"{type(model).__name__} gives no answer", why=failure.why, hint=failure.hint)
-    tokens = torch.tensor([generation.request.tokens[:-1].tolist()], device=model.device)
-    logits: torch.Tensor = model(input_ids=tokens, use_cache=False, **_positions(generation, model.device)).logits[0]
+        what = f"{type(model).__name__} gives no answer"
+        if bool(logits.isfinite().all()):
+            raise ModelError("PG664", what, why=f"{failure.why}, where transformers does not", hint=failure.hint)
+        hint = "look for weights that are not finite, or too large for the dtype"
+        raise BrokenModelError("PG664", what, why=f"{failure.why}, and so does transformers", hint=hint)
     return logits
 
 
@@ -207,11 +216,11 @@ def _positions_of_an_image(num_tokens: int) -> NDArray[np.integer]:
     return positions
 
 
-def _positions(generation: Generation, device: torch.device) -> dict[str, torch.Tensor]:
+def _positions(generation: Generation, length: int, device: torch.device) -> dict[str, torch.Tensor]:
     """The positions a request brought, continued for what it generated, as transformers takes them."""
     request = generation.request
     if request.mrope_positions is None:
         return {}
-    following = np.arange(request.num_prompt, len(request.tokens) - 1) + request.mrope_delta
+    following = np.arange(request.num_prompt, length) + request.mrope_delta
     positions = np.concatenate((request.mrope_positions, np.broadcast_to(following, (3, len(following)))), axis=1)
     return {"position_ids": torch.from_numpy(positions)[:, None].to(device)}
