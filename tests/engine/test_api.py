@@ -221,6 +221,16 @@ def test_or_valid_until_the_next_call() -> None:
         assert fast(torch.randn(8, 12)).data_ptr() == first.data_ptr()
 
 
+def test_padding_between_columns_shows_in_no_result() -> None:
+    for options in ({}, {"clone_outputs": False}):
+        fast = compile_eager(lambda x: -x, dynamic_dims={"x": 1}, capture_sizes=[8], options=options)
+        x = torch.randn(3, 5)
+        with torch.no_grad():
+            found = fast(x)
+        assert found.stride() == (5, 1)
+        assert torch.equal(found, -x)
+
+
 def test_views_of_inputs_are_views_of_the_callers_inputs() -> None:
     fast = compile_eager(lambda x: (x.view(-1), x[1], x.T, x.chunk(2)[1]), capture_sizes="auto")
     with torch.no_grad():

@@ -77,6 +77,20 @@ def variants(device: str) -> dict[str, dict[str, Any]]:
     }
 
 
+class Layer(nn.Module):
+    """One of several that differ in their weights alone."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.gain = number, 0.5
+        self.lin = nn.Linear(4, 4)
+        self.lin.load_state_dict({"weight": values(10 + number, 4, 4) / 4, "bias": values(20 + number, 4)})
+        self.register_buffer("seen", values(30 + number, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.lin(x).tanh() * self.gain
+
+
 class Skeleton(nn.Module):
     """The parameters and buffers that programs may use."""
 
@@ -90,6 +104,7 @@ class Skeleton(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", values(5, 4))
         self.register_buffer("cache", values(6, 16, 4))
+        self.layers = nn.ModuleList([Layer(number) for number in range(5)])
 
 
 def values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -88,6 +88,24 @@ STATEMENTS: Mapping[str, Sequence[str]] = {
         "self.cache[: {a}.shape[0]] = {a}", "self.cache[0].add_({a}[0])", "self.mean.add_({a}.sum(0))",
         "self.cache.index_copy_(0, {i}[:1], {a}[:1])",
     ),
+    "layers": (
+        "for layer in self.layers: {a} = layer({a})", "for layer in self.layers: {a} = layer({a})",
+        "for layer in self.layers: {a} = layer({b}) + {a}", "for layer in self.layers: {a}.copy_(layer({a}))",
+        "for n, layer in enumerate(self.layers): {a} = layer({a}) if n != 3 else {a}",
+        "for n, layer in enumerate(self.layers): {a} = layer({a}) * (2 if n == 4 else 1)",
+        "for n, layer in enumerate(self.layers): {a} = layer({a} if n < 3 else {b})",
+        "for n, layer in enumerate(self.layers): {a} = layer({a}) + self.cache[n]",
+        "for n, layer in enumerate(self.layers): {a} = layer({a}) / (n + 1)",
+        "for layer in self.layers: {a} = layer({a}); layer.seen.add_(1)",
+        "for layer in self.layers: {a} = layer({a}) * layer.seen",
+        "for layer in self.layers: {a}, {b} = layer({b}), {a}",
+        "for layer in self.layers: {a} = layer(layer({a}))",
+        "for layer in self.layers: {a} = F.linear({a}, layer.lin.weight)",
+        "for layer in reversed(self.layers): {a} = layer({a})", "for layer in self.layers[1:]: {a} = layer({a})",
+        "for layer in self.layers: {a} = layer({a}) if layer.number != 2 else -layer({a})",
+        "for layer in self.layers: self.mean.add_(layer({a}).sum(0)); {a} = layer({a})",
+        "{a} = {a} * self.layers[-1].seen", "{a} = {a} + len(self.layers)",
+    ),
     "cuts": ("torch.ops.pgfuzz.cut_into({a}, {b})", "torch.ops.pgfuzz.cut_into({a}[0], self.mean)"),
     "eager": ("eager_into({a}, {b})",),
     "random": ("{a}.uniform_()",),
@@ -100,6 +118,12 @@ EVENTS: Mapping[str, Sequence[str]] = {
         "model.mean = values({seed}, 4)",
         "model.load_state_dict({{'w': values({seed}, 4, 4)}}, strict=False, assign=True)",
         "model.double().float()", "model.lin = nn.Linear(4, 4, device=DEVICE); model.lin.bias.data.zero_()",
+    ),
+    "layers": (
+        "model.layers[3].lin.weight.data.mul_(2)", "model.layers[4].seen.zero_()",
+        "model.layers[2].lin.bias = nn.Parameter(values({seed}, 4))", "model.layers[1].gain = 1.5",
+        "model.layers[3].gain = 0.25", "model.layers = model.layers[:4]",
+        "model.layers[4].register_forward_hook(lambda layer, args, out: out * 2)",
     ),
     "mode": ("model.train()", "model.eval()"),
     "results": ("run.poke(r{last})",),
@@ -277,6 +301,7 @@ class _Writer:
             line = self.fill(self.group(STATEMENTS))
         if line and self.runs(line):
             self.body.append(line)
+            self.scope.pop("layer", None)  # the model's own: the compiled one returns another
             for name, value in list(self.scope.items()):
                 if isinstance(value, torch.Tensor) and value.numel() > _MAX_NUMEL:
                     del self.scope[name]

@@ -197,7 +197,7 @@ def _leaf_maker(
     leaf: ResultLeaf, body: Body, recorded: tuple[int, ...], sizes: tuple[int, ...], *, clone: bool
 ) -> MakeLeaf:
     if isinstance(leaf, FromOutput):
-        return _output_maker(leaf.index, body, recorded, sizes, clone=clone and not leaf.is_state)
+        return _output_maker(leaf.index, body, recorded, sizes, clone=clone, is_state=leaf.is_state)
     if isinstance(leaf, Fixed):
         return lambda outputs, tensors: leaf.value
     if isinstance(leaf, FromCall):
@@ -226,8 +226,13 @@ def _view_maker(leaf: SeenView, ops: Sequence[Callable[[torch.Tensor], torch.Ten
     return make if ops else copy
 
 
+def _leaves_gaps(value: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether padding was cut out of the middle of memory: what is left lies otherwise than if there were none."""
+    return not (value is whole or value.is_contiguous() or is_dense(value)) and is_dense(whole)
+
+
 def _output_maker(
-    index: int, body: Body, recorded: tuple[int, ...], sizes: tuple[int, ...], *, clone: bool
+    index: int, body: Body, recorded: tuple[int, ...], sizes: tuple[int, ...], *, clone: bool, is_state: bool = False
 ) -> MakeLeaf:
     shape = body.output_shape(index, sizes)
     if shape is None:  # a number, or a shape read from data: made afresh by an eager step
@@ -241,7 +246,7 @@ def _output_maker(
         value = whole
         for dim, length in cuts:
             value = value.narrow(dim, 0, length)
-        if not clone:
+        if is_state or not (clone or _leaves_gaps(value, whole)):
             return value
         return value.clone() if whole.is_contiguous() or is_dense(whole) else copy_as_it_lies(value)
 
