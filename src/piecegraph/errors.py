@@ -72,7 +72,7 @@ CODES: dict[str, str] = {
     "PG511": "what the host reads leads along a path that is not recorded",
     "PG512": "what the host reads leads along another path at every call",
     "PG513": "no recorded step covers the step yet",
-    "PG514": "the function asks how a tensor lies in memory, and it lies otherwise than planned",
+    "PG514": "what the function does depends on how a tensor lies in memory, and it lies otherwise than planned",
     "PG515": "weights were replaced or moved",
     "PG516": "a dimension that nothing names turned out to change",
     "PG517": "a change outside the call was noticed late",

@@ -237,6 +237,76 @@ def test_strides_that_are_asked_for(compiled: Any, function: Callable[..., Any])
     assert fast.stats()["events"] == {"PG514": 2}
 
 
+def shares_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def writes_to_reshaped(x: Tensor) -> Tensor:
+    y = x.reshape(-1)
+    y.add_(1)
+    return y * 2
+
+
+def writes_to_contiguous(x: Tensor) -> Tensor:
+    x.contiguous().mul_(3)
+    return x + 1
+
+
+def writes_to_a_part(x: Tensor) -> Tensor:
+    torch.flatten(input=x, start_dim=0)[2:].zero_()
+    return x + 1
+
+
+def writes_to_what_it_computed(x: Tensor) -> Tensor:
+    y = x * 2
+    y.ravel().add_(1)
+    return y
+
+
+def writes_in_a_format(x: Tensor) -> Tensor:
+    x[None, None].to(memory_format=torch.channels_last).add_(1)
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        writes_to_reshaped,
+        writes_to_contiguous,
+        writes_to_a_part,
+        writes_to_what_it_computed,
+        writes_in_a_format,
+        lambda x: x.flatten(),
+    ],
+)
+@pytest.mark.parametrize("first", ["rows", "columns", "gaps"])
+def test_views_that_are_copies_of_other_layouts(compiled: Any, function: Callable[..., Any], first: str) -> None:
+    layouts: dict[str, Callable[[], Tensor]] = {
+        "rows": lambda: torch.arange(12.0).view(3, 4),
+        "columns": lambda: torch.arange(12.0).view(4, 3).T,
+        "gaps": lambda: torch.arange(24.0).view(3, 8)[:, ::2],
+    }
+    fast = compiled(function)
+    for name in (first, *layouts, first):
+        mine, plain = layouts[name](), layouts[name]()
+        found, expected = fast(mine), function(plain)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(mine, plain)
+        assert shares_memory(mine, found) == shares_memory(plain, expected)
+
+
+def test_layouts_are_free_where_no_write_shows(compiled: Any) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x.add(1)
+        y += 1
+        return y.contiguous().view(-1) + x.reshape(-1) * 2
+
+    fast = compiled(function)
+    for x in (torch.randn(3, 4), torch.randn(4, 3).T, torch.randn(3, 8)[:, ::2]):
+        torch.testing.assert_close(fast(x), function(x))
+    assert fast.stats()["events"] == {}
+
+
 # --- weights that are replaced
 
 

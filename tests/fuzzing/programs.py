@@ -8,6 +8,7 @@ run at once on the first call's arguments: one that raises is left out, so nothi
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -123,7 +124,6 @@ EVENTS: Mapping[str, Sequence[str]] = {
         "model.layers[3].lin.weight.data.mul_(2)", "model.layers[4].seen.zero_()",
         "model.layers[2].lin.bias = nn.Parameter(values({seed}, 4))", "model.layers[1].gain = 1.5",
         "model.layers[3].gain = 0.25", "model.layers = model.layers[:4]",
-        "model.layers[4].register_forward_hook(lambda layer, args, out: out * 2)",
     ),
     "mode": ("model.train()", "model.eval()"),
     "results": ("run.poke(r{last})",),
@@ -452,7 +452,7 @@ def programs(draw: Draw, without: Collection[str] = ()) -> Program:
     uses_model = any("self" in line or "model" in line for line in text)
     return Program(
         parameters=tuple(parameters),
-        body=tuple(writer.body),
+        body=_without_dead_lookups(writer.body, results),
         results=results,
         shape=writer.pick(_shapes(len(results))),
         schedule=tuple(calls.lines),
@@ -463,6 +463,19 @@ def programs(draw: Draw, without: Collection[str] = ()) -> Program:
         else writer.pick(("compile", "original", "install")),
         is_function=not uses_model,
     )
+
+
+def _without_dead_lookups(body: Sequence[str], results: Sequence[str]) -> tuple[str, ...]:
+    """Without values that nobody reads and that may be looked up where there is nothing: tracers leave them out, and
+    with them the error of a later call.
+    """
+    kept: list[str] = []
+    for line in reversed(body):
+        name = line.partition(" = ")[0]
+        is_lookup = re.search(r"= \w+\[[a-z]\w*\]$|index_select|embedding", line) is not None
+        if not is_lookup or any(re.search(rf"\b{name}\b", later) for later in (*kept, *results)):
+            kept.append(line)
+    return tuple(reversed(kept))
 
 
 def _left_out(draw: Draw) -> Iterator[str]:

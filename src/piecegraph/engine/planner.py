@@ -146,7 +146,7 @@ class Planner:
         )
         source, decisions = self._understand(example, pipeline)
         signature = source.signature if isinstance(source, Traced) else example.signature
-        if source.layout_reader:
+        if source.layout_reader is not None:
             signature = with_layout(signature, source.layout_reader)
         args, kwargs = example.args, example.kwargs
         call = signature.match(*example.binder.bind(args, kwargs), subject.training, args, kwargs)

@@ -21,8 +21,14 @@ from piecegraph.engine.eager_interception import ShownCalls
 from piecegraph.errors import TraceError
 from piecegraph.graph.example import Example
 from piecegraph.graph.interception import off
+from piecegraph.graph.signature import LayoutReader
 
 _LAYOUT_READS = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset})
+_VIEWS_OR_COPIES = frozenset(
+    {torch.reshape, torch.flatten, torch.ravel}
+    | {torch.Tensor.reshape, torch.Tensor.reshape_as, torch.Tensor.flatten, torch.Tensor.ravel, torch.Tensor.contiguous}
+)
+"""What they give shares memory with what they are given, or does not: that depends on strides."""
 _aten = torch.ops.aten
 _LAYOUT_OPS = frozenset({_aten.as_strided.default, _aten.as_strided_.default, _aten.as_strided_scatter.default})
 """What they read depends on how the tensor lies, and a tensor that was computed lies as what it was computed from."""
@@ -45,8 +51,8 @@ class Watched:
     """Other memory it wrote to that was there before: whole storages."""
     left: tuple[torch.Tensor, ...]
     """What it left in the memory of written arguments and in the other, before that was put back."""
-    layout_reader: str
-    """The line that asked how a tensor lies in memory; empty if none did."""
+    layout_reader: LayoutReader | None
+    """What did something that would be something else if tensors lay otherwise in memory."""
     views: dict[tuple[Any, ...], tuple[tuple[Any, ...], ViewOp]]
     """What is a view of an argument: its place in memory, that of the tensor it was made from, and how."""
 
@@ -89,6 +95,7 @@ def watch(call: Callable[[Sequence[torch.Tensor]], Any], example: Sequence[torch
         places = [place_of(tensor) for tensor in inputs]
         with writes_put_back(inputs) as seen:
             returned = call(inputs)
+            seen.note_returned(returned)
             left = {storage: memory.clone() for storage, (memory, _) in seen.saved.items()}
     index = {torch_compat.storage_id(tensor): i for i, tensor in enumerate(inputs)}
     written = sorted((index[storage], storage) for storage in seen.saved if storage in index)
@@ -147,14 +154,19 @@ class _Watch:
         """Storages that the run itself has made."""
         self.saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Storages that were written to, with what they held before."""
-        self.layout_reader = ""
+        self.layout_reader: LayoutReader | None = None
+        self._views_or_copies: list[tuple[int, int, str]] = []
+        """What was given and what came of it, as storages, and the line."""
         self.views: dict[tuple[Any, ...], tuple[tuple[Any, ...], ViewOp]] = {}
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (function in _LAYOUT_READS or function in _LAYOUT_OPS) and not self.layout_reader:
-            self.layout_reader = str(user_line() or function.__name__)
+        if function in _LAYOUT_READS or function in _LAYOUT_OPS:
+            self._note_reader(str(user_line() or function.__name__), reads_numbers=True)
         if not torch_compat.is_op(function):
-            return function(*args, **kwargs)
+            returned = function(*args, **kwargs)
+            if function in _VIEWS_OR_COPIES or kwargs.get("memory_format") is not None:
+                self._note_view_or_copy(function, (args, kwargs), returned)
+            return returned
         if torch_compat.is_made_of_data(function, args):
             self._made.add(torch_compat.storage_id(args[0]))
         written = [
@@ -174,9 +186,43 @@ class _Watch:
                 _refuse_reshaping(function, tensor, place)
         self._save_changed(read)
         results = _tensors(returned)
-        self._made |= {torch_compat.storage_id(result) for result in results} - set(outside)
+        made = {torch_compat.storage_id(result) for result in results} - set(outside)
+        self._made |= made
+        self._note_write(made, torch_compat.written_args(function, args, kwargs))
         self._note_views(function, args, kwargs, tensors, results)
         return returned
+
+    def _note_reader(self, line: str, *, reads_numbers: bool) -> None:
+        """One that reads numbers asks for more than one that makes views."""
+        if self.layout_reader is None or (reads_numbers and not self.layout_reader.reads_numbers):
+            self.layout_reader = LayoutReader(line, reads_numbers)
+
+    def _note_view_or_copy(self, function: Any, arguments: Any, returned: Any) -> None:
+        given, came = (_tensors(value)[:1] for value in (arguments, returned))
+        if given and came:
+            storages = torch_compat.storage_id(given[0]), torch_compat.storage_id(came[0])
+            self._views_or_copies.append((*storages, str(user_line() or function.__name__)))
+
+    def _note_write(self, made: set[int], written: Any) -> None:
+        """A write to what may be a view shows in what it may be a view of, or does not.
+
+        Args:
+            made: storages that are new, perhaps in the place of others that are gone.
+            written: arguments that were written to.
+        """
+        if made and self._views_or_copies:
+            self._views_or_copies = [each for each in self._views_or_copies if not made & set(each[:2])]
+        storages = {torch_compat.storage_id(tensor) for tensor in _tensors(written)} if self._views_or_copies else set()
+        for given, came, line in self._views_or_copies:
+            if storages & {given, came}:
+                self._note_reader(line, reads_numbers=False)
+
+    def note_returned(self, returned: Any) -> None:
+        """A copy of an argument may be a view of another one. How views become copies is known where they are made."""
+        storages = {torch_compat.storage_id(tensor) for tensor in _tensors(returned)}
+        for given, came, line in self._views_or_copies:
+            if came in storages and given in self._inputs and given != came:
+                self._note_reader(line, reads_numbers=False)
 
     def _save_changed(self, read: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Find what an op has written that does not say so.

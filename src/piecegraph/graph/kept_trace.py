@@ -291,7 +291,7 @@ def load_trace(
         written_calls=kept.written_calls,
         written_weights=tuple(map(finder.find_weight, kept.written_weights)),
         hidden_state=(),
-        layout_reader="",
+        layout_reader=None,
         devices=(),
         outside=outside,
         streams={},

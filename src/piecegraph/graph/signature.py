@@ -29,6 +29,34 @@ _CONSTANTS = (
 )  # fmt: skip
 
 
+class LayoutMisfit(str):
+    """Why a call does not fit that differs from the planned ones only in how a tensor lies in memory."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutReader:
+    """A line of a function that does something else if tensors lie otherwise in memory."""
+
+    line: str
+    reads_numbers: bool
+    """Whether it asks for strides or the offset; else it gives a view or a copy, depending on strides."""
+
+    def misfit(self, name: str, value: torch.Tensor, strides: Sequence[int]) -> LayoutMisfit | None:
+        """Why a tensor that should have these strides will not do."""
+        found = value.stride()
+        if self.reads_numbers:
+            if found == strides and not value.storage_offset():
+                return None
+            place = f"lies {value.storage_offset()} elements behind the beginning of its memory"
+            return LayoutMisfit(f"{name} has strides {found} and {place}, which {self.line} asks for")
+        if all(a == b or size < 2 for a, b, size in zip(found, strides, value.shape, strict=True)):
+            return None
+        reason = f"on which it depends whether {self.line} gives a view or a copy"
+        return LayoutMisfit(f"{name} has strides {found}, {reason}")
+
+
 @dataclass(frozen=True, slots=True)
 class TensorLeaf:
     """What is expected of one tensor argument."""
@@ -46,8 +74,8 @@ class TensorLeaf:
     """(dimension, size) of all others."""
     address: int | None = None
     """Where the data must lie, for inputs declared static."""
-    layout_reader: str = ""
-    """The line that asks how tensors lie in memory: it must find them as the buffers are."""
+    layout_reader: LayoutReader | None = None
+    """Tensors must lie in memory as the buffers do, because of this."""
     is_plain: bool = True
     """Whether neither of these two has to be checked."""
 
@@ -69,12 +97,6 @@ class Constant:
 
 
 Leaf = TensorLeaf | Constant
-
-
-class LayoutMisfit(str):
-    """Why a call does not fit that differs from the planned ones only in how a tensor lies in memory."""
-
-    __slots__ = ()
 
 
 class Call(NamedTuple):
@@ -290,11 +312,8 @@ def _misfit(leaf: Leaf, value: Any, sizes: list[int]) -> str | None:
             return f"{leaf.name}.shape[{dim}] is {shape[dim]}, but the same size is {sizes[index]} elsewhere"
     if leaf.address is not None and value.data_ptr() != leaf.address:
         return f"{leaf.name} is declared static but lies at another address than planned"
-    if leaf.layout_reader and (value.stride() != dense_strides(shape, leaf.dim_order) or value.storage_offset()):
-        found = (
-            f"strides {value.stride()} and lies {value.storage_offset()} elements behind the beginning of its memory"
-        )
-        return LayoutMisfit(f"{leaf.name} has {found}, which {leaf.layout_reader} asks for")
+    if leaf.layout_reader is not None:
+        return leaf.layout_reader.misfit(leaf.name, value, dense_strides(shape, leaf.dim_order))
     return None
 
 
@@ -401,7 +420,7 @@ def dense_strides(shape: Sequence[int], dim_order: Sequence[int]) -> tuple[int, 
     return tuple(strides)
 
 
-def with_layout(signature: Signature, reader: str) -> Signature:
+def with_layout(signature: Signature, reader: LayoutReader) -> Signature:
     """The signature for tensors that lie as their buffers do and in no other way."""
 
     def pin(leaf: Leaf) -> Leaf:

@@ -25,7 +25,7 @@ from piecegraph.graph.equal_layers import LayerStack, expand
 from piecegraph.graph.example import Example
 from piecegraph.graph.outside import OutsideValues
 from piecegraph.graph.results import GeneratedCode, ResultLeaf, identify_results
-from piecegraph.graph.signature import Signature, dense_strides, with_fixed
+from piecegraph.graph.signature import LayoutReader, Signature, dense_strides, with_fixed
 from piecegraph.graph.sizes import SizeRules
 from piecegraph.graph.sources import FromCall, FromGraph, FromSize, GraphInput, Update, Weight
 from piecegraph.graph.views import StridedView
@@ -72,8 +72,8 @@ class Traced:
     written_weights: tuple[Weight, ...]
     hidden_state: tuple[torch.Tensor, ...]
     """Memory that was there before the call and that ops write to without saying so."""
-    layout_reader: str
-    """The line that asks how tensors lie in memory; empty if none does."""
+    layout_reader: LayoutReader | None
+    """What does something else if tensors lie otherwise in memory."""
     devices: tuple[torch.device | None, ...]
     """Where each leaf of the result lies when the function itself runs, as far as that was seen."""
     outside: OutsideValues
@@ -142,7 +142,7 @@ def trace(
         written_calls=tuple(s.index for n, s in inputs.items() if n in written and isinstance(s, FromCall)),
         written_weights=tuple(s for n, s in inputs.items() if n in written and isinstance(s, Weight)),
         hidden_state=(),
-        layout_reader="",
+        layout_reader=None,
         devices=(),
         outside=OutsideValues(outside_tensors, capture.constants, capture.scopes),
         streams=capture.external_objects,

@@ -212,7 +212,7 @@ def watch_weight(weight: Weight, reader: str, current: Callable[[str, torch.Tens
 def can_cut(body: Body, recorded: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
     """Whether every result of a call is the beginning of the recorded size's result."""
     for leaf in body.leaves:
-        if isinstance(leaf, FromOutput):
+        if isinstance(leaf, FromOutput | SeenView):
             have, want = body.output_shape(leaf.index, recorded), body.output_shape(leaf.index, sizes)
             if (
                 have is not None
