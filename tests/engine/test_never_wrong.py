@@ -5,6 +5,7 @@ outside the call. Each is compared with the function itself, call by call, and e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -425,15 +426,61 @@ class Step(nn.Module):
         return self.linear(x) * self.factor
 
 
+def change_attribute(step: Any) -> None:
+    step.factor = 3.0
+
+
+def change_dictionary(step: Any) -> None:
+    vars(step).update(factor=3.0)
+
+
+def change_configuration(step: Any) -> None:
+    step.config.inner.factor = 3.0
+
+
+def replace_configuration(step: Any) -> None:
+    step.config = SimpleNamespace(inner=SimpleNamespace(factor=3.0))
+
+
 @pytest.mark.parametrize("number", [0, 11, 19])
-def test_one_of_many_attributes_is_noticed_when_its_turn_comes(number: int) -> None:
-    model = nn.Sequential(*(Step() for _ in range(20)))
+@pytest.mark.parametrize("change", [change_attribute, change_dictionary, change_configuration, replace_configuration])
+def test_one_of_many_attributes_is_noticed_at_once(change: Callable[[Any], None], number: int) -> None:
+    class Configured(Step):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(inner=SimpleNamespace(factor=2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.config.inner.factor
+
+    model = nn.Sequential(*(Configured() for _ in range(20)))
     options = {"graph_device": "simulated"}
     fast = piecegraph.compile(model, backend="eager", options=options, on_fallback="ignore")
     x = torch.ones(3)
     fast(x)
-    model[number].factor = 3.0
-    for _ in range(20):
+    change(model[number])
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), model(x))
+    assert fast.stats()["events"] == {}
+
+
+@pytest.mark.parametrize("number", [0, 11, 19])
+def test_one_of_many_elements_is_noticed_when_its_turn_comes(number: int) -> None:
+    class Listed(Step):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factors = [1.0, 2.0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.factors[1]
+
+    model = nn.Sequential(*(Listed() for _ in range(20)))
+    options = {"graph_device": "simulated"}
+    fast = piecegraph.compile(model, backend="eager", options=options, on_fallback="ignore")
+    x = torch.ones(3)
+    fast(x)
+    model[number].factors[1] = 3.0
+    for _ in range(40):
         fast(x)
     torch.testing.assert_close(fast(x), model(x))
     assert fast.stats()["events"] == {"PG517": 1}

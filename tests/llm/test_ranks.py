@@ -15,6 +15,7 @@ from piecegraph.errors import ConfigError, ModelError
 from piecegraph.llm.model.shards import TRIED, Part, slices_to_read, split_model
 from tests.cases.forked import ForkServer
 from tests.cases.llms import tiny_model
+from tests.cases.once import once_for_all_workers
 from tests.cases.rank_job import ENDS, FAMILIES
 
 ROOT = Path(__file__).parents[2]
@@ -23,9 +24,14 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def job(forked: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     code = "import sys; from tests.cases.rank_job import main; main()"
-    done = forked.run("-c", code, str(tmp_path_factory.mktemp("models")), cwd=ROOT, seconds=900)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {**json.loads(done.stdout.splitlines()[-1]), "stderr": done.stderr}
+
+    def run() -> dict[str, Any]:
+        done = forked.run("-c", code, str(tmp_path_factory.mktemp("models")), cwd=ROOT, seconds=900)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return {**json.loads(done.stdout.splitlines()[-1]), "stderr": done.stderr}
+
+    found: dict[str, Any] = once_for_all_workers(tmp_path_factory, "rank_job", run)
+    return found
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

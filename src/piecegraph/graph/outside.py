@@ -2,7 +2,8 @@
 
 A trace takes such values for constants. So they are looked at again before every call, and a call that finds others is
 of another kind. A large model reads hundreds of attributes of its submodules, which would take longer than the replay:
-these take turns, one at every call.
+only whether the dictionaries that hold them have changed is looked at (:mod:`piecegraph.base.dict_versions`). What is
+in no such dictionary, an attribute of a class or an element of a list, takes turns, one at every call.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 
 import torch
 
+from piecegraph.base import dict_versions
+from piecegraph.base.dict_versions import DictVersions
 from piecegraph.graph.signature import is_constant
 
 _OWN = re.compile(r"(?P<owner>own\d+)\['(?P<name>\w+)'\]")
@@ -45,7 +48,12 @@ class OutsideValues:
         self._near, self._all = _tuple_of(shortened[:num_near]) if num_near else None, _tuple_of(shortened)
         self._values: tuple[Any, ...] = eval(self._all, self._scopes)
         self._near_values = self._values[:num_near]
-        turns = [self._place(text, value) for text, value in zip(shortened, self._values, strict=True)][num_near:]
+        far = list(zip(shortened, self._values, strict=True))[num_near:]
+        holders = {text: self._holders(text) for text, _ in far}
+        self._versions = DictVersions([holder for found in holders.values() for holder in found])
+        turns = [self._place(text, value) for text, value in far if not holders[text]]
+        self._slow = [not holders.get(text, text) for text in shortened]
+        """Which of the values take turns."""
         self._turns = itertools.cycle(turns or [({0: None}, 0, None)])
         self._num_turns = len(turns)
         self._is_doubtful = self._is_late = False
@@ -65,8 +73,12 @@ class OutsideValues:
         try:
             if not self._is_doubtful:
                 owner, name, value = next(self._turns)
-                if owner[name] is value and (
-                    self._near is None or all(map(operator.is_, eval(self._near, self._scopes), self._near_values))
+                if (
+                    owner[name] is value
+                    and (
+                        self._near is None or all(map(operator.is_, eval(self._near, self._scopes), self._near_values))
+                    )
+                    and self._versions.are_known()
                 ):
                     return True
             return self._hold_all()
@@ -74,6 +86,7 @@ class OutsideValues:
             return self._doubt()
 
     def _hold_all(self) -> bool:
+        self._versions.accept()  # before they are looked at: what changes meanwhile is looked at again
         values = eval(self._all, self._scopes)
         if not all(map(_is_same, values, self._values)):
             return self._doubt()
@@ -83,7 +96,9 @@ class OutsideValues:
 
     def _doubt(self) -> bool:
         """Something has changed: until it is as it was, all are looked at."""
-        self._is_late = self._is_late or (not self._is_doubtful and self._num_turns > 1)
+        if not self._is_doubtful and self._num_turns > 1:
+            slow = itertools.compress(zip(self.names, self._values, strict=True), self._slow)
+            self._is_late = self._is_late or any(not _is_same(self._try(name), value) for name, value in slow)
         self._is_doubtful = True
         return False
 
@@ -98,6 +113,21 @@ class OutsideValues:
         """How many calls may have gone by since a value changed that had to wait for its turn; asked once."""
         is_late, self._is_late = self._is_late, False
         return self._num_turns - 1 if is_late else 0
+
+    def _holders(self, expression: str) -> list[dict[str, Any]]:
+        """The dictionaries on the way to a value, whose versions tell that it is the same; none if they do not."""
+        found = _OWN.match(expression)
+        if not found or not dict_versions.ARE_THERE:
+            return []
+        holders, name = [self._scopes[found["owner"]]], found["name"]
+        for step in expression[found.end() :].split(".")[1:]:
+            holder = getattr(holders[-1][name], "__dict__", None)
+            if type(holder) is not dict or step not in holder:
+                return []
+            holders.append(holder)
+            name = step
+        is_path = re.fullmatch(r"(\.[A-Za-z_]\w*)*", expression[found.end() :]) is not None
+        return holders if is_path else []
 
     def _place(self, expression: str, value: Any) -> tuple[Any, Any, Any]:
         """Where a value is found: in a module's own dictionary, or as the value of an expression."""
