@@ -464,6 +464,28 @@ def test_one_of_many_attributes_is_noticed_at_once(change: Callable[[Any], None]
     assert fast.stats()["events"] == {}
 
 
+def test_hooks_of_submodules_come_and_go(compiled: Any) -> None:
+    model = nn.Sequential(*(Step() for _ in range(4))).eval()
+    fast, x = compiled(model), torch.ones(3)
+    kept: list[Any] = [model[3].linear.register_forward_hook(lambda module, args, out: out + 1)]  # before any plan
+
+    def check(num_changes: int) -> None:
+        for _ in range(2):
+            torch.testing.assert_close(fast(x), model(x))
+        assert fast.stats()["events"] == ({"PG515": num_changes} if num_changes else {})
+
+    check(0)
+    kept.append(model[2].register_forward_hook(lambda module, args, out: out * 2))
+    check(1)
+    kept.append(model[1].linear.register_forward_pre_hook(lambda module, args: (args[0] + 1,)))
+    check(2)
+    for number, handle in enumerate(kept):
+        handle.remove()
+        check(3 + number)
+    nn.Linear(3, 3).register_forward_hook(lambda module, args, out: out * 2)
+    check(5)
+
+
 @pytest.mark.parametrize("number", [0, 11, 19])
 def test_one_of_many_elements_is_noticed_when_its_turn_comes(number: int) -> None:
     class Listed(Step):

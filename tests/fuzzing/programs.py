@@ -124,6 +124,7 @@ EVENTS: Mapping[str, Sequence[str]] = {
         "model.layers[3].lin.weight.data.mul_(2)", "model.layers[4].seen.zero_()",
         "model.layers[2].lin.bias = nn.Parameter(values({seed}, 4))", "model.layers[1].gain = 1.5",
         "model.layers[3].gain = 0.25", "model.layers = model.layers[:4]",
+        "model.layers[4].register_forward_hook(lambda layer, args, out: out * 2)",
     ),
     "mode": ("model.train()", "model.eval()"),
     "results": ("run.poke(r{last})",),

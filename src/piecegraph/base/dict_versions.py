@@ -17,7 +17,7 @@ _Version = ctypes.c_char * ctypes.sizeof(ctypes.c_uint64)
 class DictVersions:
     """Dictionaries, and how often each has changed."""
 
-    def __init__(self, dicts: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
         self._dicts = list({id(each): each for each in dicts}.values())  # held: their memory is read
         self._cells = [_Version.from_address(id(each) + _OFFSET) for each in self._dicts]
         self._known = b""

@@ -16,6 +16,7 @@ from piecegraph.base.collector import collector_paused
 from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
 from piecegraph.engine.eager_interception import ThreadInterceptions, as_eager_code
+from piecegraph.engine.hooks import HookWatch
 from piecegraph.engine.planner import Planner, Subject
 from piecegraph.engine.recorded import RecordedTapes
 from piecegraph.engine.route import Refusal
@@ -66,6 +67,7 @@ class Engine:
         self._binder = Binder(subject.function)
         self._lock = threading.RLock()
         self._weights = WeightWatch(subject.module)
+        self._hooks = HookWatch(subject.module)
         self._is_closed = False
         registry.compiled.add(self)
 
@@ -108,8 +110,9 @@ class Engine:
         with self._lock:
             self.num_calls += 1
             try:
-                if self._weights.changed:
-                    self._take_new_weights()
+                hooks = self._hooks
+                if self._weights.changed or hooks.are_any or torch_compat.hook_numbers.next_id != hooks.next_id:
+                    self._notice_changes()
                 if torch.is_grad_enabled() and self._needs_grad(args, kwargs):
                     return _NEEDS_GRAD
                 if torch_compat.is_any_autocast():
@@ -246,8 +249,15 @@ class Engine:
         now = values_in_reach(self.subject.function, self.subject.module)
         self._kinds[self._kinds.index(kind)] = kind._replace(unseen=now)
 
-    def _take_new_weights(self) -> None:
-        self._plan_anew(f"{self._weights.changed} was replaced")
+    def _notice_changes(self) -> None:
+        """Of what the graphs of all plans hold."""
+        if self._weights.changed:
+            self._plan_anew(f"{self._weights.changed} was replaced")
+        elif self._hooks.have_changed():
+            if self._kinds:
+                self._plan_anew("hooks of submodules were added or removed")
+            else:
+                self._hooks.renew()
 
     def _plan_anew(self, reason: str) -> None:
         """Forget plans whose graphs read weights that are the module's no more."""
@@ -290,8 +300,7 @@ class Engine:
         with ThreadInterceptions.here().suspended(), self._lock:
             self._check_open()
             try:
-                if self._weights.changed:
-                    self._take_new_weights()
+                self._notice_changes()
                 found = self._match(args, kwargs) or self._make_plan(args, kwargs)
                 if isinstance(found, Refusal):
                     raise CallError(found.event.code, f"{self.name} cannot be captured", why=found.event.reason)
@@ -308,6 +317,7 @@ class Engine:
             self._kinds.clear()
             self.planner.release()
             self._weights.renew()
+            self._hooks.renew()
 
     def close(self) -> None:
         """Give back graphs and memory. Calls afterwards are an error; the original is untouched."""

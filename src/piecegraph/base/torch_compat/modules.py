@@ -7,6 +7,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+import torch.utils.hooks
 
 
 def module_call_code() -> CodeType:
@@ -14,13 +15,18 @@ def module_call_code() -> CodeType:
     return torch.nn.Module._call_impl.__code__
 
 
-HOOKS_OF_A_CALL = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+HOOKS_OF_A_FORWARD = ("_forward_hooks", "_forward_pre_hooks")
+HOOKS_OF_A_CALL = ("_backward_hooks", "_backward_pre_hooks", *HOOKS_OF_A_FORWARD)
 """The attributes of a module that its call looks at before it calls ``forward``."""
 
 global_hooks_of_a_call: tuple[Mapping[int, Any], ...] = tuple(
     getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS_OF_A_CALL
 )
 """The same for all modules. torch fills these and never replaces them."""
+
+
+hook_numbers = torch.utils.hooks.RemovableHandle
+"""Its ``next_id`` is the number that the next hook of any module or tensor gets."""
 
 
 def pytree_node(cls: type) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Any, Any], Any]] | None:
