@@ -28,6 +28,11 @@ _FROM_MODULE = re.compile(
     r"\.(?P<attribute>(?!__)[A-Za-z_]\w*)(?P<after>.*)"
 )
 
+_STEP = re.compile(r"\.([A-Za-z_]\w*)|\['([^']*)'\]")
+_PATH = re.compile(rf"({_STEP.pattern})*")
+_TOLD_BY_TORCH = ("_parameters", "_buffers")
+"""Of what is registered in them it tells: :class:`~piecegraph.engine.weights.WeightWatch`."""
+
 
 class OutsideValues:
     """Numbers, strings and tensors outside the call, as they were when it was planned.
@@ -119,15 +124,18 @@ class OutsideValues:
         found = _OWN.match(expression)
         if not found or not dict_versions.ARE_THERE:
             return []
+        rest = expression[found.end() :]
+        if not _PATH.fullmatch(rest) or found["name"] in _TOLD_BY_TORCH:
+            return []
         holders, name = [self._scopes[found["owner"]]], found["name"]
-        for step in expression[found.end() :].split(".")[1:]:
-            holder = getattr(holders[-1][name], "__dict__", None)
-            if type(holder) is not dict or step not in holder:
+        for attribute, key in _STEP.findall(rest):
+            value = holders[-1][name]
+            holder = getattr(value, "__dict__", None) if attribute else value
+            name = attribute or key
+            if type(holder) is not dict or name not in holder:
                 return []
             holders.append(holder)
-            name = step
-        is_path = re.fullmatch(r"(\.[A-Za-z_]\w*)*", expression[found.end() :]) is not None
-        return holders if is_path else []
+        return holders
 
     def _place(self, expression: str, value: Any) -> tuple[Any, Any, Any]:
         """Where a value is found: in a module's own dictionary, or as the value of an expression."""
