@@ -73,7 +73,7 @@ CODES: dict[str, str] = {
     "PG512": "what the host reads leads along another path at every call",
     "PG513": "no recorded step covers the step yet",
     "PG514": "what the function does depends on how a tensor lies in memory, and it lies otherwise than planned",
-    "PG515": "weights were replaced or moved, or hooks added or removed",
+    "PG515": "the module has other weights, submodules or hooks",
     "PG516": "a dimension that nothing names turned out to change",
     "PG517": "a change outside the call was noticed late",
     "PG518": "a value has changed that captured code does not see",

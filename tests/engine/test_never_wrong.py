@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -1001,3 +1001,126 @@ def test_an_array_of_numpy_that_is_written_to(compiled: Any) -> None:
     mine, theirs = np.zeros(3, np.float32), np.zeros(3, np.float32)
     compare(compiled(counts(mine)), counts(theirs), [(torch.randn(rows, 3),) for rows in (2, 2, 4, 4)])
     assert mine.tolist() == theirs.tolist() == [4.0, 4.0, 4.0]
+
+
+# --- parts of the module that come and go
+
+
+class Tree(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        self.heads = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Tanh()})
+        self.others = nn.ModuleList()
+        self.body = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in [*self.layers, *self.heads.values(), *self.others]:
+            x = layer(x)
+        return cast("Tensor", self.body(x)) + self.shift
+
+
+def drop_bias(model: Any) -> Tensor:
+    bias, model.layers[1].bias = model.layers[1].bias, None
+    return cast("Tensor", bias)
+
+
+def exchange_weight(model: Any) -> Tensor:
+    weight = cast("Tensor", model.layers[1].weight)
+    model.layers[1]._parameters["weight"] = nn.Parameter(torch.zeros(3, 3))
+    return weight
+
+
+def exchange_buffer(model: Any) -> Tensor:
+    shift = cast("Tensor", model.shift)
+    model._buffers["shift"] = torch.zeros(3)
+    return shift
+
+
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "pop": lambda model: model.layers.pop(0),
+    "insert": lambda model: model.layers.insert(0, nn.Linear(3, 3)),
+    "move": lambda model: model.layers.append(model.layers.pop(0)),
+    "a slice": lambda model: model.layers.__delitem__(slice(1, 3)),
+    "into an empty list": lambda model: model.others.insert(0, nn.Tanh()),
+    "pop a name": lambda model: model.heads.pop("a"),
+    "clear": lambda model: model.heads.clear(),
+    "of a chain": lambda model: model.body.pop(1),
+    "into a chain": lambda model: model.body.insert(1, nn.Sigmoid()),
+    "no bias": drop_bias,
+    "another weight": exchange_weight,
+    "another buffer": exchange_buffer,
+}
+
+
+@pytest.mark.parametrize("change", PARTS.values(), ids=PARTS)
+def test_parts_of_a_module_come_and_go(compiled: Any, change: Callable[[Any], Any]) -> None:
+    model = Tree().eval()
+    fast, x = compiled(model), torch.ones(2, 3)
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), model(x))
+    kept = change(model)  # somebody keeps what was there: nothing dies
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), model(x))
+    assert fast.stats()["events"] == {"PG515": 1}
+    del kept
+
+
+def test_parts_that_went_and_came_back_are_the_same() -> None:
+    model = Tree().eval()
+    fast = piecegraph.compile(model, backend="eager", options={"graph_device": "simulated"})
+    x = torch.ones(2, 3)
+    fast(x)
+    layer = model.layers.pop(0)
+    model.layers.insert(0, layer)
+    torch.testing.assert_close(fast(x), model(x))
+    assert fast.stats()["events"] == {}
+
+
+# --- constants that are equal and not the same
+
+
+def divide(x: Tensor, by: Any) -> Tensor:
+    return x / (by[0] if isinstance(by, tuple) else by)
+
+
+@pytest.mark.parametrize("calls", [[0.0, -0.0, 0.0], [(0.0,), (-0.0,)], [1, True, 1.0]], ids=str)
+def test_a_constant_is_known_by_its_type_and_sign(compiled: Any, calls: list[Any]) -> None:
+    fast = compiled(divide)
+    for by in calls:
+        found, expected = fast(torch.ones(3), by), divide(torch.ones(3), by)
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
+def test_nan_is_the_same_constant_as_nan(compiled: Any) -> None:
+    fast = compiled(divide)
+    for _ in range(3):
+        assert fast(torch.ones(3), float("nan")).isnan().all()
+    assert len(fast.stats()["plans"]) == 1
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors: Any = (1.0, (2.0, 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factors[1][0] + OUTSIDE[0]
+
+
+OUTSIDE = (1.0, 2.0)
+
+
+@pytest.mark.parametrize("make", [Scale, lambda: nn.Sequential(Scale(), Scale())], ids=["module", "submodules"])
+def test_a_tuple_outside_the_call_is_looked_at(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    fast, x = piecegraph.compile(model, backend="eager", options={"graph_device": "simulated"}), torch.ones(3)
+    torch.testing.assert_close(fast(x), model(x))
+    last: Any = list(model.modules())[-1]
+    last.factors = (1.0, (4.0, 3.0))
+    torch.testing.assert_close(fast(x), model(x))
+    monkeypatch.setitem(globals(), "OUTSIDE", (5.0, 2.0))
+    torch.testing.assert_close(fast(x), model(x))
+    assert fast.stats()["events"] == {}

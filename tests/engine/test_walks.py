@@ -46,7 +46,7 @@ def up_to_the_graph(seen: list[tuple[str, str]]) -> list[str]:
     return names[: names.index("SimulatedGraphs.end.<locals>.replay") + 1]
 
 
-@pytest.mark.parametrize(("frontend", "limit"), [("trace", 16), ("breakable", 17)])
+@pytest.mark.parametrize(("frontend", "limit"), [("trace", 15), ("breakable", 18)])
 def test_a_replay_is_a_few_functions_from_its_graph(frontend: str, limit: int) -> None:
     fast = piecegraph.compile(
         Layer().eval(), backend="eager", frontend=frontend, dynamic_dims={"x": 0, "y": 0}, options=SIMULATED

@@ -16,13 +16,12 @@ from piecegraph.base.collector import collector_paused
 from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
 from piecegraph.engine.eager_interception import ThreadInterceptions, as_eager_code
-from piecegraph.engine.hooks import HookWatch
 from piecegraph.engine.planner import Planner, Subject
 from piecegraph.engine.recorded import RecordedTapes
 from piecegraph.engine.route import Refusal
 from piecegraph.engine.runner import PlanRunner
+from piecegraph.engine.tree import TreeWatch
 from piecegraph.engine.variants import Variants
-from piecegraph.engine.weights import WeightWatch
 from piecegraph.errors import CallError, PiecegraphError
 from piecegraph.graph.dims import EarlierShape
 from piecegraph.graph.interception import Interception, registry
@@ -66,8 +65,7 @@ class Engine:
         self._kinds: list[_Kind] = []
         self._binder = Binder(subject.function)
         self._lock = threading.RLock()
-        self._weights = WeightWatch(subject.module)
-        self._hooks = HookWatch(subject.module)
+        self._tree = TreeWatch(subject.module)
         self._is_closed = False
         registry.compiled.add(self)
 
@@ -110,8 +108,8 @@ class Engine:
         with self._lock:
             self.num_calls += 1
             try:
-                hooks = self._hooks
-                if self._weights.changed or hooks.are_any or torch_compat.hook_numbers.next_id != hooks.next_id:
+                tree, next_hook = self._tree, torch_compat.hook_numbers.next_id
+                if tree.dead or tree.next_hook != next_hook or not tree.versions.are_known():
                     self._notice_changes()
                 if torch.is_grad_enabled() and self._needs_grad(args, kwargs):
                     return _NEEDS_GRAD
@@ -226,7 +224,7 @@ class Engine:
         plans = Variants(blueprint.num_places, partial(self.planner.make, blueprint))
         found = (plans.current(call), call) if isinstance(call, Call) else _refuse("PG514", call, _LAYOUT_HINT)
         self._kinds.append(_Kind(blueprint.signature, blueprint.outside, blueprint.unseen(), plans))
-        self._weights.follow(self.subject.weights())
+        self._tree.follow(self.subject.weights())
         return found
 
     def _live_kinds(self) -> list[_Kind]:
@@ -251,13 +249,11 @@ class Engine:
 
     def _notice_changes(self) -> None:
         """Of what the graphs of all plans hold."""
-        if self._weights.changed:
-            self._plan_anew(f"{self._weights.changed} was replaced")
-        elif self._hooks.have_changed():
-            if self._kinds:
-                self._plan_anew("hooks of submodules were added or removed")
-            else:
-                self._hooks.renew()
+        changed = self._tree.what_changed()
+        if changed and self._kinds:
+            self._plan_anew(changed)
+        elif changed:
+            self._tree.renew()
 
     def _plan_anew(self, reason: str) -> None:
         """Forget plans whose graphs read weights that are the module's no more."""
@@ -316,8 +312,7 @@ class Engine:
         with self._lock:
             self._kinds.clear()
             self.planner.release()
-            self._weights.renew()
-            self._hooks.renew()
+            self._tree.renew()
 
     def close(self) -> None:
         """Give back graphs and memory. Calls afterwards are an error; the original is untouched."""

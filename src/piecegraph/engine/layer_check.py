@@ -21,7 +21,7 @@ from piecegraph.base.structure import each_once, flatten
 from piecegraph.engine.eager_interception import ShownCalls
 from piecegraph.engine.watch import place_of
 from piecegraph.graph.equal_layers import LayerStack
-from piecegraph.graph.signature import is_constant
+from piecegraph.graph.signature import comparable, is_constant
 
 Stubs = Mapping[Any, Sequence[int]]
 """Ops that return nothing and need not run, and which of their arguments are not compared."""
@@ -127,7 +127,7 @@ class _Log:
             return type(value), *map(self._describe, value)
         if isinstance(value, dict):
             return dict, *((key, self._describe(each)) for key, each in value.items())
-        return type(value), value if is_constant(value) else id(value)
+        return comparable(value) if is_constant(value) else (type(value), id(value))
 
 
 def _key(tensor: torch.Tensor) -> Any:

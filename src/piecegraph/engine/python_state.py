@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from piecegraph.base import torch_compat
-from piecegraph.graph.signature import is_constant
+from piecegraph.graph.signature import is_constant, is_same_constant
 
 _MAX_OBJECTS = 500_000
 """Where walking ends: a module may hold a whole data set."""
@@ -150,7 +150,7 @@ def _is(old: Any, new: Any) -> bool:
         return False
     if isinstance(old, (types.MethodType, bytes)):
         return bool(old == new)
-    return is_constant(old) and (bool(old == new) or (old != old and new != new))
+    return is_constant(old) and is_same_constant(old, new)
 
 
 def _refill(value: Any, before: Mapping[Any, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from piecegraph.base.environment import describe_environment
 from piecegraph.engine.report import SIZE_HEAD, count_steps, cuts_of, recorded_sizes, size_row, stages_of, stats_of
-from piecegraph.engine.weights import weight_bytes
+from piecegraph.engine.tree import weight_bytes
 from piecegraph.report.content import Bar, DataTable, PlanStrip, Report, run_figures
 
 if TYPE_CHECKING:

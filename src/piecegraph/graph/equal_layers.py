@@ -36,7 +36,7 @@ from torch import nn
 
 from piecegraph.base import torch_compat
 from piecegraph.base.plan import Decision
-from piecegraph.graph.signature import is_constant
+from piecegraph.graph.signature import is_constant, is_same_constant
 
 _LONGEST_BLOCK = 8
 
@@ -198,7 +198,7 @@ class _Comparison:
             return self.is_same((one.func, one.args, one.keywords), (other.func, other.args, other.keywords))
         if type(one) is int and other - one == self._distance:
             return True
-        return is_constant(one) and bool(one == other)
+        return is_constant(one) and is_same_constant(one, other)
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from piecegraph.base import dict_versions
 from piecegraph.base.dict_versions import DictVersions
-from piecegraph.graph.signature import is_constant
+from piecegraph.graph.signature import is_constant, is_same_constant
 
 _OWN = re.compile(r"(?P<owner>own\d+)\['(?P<name>\w+)'\]")
 _FROM_MODULE = re.compile(
@@ -28,10 +27,10 @@ _FROM_MODULE = re.compile(
     r"\.(?P<attribute>(?!__)[A-Za-z_]\w*)(?P<after>.*)"
 )
 
-_STEP = re.compile(r"\.([A-Za-z_]\w*)|\['([^']*)'\]")
+_STEP = re.compile(r"\.([A-Za-z_]\w*)|\['([^']*)'\]|\[(\d+)\]")
 _PATH = re.compile(rf"({_STEP.pattern})*")
-_TOLD_BY_TORCH = ("_parameters", "_buffers")
-"""Of what is registered in them it tells: :class:`~piecegraph.engine.weights.WeightWatch`."""
+_WATCHED = ("_parameters", "_buffers")
+"""What is in them is looked at elsewhere: :class:`~piecegraph.engine.tree.TreeWatch`."""
 
 
 class OutsideValues:
@@ -45,7 +44,7 @@ class OutsideValues:
 
     def __init__(self, tensors: Sequence[str], constants: Sequence[str], scopes: dict[str, Any]) -> None:
         self._scopes = dict(scopes)
-        known = [name for name in constants if is_constant(self._try(name))]
+        known = [name for name in constants if _is_comparable(self._try(name))]
         held = [name for name in tensors if isinstance(self._try(name), torch.Tensor)]
         self.names = tuple(sorted([*known, *held], key=lambda name: "._modules[" in name))
         shortened = [self._shorten(name) for name in self.names]
@@ -121,21 +120,23 @@ class OutsideValues:
 
     def _holders(self, expression: str) -> list[dict[str, Any]]:
         """The dictionaries on the way to a value, whose versions tell that it is the same; none if they do not."""
-        found = _OWN.match(expression)
-        if not found or not dict_versions.ARE_THERE:
+        is_length = expression.startswith("len(")
+        path = expression[len("len(") : -1] if is_length else expression
+        found = _OWN.match(path)
+        if not found or not _PATH.fullmatch(path, found.end()) or found["name"] in _WATCHED:
             return []
-        rest = expression[found.end() :]
-        if not _PATH.fullmatch(rest) or found["name"] in _TOLD_BY_TORCH:
-            return []
-        holders, name = [self._scopes[found["owner"]]], found["name"]
-        for attribute, key in _STEP.findall(rest):
-            value = holders[-1][name]
-            holder = getattr(value, "__dict__", None) if attribute else value
-            name = attribute or key
+        holders = [self._scopes[found["owner"]]]
+        value = holders[0][found["name"]]
+        for attribute, key, number in _STEP.findall(path, found.end()):
+            if number and type(value) is tuple:  # as long as it is this tuple, this is in it
+                value = value[int(number)]
+                continue
+            holder, name = getattr(value, "__dict__", None) if attribute else value, attribute or key
             if type(holder) is not dict or name not in holder:
                 return []
             holders.append(holder)
-        return holders
+            value = holder[name]
+        return holders if not is_length or type(value) is tuple else []
 
     def _place(self, expression: str, value: Any) -> tuple[Any, Any, Any]:
         """Where a value is found: in a module's own dictionary, or as the value of an expression."""
@@ -150,7 +151,7 @@ class OutsideValues:
         return self
 
     def _shorten(self, name: str) -> str:
-        """The expression from the nearest module on, which is another one only if torch tells so."""
+        """The expression from the nearest module on, and whether that is the same is looked at elsewhere."""
         found = _FROM_MODULE.fullmatch(name)
         module = self._try(found["module"]) if found else None
         if not found or not isinstance(module, torch.nn.Module):
@@ -200,4 +201,9 @@ def _tuple_of(expressions: Sequence[str]) -> CodeType:
 def _is_same(now: Any, then: Any) -> bool:
     if isinstance(then, torch.Tensor) or type(now) is not type(then):
         return now is then
-    return bool(now == then)
+    return is_same_constant(now, then)
+
+
+def _is_comparable(value: Any) -> bool:
+    """Whether a value is compared as a whole, as Dynamo does: a constant, or what holds only such and never changes."""
+    return is_constant(value) or (isinstance(value, tuple | frozenset) and all(map(_is_comparable, value)))

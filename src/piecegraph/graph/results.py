@@ -18,7 +18,7 @@ from piecegraph.base.structure import Structure, attributes, children, flatten
 from piecegraph.errors import TraceError
 from piecegraph.graph.example import Example
 from piecegraph.graph.fx_nodes import writes_in_place
-from piecegraph.graph.signature import is_constant
+from piecegraph.graph.signature import is_constant, is_same_constant
 from piecegraph.graph.sources import Fixed, FromCall, FromGraph, FromSize, GraphInput, Update, Weight
 from piecegraph.graph.views import InputView, StridedView, find_view
 
@@ -238,7 +238,7 @@ def _changes(old: dict[Any, Any], new: dict[Any, Any]) -> list[Any]:
     def is_same(key: Any) -> bool:
         if key not in old or key not in new:
             return False
-        return old[key] is new[key] or (is_constant(old[key]) and bool(old[key] == new[key]))
+        return old[key] is new[key] or (is_constant(old[key]) and is_same_constant(old[key], new[key]))
 
     return [key for key in {**old, **new} if not is_same(key)]
 

@@ -93,7 +93,7 @@ class Constant:
     value: Any
 
     def fits(self, value: Any) -> bool:
-        return value is self.value or (type(value) is type(self.value) and bool(value == self.value))
+        return is_same_constant(value, self.value)
 
 
 Leaf = TensorLeaf | Constant
@@ -393,6 +393,22 @@ def _carries_tensors(value: Any) -> bool:
 def is_constant(value: Any) -> bool:
     """Whether a value can be part of a plan: compared by value or identity, never changed from outside."""
     return isinstance(value, _CONSTANTS)
+
+
+def is_same_constant(one: Any, other: Any) -> bool:
+    """Whether no program could tell two constants apart.
+
+    >>> is_same_constant(0.0, -0.0), is_same_constant(1, True), is_same_constant(float("nan"), float("nan"))
+    (False, False, True)
+    """
+    return one is other or comparable(one) == comparable(other)
+
+
+def comparable(value: Any) -> Any:
+    """A constant, or a tuple of constants, as what only equals that of the same."""
+    if isinstance(value, tuple):
+        return type(value), *map(comparable, value)
+    return type(value), repr(value) if isinstance(value, float | complex) else value
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ import dataclasses
 from piecegraph.base.environment import describe_environment
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import count_pieces
-from piecegraph.engine.weights import weight_bytes
+from piecegraph.engine.tree import weight_bytes
 from piecegraph.llm.report import decisions_of, stats_of_llm
 from piecegraph.llm.run.step import StepCounts
 from piecegraph.llm.startup import Started

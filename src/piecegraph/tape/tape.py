@@ -212,7 +212,7 @@ class Addresses:
     """Where the weights of a plan lie.
 
     To look at hundreds of them would take longer than a replay, so they take turns. A weight that leaves its memory is
-    noticed at once unless somebody else keeps that memory: see engine/weights.py.
+    noticed at once unless somebody else keeps that memory: see engine/tree.py.
     """
 
     def __init__(self, weights: Sequence[WatchedWeight]) -> None:

@@ -25,6 +25,11 @@ global_hooks_of_a_call: tuple[Mapping[int, Any], ...] = tuple(
 """The same for all modules. torch fills these and never replaces them."""
 
 
+def parts_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    """The dictionaries in which a module has its modules, parameters and buffers."""
+    return module._modules, module._parameters, module._buffers
+
+
 hook_numbers = torch.utils.hooks.RemovableHandle
 """Its ``next_id`` is the number that the next hook of any module or tensor gets."""
 
