@@ -29,11 +29,20 @@ def loaded(model: str, max_model_len: int, arguments: dict[str, Any], *, makes_t
     defaults: dict[str, Any] = {"load_format": "dummy", "prefix_cache": False, "max_model_len": max_model_len}
     if not torch.cuda.is_available():
         defaults["backend"] = "eager"
-    config = transformers.AutoConfig.from_pretrained(model) if Path(model).is_dir() else shapes()[model].config
-    config.max_position_embeddings = max(config.max_position_embeddings, max_model_len)
     with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        if makes_text:
-            make_tokenizer(config.vocab_size).save_pretrained(folder)
+        write_model(model, max_model_len, Path(folder), makes_text=makes_text)
         with piecegraph.LLM(folder, **{**defaults, **arguments}) as llm:
             yield llm
+
+
+def write_model(model: str, max_model_len: int, folder: Path, *, makes_text: bool) -> None:
+    """The files of a model, but for its weights."""
+    config = config_of(model)
+    config.max_position_embeddings = max(config.max_position_embeddings, max_model_len)
+    config.save_pretrained(folder)
+    if makes_text:
+        make_tokenizer(config.vocab_size).save_pretrained(folder)
+
+
+def config_of(model: str) -> Any:
+    return transformers.AutoConfig.from_pretrained(model) if Path(model).is_dir() else shapes()[model].config

@@ -6,10 +6,13 @@ must give the same number of tokens each. A gap is the time between two tokens o
 With ``--http`` the same requests are then sent to the same model behind a server on loopback, by other processes: so
 many open at once, and at fixed rates, with as many open as there are. ``of generate`` compares tokens a second with
 the last pass of ``generate``. The cost is the CPU's, of this process, which runs the model, and of API processes. The
-model has a tokenizer then, and ``generate`` makes texts, too.
+model has a tokenizer then, and ``generate`` makes texts, too. ``--url`` sends them to a server that is running already,
+of whichever make, that knows such a model by the name "model"; nothing is loaded here. ``--write`` writes what such a
+server needs: a configuration and a tokenizer, no weights.
 
 python benchmarks/serving.py
 python benchmarks/serving.py --http --concurrency 256 --rate 10 20 --api-processes 2
+python benchmarks/serving.py --url http://127.0.0.1:8000 --model qwen3-0.6b --rate 10 20
 python benchmarks/serving.py --model llama-8b --workload long --requests 50
 python benchmarks/serving.py --arguments '{"max_batch_tokens": 8192, "options": {"record_seconds": 0}}'
 python benchmarks/serving.py --tiny
@@ -21,8 +24,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +37,7 @@ from piecegraph.bench.latency import Latency, latency_of
 from piecegraph.bench.machine import hardware
 from piecegraph.bench.show import aligned
 from piecegraph.bench.workloads import WORKLOADS, Request, Workload
-from random_weights import loaded
+from random_weights import config_of, loaded, write_model
 from served import Address, Run, served
 
 _WARM_UP = 16
@@ -125,10 +129,14 @@ def of_requests(
     requests: Sequence[Request], times: Sequence[Sequence[float]], seconds: float, cpu_s: float
 ) -> dict[str, Any]:
     """What they had to wait for, and what they cost the process that runs the model."""
-    num_prompt, num_new = sum(len(request.prompt) for request in requests), sum(request.num_new for request in requests)
-    latency = latency_of(times, seconds=seconds, num_prompt=num_prompt, num_new=num_new)
+    num_new = sum(request.num_new for request in requests)
     costs = {"engine_us_token": cpu_s * 1e6 / num_new, "engine_ms_request": cpu_s * 1e3 / len(requests)}
-    return {**asdict(latency), **costs}
+    return {**asdict(latency(requests, times, seconds)), **costs}
+
+
+def latency(requests: Sequence[Request], times: Sequence[Sequence[float]], seconds: float) -> Latency:
+    num_prompt, num_new = sum(len(request.prompt) for request in requests), sum(request.num_new for request in requests)
+    return latency_of(times, seconds=seconds, num_prompt=num_prompt, num_new=num_new)
 
 
 def of_steps(before: dict[str, dict[str, int]], after: dict[str, dict[str, int]]) -> dict[str, Any]:
@@ -148,17 +156,30 @@ def http_passes(
     llm: piecegraph.LLM, requests: Sequence[Request], baseline: Pass, options: argparse.Namespace
 ) -> dict[str, HttpPass]:
     """By what was asked for: so many at once, then each rate."""
-    how: dict[str, dict[str, Any]] = {f"HTTP, {options.concurrency}": {}}
-    how.update({f"HTTP, {rate:g}/s": {"rate": rate, "seed": options.seed} for rate in options.rate})
     with served(llm, options.api_processes) as server:
         send(server, requests[:_WARM_UP], concurrency=options.concurrency)
-        return {
-            name: run_http(llm, server, requests, baseline, concurrency=options.concurrency, **each)
-            for name, each in how.items()
-        }
+        return {name: run_http(llm, server, requests, baseline, **how) for name, how in http_ways(options).items()}
 
 
-def table(passes: dict[str, Pass]) -> str:
+def http_ways(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """How requests are sent: so many at once, then at each rate."""
+    ways: dict[str, dict[str, Any]] = {f"HTTP, {options.concurrency}": {}}
+    ways.update({f"HTTP, {rate:g}/s": {"rate": rate, "seed": options.seed} for rate in options.rate})
+    return {name: {"concurrency": options.concurrency, **how} for name, how in ways.items()}
+
+
+def other_server(requests: Sequence[Request], options: argparse.Namespace) -> dict[str, Latency]:
+    """What a server gives that is running already."""
+    server, passes = Address(options.url, ()), {}
+    send(server, requests[:_WARM_UP], concurrency=options.concurrency)
+    for name, how in http_ways(options).items():
+        sent = send(server, requests, **how).sent
+        times = [answer.times_s for answer in sent.answers]
+        passes[name] = latency(requests, times, sent.seconds)
+    return passes
+
+
+def table(passes: Mapping[str, Latency]) -> str:
     figures = [asdict(each) for each in passes.values()]
     names = dict.fromkeys(name for each in figures for name in each)
     rows = [[name.replace("_", " "), *(_shown(name, each.get(name)) for each in figures)] for name in names]
@@ -182,6 +203,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--http", action="store_true", help="then the same requests through a server")
+    parser.add_argument("--url", help="only to this server, which has the model; none is loaded here")
+    parser.add_argument("--write", type=Path, help="only write the model's files to this folder")
     parser.add_argument("--concurrency", type=int, default=256, help="requests open at once (256)")
     parser.add_argument("--rate", type=float, nargs="+", default=[], help="requests a second, too: a pass for each")
     parser.add_argument("--api-processes", type=int, help="of the server (4, on a CPU 0)")
@@ -200,6 +223,16 @@ def main() -> None:
     options = parse()
     workload: Workload = WORKLOADS[options.workload]
     workload = replace(workload, num_requests=options.requests or workload.num_requests)
+    about = {"hardware": hardware(), "model": options.model, "workload": options.workload, "seed": options.seed}
+    head = f"{about['hardware']}\n{options.model}, {options.workload}, seed {options.seed}"
+    if options.write:
+        write_model(options.model, workload.max_model_len, options.write, makes_text=True)
+        return
+    if options.url:
+        found = other_server(workload.make(config_of(options.model).vocab_size, options.seed), options)
+        shown = json.dumps({**about, "http": {name: asdict(each) for name, each in found.items()}})
+        print(shown if options.json else f"{head}\n{table(found)}")
+        return
     start = time.perf_counter()
     with loaded(options.model, workload.max_model_len, options.arguments, makes_text=options.http) as llm:
         start_s = time.perf_counter() - start
@@ -223,13 +256,12 @@ def main() -> None:
         "recorded_idle": stats["num_recorded_idle"],
         "not_recorded": stats["num_missing"],
     }
-    about = {"hardware": hardware(), "model": options.model, "workload": options.workload, "seed": options.seed}
     if options.json:
         found = {"passes": [asdict(each) for each in passes], "http": {n: asdict(each) for n, each in by_http.items()}}
         print(json.dumps({**about, "arguments": options.arguments, **notes, **found}))
         return
     columns = {**{f"pass {number + 1}": each for number, each in enumerate(passes)}, **by_http}
-    print(f"{about['hardware']}\n{options.model}, {options.workload}, seed {options.seed}\n{table(columns)}")
+    print(f"{head}\n{table(columns)}")
     print(", ".join(f"{name.replace('_', ' ')} {round(value, 2):,}" for name, value in notes.items()))
 
 
