@@ -94,15 +94,14 @@ class Pipeline:
             layers: those of which only some need be traced, if there are any. See Note [Equal layers].
         """
         if self.backend == "inductor":
+            torch_compat.hash_triton()
             torch_compat.import_inductor()
             self.clock.lap("import")
         kept = self.open_kept()
         found = None if kept is None else kept.find(function, example, weights)
         if found is None:
-            if self.backend == "inductor":  # what compiles gets ready meanwhile
-                torch_compat.hash_triton()
-                if any(tensor.is_cuda for tensor in example.tensors):
-                    torch_compat.start_compile_workers()
+            if self.backend == "inductor" and any(tensor.is_cuda for tensor in example.tensors):
+                torch_compat.start_compile_workers()  # they come up meanwhile
             with located(phase="trace"):
                 found = trace(function, example, weights, None if layers is None else layers.stack)
                 if layers is not None and found.decisions and not layers.are_alike():

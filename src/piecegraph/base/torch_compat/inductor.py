@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import json
@@ -36,15 +37,26 @@ def start_compile_workers() -> None:
     AsyncCompile.wakeup()
 
 
-def hash_triton() -> None:
+@functools.cache
+def hash_triton() -> threading.Thread | None:
     """Have Triton hash its own files, which are part of every key of Inductor's, while something else runs.
 
-    They are 400 MB, and half a second in which Python is free. Both keep the hash.
+    They are 400 MB, and a second in which Python is free. Both keep the hash; who asks before it is there begins anew,
+    so what compiles or loads waits for it.
     """
     from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 
-    if HAS_TRITON:
-        threading.Thread(target=triton_key, name="piecegraph hash of Triton", daemon=True).start()
+    if not HAS_TRITON:
+        return None
+    thread = threading.Thread(target=triton_key, name="piecegraph hash of Triton", daemon=True)
+    thread.start()
+    return thread
+
+
+def _wait_for_hash() -> None:
+    thread = hash_triton()
+    if thread is not None:
+        thread.join()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +103,7 @@ def inductor_compile(
     from torch._guards import TracingContext, tracing
     from torch._inductor import standalone_compile
 
+    _wait_for_hash()
     patches, salted = dict(settings), contextlib.nullcontext()
     if provenance:
         patches["trace.provenance_tracking_level"] = 1
@@ -239,6 +252,7 @@ def load_compiled(artifact: str) -> CompiledGraph:
     import torch._inductor.config
     from torch._inductor.standalone_compile import CacheCompiledArtifact
 
+    _wait_for_hash()
     # That it was compiled shows that it can be. With one thread no worker processes are started, for nothing.
     settings = torch._inductor.config.patch({"cpp.vec_isa_ok": True, "compile_threads": 1})  # type: ignore[attr-defined]
     with torch.no_grad(), settings, _generated_sources(None) as sources, _without_headers():
