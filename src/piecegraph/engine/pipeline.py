@@ -83,7 +83,7 @@ class Pipeline:
         function: Callable[..., Any],
         example: Example,
         weights: Mapping[str, torch.Tensor],
-        layers: Layers | None = None,
+        find_layers: Callable[[], Layers | None] = lambda: None,
     ) -> Traced:
         """One graph of a function, from the cache if it is there.
 
@@ -91,7 +91,7 @@ class Pipeline:
             function: what is traced.
             example: the call.
             weights: tensors that are the function's own, by name.
-            layers: those of which only some need be traced, if there are any. See Note [Equal layers].
+            find_layers: those of which only some need be traced, if there are any. See Note [Equal layers].
         """
         if self.backend == "inductor":
             torch_compat.hash_triton()
@@ -103,6 +103,7 @@ class Pipeline:
             if self.backend == "inductor" and any(tensor.is_cuda for tensor in example.tensors):
                 torch_compat.start_compile_workers()  # they come up meanwhile
             with located(phase="trace"):
+                layers = find_layers()
                 found = trace(function, example, weights, None if layers is None else layers.stack)
                 if layers is not None and found.decisions and not layers.are_alike():
                     found = trace(function, example, weights)

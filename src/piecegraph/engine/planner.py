@@ -243,9 +243,12 @@ class Planner:
 
     def _trace(self, example: Example, pipeline: Pipeline) -> tuple[Traced, tuple[Decision, ...]]:
         subject = self._subject
-        stack = subject.layers()
-        layers = None if stack is None else Layers(stack, lambda function: watch_example(function, example))
-        traced, decisions = pipeline.fuse(pipeline.trace(subject.function, example, subject.weights(), layers))
+
+        def find_layers() -> Layers | None:
+            stack = subject.layers()
+            return None if stack is None else Layers(stack, lambda function: watch_example(function, example))
+
+        traced, decisions = pipeline.fuse(pipeline.trace(subject.function, example, subject.weights(), find_layers))
         decisions = (*traced.decisions, *decisions)
         self._joined += [w for w in traced.inputs.values() if isinstance(w, Weight) and w.parts]
         watched = watch_example(subject.function, example)

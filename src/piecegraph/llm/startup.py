@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from piecegraph.base import torch_compat
 from piecegraph.base.collector import collector_paused
 from piecegraph.base.config import Options
 from piecegraph.base.events import EventLog
@@ -90,6 +91,9 @@ class _WrongPlanError(Exception):
 
 def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None, clock: StageClock) -> Started:
     progress = Progress(config.options.progress)
+    if config.device.type == "cuda" and config.backend == "inductor":
+        torch_compat.hash_triton()
+        clock.lap("import")
     # A wrong name is told before anything is done.
     choose_kernel(config.attention, (), torch.float32, config.device, deterministic=config.deterministic)
     if path == demo_model.NAME:

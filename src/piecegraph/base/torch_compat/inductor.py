@@ -53,7 +53,8 @@ def hash_triton() -> threading.Thread | None:
     return thread
 
 
-def _wait_for_hash() -> None:
+def wait_for_triton_hash() -> None:
+    """Before something asks for it: several threads that do would compute it several times."""
     thread = hash_triton()
     if thread is not None:
         thread.join()
@@ -103,7 +104,7 @@ def inductor_compile(
     from torch._guards import TracingContext, tracing
     from torch._inductor import standalone_compile
 
-    _wait_for_hash()
+    wait_for_triton_hash()
     patches, salted = dict(settings), contextlib.nullcontext()
     if provenance:
         patches["trace.provenance_tracking_level"] = 1
@@ -252,7 +253,7 @@ def load_compiled(artifact: str) -> CompiledGraph:
     import torch._inductor.config
     from torch._inductor.standalone_compile import CacheCompiledArtifact
 
-    _wait_for_hash()
+    wait_for_triton_hash()
     # That it was compiled shows that it can be. With one thread no worker processes are started, for nothing.
     settings = torch._inductor.config.patch({"cpp.vec_isa_ok": True, "compile_threads": 1})  # type: ignore[attr-defined]
     with torch.no_grad(), settings, _generated_sources(None) as sources, _without_headers():

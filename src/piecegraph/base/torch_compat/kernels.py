@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from piecegraph.base.torch_compat.inductor import wait_for_triton_hash
+
 
 @functools.cache
 def triton_launchers() -> tuple[Any, ...]:
@@ -67,6 +69,7 @@ def compiled_aside(device: torch.device, num_threads: int) -> Iterator[None]:
     public, but has no launch return before its kernel is there; for that ``run`` is told that it is a warm-up.
     """
     triton: Any = importlib.import_module("triton")
+    wait_for_triton_hash()  # each thread would begin its own
     with contextlib.ExitStack() as undo:
         pool = undo.enter_context(_KernelPool(num_threads, initializer=torch.cuda.set_device, initargs=(device,)))
         undo.callback(setattr, triton.JITFunction, "run", triton.JITFunction.run)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -231,7 +232,7 @@ def _trace_decoder(model: Any, cache: TraceCache, pipeline: Pipeline, takes_embe
     )
     try:
         with cache.installed():
-            traced = pipeline.trace(forward, example, weights, _layers_of(decoder, forward_of, example))
+            traced = pipeline.trace(forward, example, weights, partial(_layers_of, decoder, forward_of, example))
     except TraceError as error:
         raise _refusal(model, error) from error
     put_below(traced.graph, decoder_name(model))

@@ -346,11 +346,11 @@ class BatchBuffers:
         if bucket.separates_prompts:
             num_seqs = min(num_seqs, MAX_PROMPTS)
         share, rest = divmod(bucket.num_tokens, num_seqs)
-        works = []
+        works, params = [], SamplingParams()
         for i in range(num_seqs):
             num_tokens = min(share + (i < rest), limits.max_model_len - context)
             tokens = [(i + position) % limits.vocab_size for position in range(context + num_tokens)]
-            request = Request(f"warm-up {i}", tokens, SamplingParams())
+            request = Request(f"warm-up {i}", tokens, params)
             request.blocks = blocks = SequenceBlocks(limits.num_groups)
             table = [j % num_blocks for j in range(-(-len(request.tokens) // limits.block_size))]
             blocks.tables = [table] * limits.num_groups
