@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import piecegraph
 from llm import shapes
@@ -39,6 +40,8 @@ def write_model(model: str, max_model_len: int, folder: Path, *, makes_text: boo
     """The files of a model, but for its weights."""
     config = config_of(model)
     config.max_position_embeddings = max(config.max_position_embeddings, max_model_len)
+    # Other engines ask for it: a configuration alone does not say that it is of a model that writes.
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(folder)
     if makes_text:
         make_tokenizer(config.vocab_size).save_pretrained(folder)
