@@ -160,12 +160,17 @@ class Installed(_Compiled):
     def __init__(self, module: torch.nn.Module, engine: Engine) -> None:
         self._engine = engine
         self._module = module
+        self._own_forward = vars(module).get("forward")
+        module.forward = engine  # type: ignore[method-assign]
 
     def close(self) -> None:
         """Give back graphs and memory, and put the module's own ``forward`` back."""
         super().close()
-        if self._module.__dict__.get("forward") is self._engine:
-            del self._module.forward
+        if self._module.__dict__.get("forward") is not self._engine:
+            return
+        del self._module.forward
+        if self._own_forward is not None:
+            self._module.forward = self._own_forward  # type: ignore[method-assign]
 
 
 def compile(
@@ -274,7 +279,6 @@ def install(module: torch.nn.Module, **arguments: Any) -> Installed:
             "PG105", f"{type(module).__name__} has been installed already", hint="close() the first installation"
         )
     engine = Engine(Subject(module.forward, type(module).__name__, module), make_config(**arguments), report_failure)
-    module.forward = engine  # type: ignore[method-assign]
     return Installed(module, engine)
 
 

@@ -5,13 +5,14 @@ outside the call. Each is compared with the function itself, call by call, and e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import piecegraph
 
@@ -1072,8 +1073,8 @@ def test_parts_that_went_and_came_back_are_the_same() -> None:
     fast = piecegraph.compile(model, backend="eager", options={"graph_device": "simulated"})
     x = torch.ones(2, 3)
     fast(x)
-    layer = model.layers.pop(0)
-    model.layers.insert(0, layer)
+    bias, model.layers[0].bias = model.layers[0].bias, None
+    model.layers[0].bias = bias
     torch.testing.assert_close(fast(x), model(x))
     assert fast.stats()["events"] == {}
 
@@ -1124,3 +1125,133 @@ def test_a_tuple_outside_the_call_is_looked_at(make: Callable[[], nn.Module], mo
     monkeypatch.setitem(globals(), "OUTSIDE", (5.0, 2.0))
     torch.testing.assert_close(fast(x), model(x))
     assert fast.stats()["events"] == {}
+
+
+# --- code that is replaced
+
+
+class Gate(nn.Module):
+    gain = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.act: Any = torch.tanh
+        self.table: Any = {"last": torch.sin}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast("Tensor", self.table["last"](self.act(self.linear(x)) * self.gain))
+
+
+class DoubleGate(Gate):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def own_forward(module: nn.Module) -> None:
+    module.forward = MethodType(lambda self, x: x * 5, module)  # type: ignore[method-assign]
+
+
+CODE: dict[str, Callable[[Any], Any]] = {
+    "forward of a module": lambda model: own_forward(model[1]),
+    "forward of a leaf": lambda model: own_forward(model[1].linear),
+    "forward of the model": own_forward,
+    "an activation": lambda model: setattr(model[1], "act", torch.sigmoid),
+    "the class": lambda model: setattr(model[1], "__class__", DoubleGate),
+    "an attribute over the class's": lambda model: setattr(model[1], "gain", 3.0),
+}
+
+
+@pytest.mark.parametrize("change", CODE.values(), ids=CODE)
+def test_code_of_a_module_is_replaced(compiled: Any, change: Callable[[Any], Any]) -> None:
+    model = nn.Sequential(Gate(), Gate(), Gate()).eval()
+    fast, x = compiled(model), torch.ones(2, 3)
+    torch.testing.assert_close(fast(x), model(x))
+    change(model)
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), model(x))
+    assert fast.stats()["events"] == {"PG515": 1}
+
+
+@pytest.mark.parametrize("name", ["forward", "gain"])
+def test_a_class_is_changed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(Gate(), Gate()).eval()
+    fast, x = piecegraph.compile(model, backend="eager", options={"graph_device": "simulated"}), torch.ones(2, 3)
+    torch.testing.assert_close(fast(x), model(x))
+    monkeypatch.setattr(Gate, name, 4.0 if name == "gain" else lambda self, x: x * 3)
+    torch.testing.assert_close(fast(x), model(x))
+
+
+def test_functions_outside_the_call_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(Gate(), Gate()).eval()
+
+    def forward(x: Tensor) -> Tensor:
+        return doubled(model(x)) + helpers.shift(x)
+
+    helpers = SimpleNamespace(shift=lambda x: x + 1)
+    fast, x = piecegraph.compile(forward, backend="eager", options={"graph_device": "simulated"}), torch.ones(2, 3)
+    torch.testing.assert_close(fast(x), forward(x))
+    monkeypatch.setitem(globals(), "doubled", lambda x: x * 7)
+    torch.testing.assert_close(fast(x), forward(x))
+    model[1].table["last"] = torch.cos
+    torch.testing.assert_close(fast(x), forward(x))
+    helpers.shift = lambda x: x - 1
+    torch.testing.assert_close(fast(x), forward(x))
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def test_code_that_is_reloaded_in_place() -> None:
+    def inner(x: Tensor) -> Tensor:
+        return x + 1
+
+    def outer(x: Tensor) -> Tensor:
+        return inner(x) * 2
+
+    def other(x: Tensor) -> Tensor:
+        return x - 5
+
+    fast, x = piecegraph.compile(outer, backend="eager", options={"graph_device": "simulated"}), torch.ones(3)
+    torch.testing.assert_close(fast(x), torch.full((3,), 4.0))
+    inner.__code__ = other.__code__
+    torch.testing.assert_close(fast(x), torch.full((3,), -8.0))
+
+
+def test_hooks_of_all_modules_come_and_go(compiled: Any) -> None:
+    model = nn.Sequential(Gate(), Gate()).eval()
+    fast, x = compiled(model), torch.ones(2, 3)
+    torch.testing.assert_close(fast(x), model(x))
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: out * 2 if isinstance(module, nn.Linear) else None
+    )
+    try:
+        torch.testing.assert_close(fast(x), model(x))
+    finally:
+        hook.remove()
+    torch.testing.assert_close(fast(x), model(x))
+
+
+# --- who wants to see every op
+
+
+def test_transforms_and_modes_see_the_ops(compiled: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).eval()
+    fast, x = compiled(model), torch.randn(4, 3)
+    fast(x)
+    torch.testing.assert_close(torch.vmap(fast)(x), model(x))
+    found, expected = (torch.func.jvp(each, (x,), (torch.ones_like(x),)) for each in (fast, model))
+    torch.testing.assert_close(found, expected)
+    with FlopCounterMode(display=False) as counter:
+        fast(x)
+    assert counter.get_total_flops() == 2 * 4 * 3 * 3
+    assert fast.stats()["events"] == {"PG522": 3}
+
+
+def test_jit_trace_sees_the_ops() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).eval()
+    fast = piecegraph.compile(model, backend="eager", options={"graph_device": "simulated"})
+    traced = torch.jit.trace(fast, (torch.ones(4, 3),))
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(traced(x), model(x))

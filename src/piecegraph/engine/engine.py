@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from types import MappingProxyType
@@ -65,7 +65,7 @@ class Engine:
         self._kinds: list[_Kind] = []
         self._binder = Binder(subject.function)
         self._lock = threading.RLock()
-        self._tree = TreeWatch(subject.module)
+        self._tree = TreeWatch(subject.module, subject.function)
         self._is_closed = False
         registry.compiled.add(self)
 
@@ -92,7 +92,7 @@ class Engine:
     # -- a call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch_compat.is_jit_tracing():
             return self.subject.function(*args, **kwargs)
         if run_eagerly.get():
             return self._call_original(args, kwargs)
@@ -108,6 +108,10 @@ class Engine:
         with self._lock:
             self.num_calls += 1
             try:
+                if torch_compat.transform_level() is not None or (
+                    torch_compat.num_dispatch_modes() and _are_others(torch_compat.dispatch_modes())
+                ):
+                    return _IS_WATCHED
                 tree, next_hook = self._tree, torch_compat.hook_numbers.next_id
                 if tree.dead or tree.next_hook != next_hook or not tree.versions.are_known():
                     self._notice_changes()
@@ -250,10 +254,14 @@ class Engine:
     def _notice_changes(self) -> None:
         """Of what the graphs of all plans hold."""
         changed = self._tree.what_changed()
-        if changed and self._kinds:
+        if not changed:
+            return
+        self.subject = self.planner.subject = self.subject.of_now(self)
+        self._binder = Binder(self.subject.function)
+        if self._kinds:
             self._plan_anew(changed)
-        elif changed:
-            self._tree.renew()
+        else:
+            self._tree.renew(self.subject.function)
 
     def _plan_anew(self, reason: str) -> None:
         """Forget plans whose graphs read weights that are the module's no more."""
@@ -312,7 +320,7 @@ class Engine:
         with self._lock:
             self._kinds.clear()
             self.planner.release()
-            self._tree.renew()
+            self._tree.renew(self.subject.function)
 
     def close(self) -> None:
         """Give back graphs and memory. Calls afterwards are an error; the original is untouched."""
@@ -333,6 +341,11 @@ class Engine:
         return [library for plan in self.plans for library in plan.libraries]
 
 
+def _are_others(modes: Sequence[Any]) -> bool:
+    """Whether one of them is not ours: ours know of replays."""
+    return any(type(mode).__module__.partition(".")[0] != __name__.partition(".")[0] for mode in modes)
+
+
 def _refuse(code: str, reason: str, hint: str = "") -> Refusal:
     return Refusal(Event(code, "call", reason, hint))
 
@@ -344,4 +357,9 @@ _NEEDS_GRAD = _refuse(
     "call under torch.no_grad() or torch.inference_mode()",
 )
 _IS_EMPTY = _refuse("PG507", "there are no rows to plan with")
+_IS_WATCHED = _refuse(
+    "PG522",
+    "a transform of torch.func or a dispatch mode wants to see every op, and a replay shows none",
+    "transform the original, or call outside of the mode",
+)
 _IS_AUTOCAST = _refuse("PG506", "a plan does not know autocast", "put autocast inside forward")

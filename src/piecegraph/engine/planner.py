@@ -50,6 +50,18 @@ class Subject:
     name: str
     module: torch.nn.Module | None
 
+    def of_now(self, installed: object) -> Subject:
+        """With the forward that the module has now, or had before ``installed`` was put in its place."""
+        module = self.module
+        if module is None:
+            return self
+        if vars(module).get("forward") is not installed:
+            return replace(self, function=module.forward)
+        qualname = getattr(getattr(self.function, "__func__", None), "__qualname__", "")
+        if qualname not in (f"{cls.__qualname__}.forward" for cls in type(module).__mro__):  # it was the module's own
+            return self
+        return replace(self, function=MethodType(type(module).forward, module))
+
     @property
     def training(self) -> bool | None:
         return None if self.module is None else self.module.training
@@ -106,7 +118,7 @@ class Planner:
     """Makes the plans of one subject. All of them share one memory pool, which no other subject has."""
 
     def __init__(self, subject: Subject, config: CompileConfig, events: EventLog) -> None:
-        self._subject = subject
+        self.subject = subject
         self._config = config
         self._events = events
         self._rules = CutRules(config.splitting_ops)  # wrong op names are told now, not at the first call
@@ -127,19 +139,19 @@ class Planner:
             earlier: the shapes of a call that differs from this one in nothing else.
         """
         return read_example(
-            self._subject.function,
+            self.subject.function,
             binder,
             args,
             kwargs,
             dynamic_dims=self._config.dynamic_dims,
             static_inputs=self._config.options.static_inputs,
-            training=self._subject.training,
+            training=self.subject.training,
             earlier=earlier,
         )
 
     def read(self, example: Example) -> tuple[Blueprint, Call | str]:
         """Understand calls like this one; also returns the call, or why not even this one can be served."""
-        subject, config = self._subject, self._config
+        subject, config = self.subject, self._config
         is_full = config.cudagraph_mode == "full"
         pipeline = Pipeline(
             subject.name, config.backend, config.passes, self._rules, config.options, self._events, is_full
@@ -163,7 +175,7 @@ class Planner:
                 callbacks do to padded rows, and padded rows to callbacks, is nobody's wish.
             call: one of the kind; taken as an example when buffers are made.
         """
-        subject, signature = self._subject, blueprint.signature
+        subject, signature = self.subject, blueprint.signature
         clock = blueprint.pipeline.clock
         before = dict(clock.seconds)
         body, steps, dump = self._cut(blueprint, interceptions)
@@ -232,7 +244,7 @@ class Planner:
                 told, hint = describe(second.code, second.what, second.where, second.why), second.hint
             else:  # a call that the function itself does not take raises what it raises without us
                 args, kwargs = example.with_tensors([tensor.clone() for tensor in example.tensors])
-                self._subject.function(*args, **kwargs)
+                self.subject.function(*args, **kwargs)
             why = f"{error.why.rstrip('.')}; nor can it run as it is: {told}"
             raise TraceError(
                 error.code, error.what, where=error.where, why=why, hint=hint, phase="trace", line=error.line
@@ -242,7 +254,7 @@ class Planner:
         return body, (Decision("front end", "breakable", f"{body.untraced}; {lost}"), *decisions)
 
     def _trace(self, example: Example, pipeline: Pipeline) -> tuple[Traced, tuple[Decision, ...]]:
-        subject = self._subject
+        subject = self.subject
 
         def find_layers() -> Layers | None:
             stack = subject.layers()
@@ -275,7 +287,7 @@ class Planner:
         return seen, decisions
 
     def _watch(self, example: Example, pipeline: Pipeline) -> tuple[BreakableBody, tuple[Decision, ...]]:
-        subject = self._subject
+        subject = self.subject
         with located(phase="trace"):
             body = BreakableBody(
                 subject.function,
@@ -299,10 +311,10 @@ class Planner:
                 dump.finish_untraced(source.untraced)
             return source.with_interceptions(interceptions) if interceptions else source, (), dump
         if interceptions and blueprint.pipeline.is_full:
-            self._events.emit(cut_while_intercepted(self._subject.name))
+            self._events.emit(cut_while_intercepted(self.subject.name))
         lowered = blueprint.pipeline.cut(source, interceptions)
         self.num_compiles += lowered.num_compiles
-        return TracedBody(source, lowered.program, self._subject.current_weight), lowered.steps, lowered.dump
+        return TracedBody(source, lowered.program, self.subject.current_weight), lowered.steps, lowered.dump
 
     def _choose_mode(self, signature: Signature, device: torch.device, *, is_cut: bool) -> Decision:
         options, wish = self._config.options, self._config.cudagraph_mode
@@ -310,7 +322,7 @@ class Planner:
             wish = "piecewise"
         if wish == "none":
             return Decision("mode", "none", "asked for")
-        devices = {leaf.device for leaf in signature.tensors} | {t.device for t in self._subject.weights().values()}
+        devices = {leaf.device for leaf in signature.tensors} | {t.device for t in self.subject.weights().values()}
         if len({d for d in devices if d.type == "cuda"}) > 1:
             return Decision("mode", "none", "the model is spread over several GPUs, and a graph belongs to one")
         is_simulated = options.graph_device == "simulated"

@@ -1,35 +1,50 @@
-"""Notices that a tree of modules is another than when plans were made: other modules, parameters, buffers or hooks.
+"""Notices that a tree of modules is another than when plans were made: other modules, parameters, buffers, hooks, code.
 
-All of them are in dictionaries of modules, and CPython numbers the changes of dictionaries
-(:mod:`piecegraph.base.dict_versions`): however one is added, replaced or removed, the next call sees it. Dictionaries
-of hooks are many, and mostly empty: every hook that torch registers gets the next number, so only those that have any
-are looked at. A tensor whose data was replaced (``.data = ...``, ``module.to(...)``) stays the same object, but its old
+All of them are in dictionaries of modules or their classes, and CPython numbers the changes of dictionaries
+(:mod:`piecegraph.base.versions`): however one is added, replaced or removed, the next call sees it. Dictionaries of
+hooks are many, and mostly empty: every hook that torch registers gets the next number, so only those that have any are
+looked at. A tensor whose data was replaced (``.data = ...``, ``module.to(...)``) stays the same object, but its old
 memory dies, and a weak reference tells of that. Memory that somebody else keeps alive does not die: the addresses that
 graphs read are compared at replays, see :class:`~piecegraph.tape.tape.Addresses`.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 
 from piecegraph.base import torch_compat
-from piecegraph.base.dict_versions import DictVersions
+from piecegraph.base.versions import Versions, class_dict
+
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+_CODE = (property, staticmethod, classmethod, functools.cached_property)
+"""What code is in beside what can be called."""
+
+
+class _Watched(NamedTuple):
+    """A dictionary, and what of it a plan depends on."""
+
+    owner: str
+    holder: dict[Any, Any]
+    look: Callable[[dict[Any, Any]], dict[Any, Any]]
 
 
 class TreeWatch:
-    """Whether modules, parameters, buffers or hooks in a tree of modules are others than they were."""
+    """Whether modules, parameters, buffers, hooks or code in a tree of modules are others than they were."""
 
-    def __init__(self, root: torch.nn.Module | None) -> None:
+    def __init__(self, root: torch.nn.Module | None, function: Callable[..., Any]) -> None:
         self._root = root
-        self.renew()
+        self.renew(function)
 
-    def renew(self) -> None:
-        """Take the tree as it is now."""
+    def renew(self, function: Callable[..., Any]) -> None:
+        """Take the tree as it is now, and what runs it."""
+        self._function = getattr(function, "__func__", function)
         self.dead = ""
         """A weight whose memory is gone."""
         self._memory: list[weakref.ref[torch.UntypedStorage]] = []
@@ -50,8 +65,10 @@ class TreeWatch:
     def what_changed(self) -> str:
         """What is not as it was, in words; empty if all is, whatever was done between."""
         changed = f"{self.dead} was replaced" if self.dead else self._first_change()
-        if not changed:
+        if not changed and torch_compat.hook_numbers.next_id != self.next_hook:  # they were somebody else's
             self._accept()
+        elif not changed:
+            self.versions.accept()
         return changed
 
     def _lose(self, name: str) -> None:
@@ -60,44 +77,79 @@ class TreeWatch:
     def _accept(self) -> None:
         self.next_hook = torch_compat.hook_numbers.next_id
         """While no hook has got this number, none was added."""
-        self.versions = DictVersions(
-            [*(parts for _, parts in self._all_parts()), *(hooks for hooks in self._all_hooks() if hooks)]
-        )
-        """Of the dictionaries that things may be added to, replaced in or removed from."""
-        self._parts = {name: part if part is None else weakref.ref(part) for name, part in self._named_parts()}
+        self._modules = {} if self._root is None else dict(self._root.named_modules())
+        self._watched = list(self._all_watched())
+        self._known = [each.look(each.holder) for each in self._watched]
         self._hooks = self._hook_numbers()
+        values = (self._function, *(value for known in self._known for value in known.values()))
+        self._functions = [value for value in values if isinstance(value, FunctionType)]
+        self.versions = Versions([each.holder for each in self._watched], [*self._modules.values()], self._functions)
+        """Of the dictionaries that things may be added to, replaced in or removed from, of classes and of code."""
 
     def _first_change(self) -> str:
-        now = dict(self._named_parts())
-        for name, part in self._parts.items():
-            if name not in now:
-                return f"{name} was removed"
-            if now[name] is not (part and part()):
-                return f"{name} was replaced"
-        if len(now) > len(self._parts):
-            return f"{next(name for name in now if name not in self._parts)} was added"
+        others = [f"the class of {path or 'the module'} was replaced" for path in self._modules]
+        others += [f"the code of {function.__qualname__} was replaced" for function in self._functions]
+        for number in self.versions.changed():
+            if number >= len(self._watched):
+                return others[number - len(self._watched)]
+            owner, holder, look = self._watched[number]
+            changed = _difference(self._known[number], look(holder))
+            if changed:
+                return f"{owner}.{changed}".lstrip(".")
         return "hooks of submodules were added or removed" if self._hook_numbers() != self._hooks else ""
 
-    def _named_parts(self) -> Iterator[tuple[str, Any]]:
-        all_parts = ((path, name, part) for path, parts in self._all_parts() for name, part in parts.items())
-        return ((f"{path}.{name}".lstrip("."), part) for path, name, part in all_parts)
-
-    def _all_parts(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The dictionaries of modules, parameters and buffers, each with the name of the module that has it."""
-        for path, module in self._root.named_modules() if self._root is not None else ():
-            is_container = isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict | torch.nn.Sequential)
+    def _all_watched(self) -> Iterator[_Watched]:
+        for path, module in self._modules.items():
             for parts in torch_compat.parts_of(module):
-                if parts or is_container:
-                    yield path, parts
+                if parts or isinstance(module, _CONTAINERS):
+                    yield _Watched(path, parts, _parts)
+            yield _Watched(path, vars(module), functools.partial(_own_code, type(module)))
+        classes = dict.fromkeys(cls for module in self._modules.values() for cls in type(module).__mro__)
+        for cls in classes:
+            if cls not in (torch.nn.Module, object):
+                yield _Watched(cls.__qualname__, class_dict(cls), _code)
+        for hooks in self._all_hooks():
+            if hooks:
+                yield _Watched("hooks", hooks, dict)
 
-    def _all_hooks(self) -> list[dict[int, Any]]:
+    def _all_hooks(self) -> list[Any]:
         """The dictionaries of hooks; those of the module itself run around its plans."""
-        modules = [] if self._root is None else [each for each in self._root.modules() if each is not self._root]
-        return [getattr(module, name) for module in modules for name in torch_compat.HOOKS_OF_A_FORWARD]
+        modules = [module for module in self._modules.values() if module is not self._root]
+        own = [getattr(module, name) for module in modules for name in torch_compat.HOOKS_OF_A_FORWARD]
+        return [*own, *torch_compat.global_hooks_of_a_call] if modules else []
 
     def _hook_numbers(self) -> list[tuple[int, list[int]]]:
         """The numbers of all hooks, by the dictionary they are in."""
         return [(place, list(hooks)) for place, hooks in enumerate(self._all_hooks()) if hooks]
+
+
+def _parts(holder: dict[str, Any]) -> dict[str, Any]:
+    """Modules; and the identities of tensors, which nobody may hold weakly: ``torch.utils.swap_tensors`` refuses then.
+
+    Another tensor with the identity of one that is gone has other memory, or comes while that is held elsewhere.
+    """
+    return {name: id(part) if isinstance(part, torch.Tensor) else part for name, part in holder.items()}
+
+
+def _code(holder: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in holder.items() if callable(value) or isinstance(value, _CODE)}
+
+
+def _own_code(cls: type, holder: dict[str, Any]) -> dict[str, Any]:
+    """Code, the dictionaries of its parts, and which names of its class a module has as its own: that it gets or loses
+    one is another value.
+    """
+    own = {name: True for name in holder if hasattr(cls, name)}
+    return {**own, **_code(holder), **{name: holder.get(name) for name in torch_compat.PARTS}}
+
+
+def _difference(then: dict[Any, Any], now: dict[Any, Any]) -> str:
+    for name, value in then.items():
+        if name not in now:
+            return f"{name} was removed"
+        if now[name] is not value and (type(value) is not int or now[name] != value):
+            return f"{name} was replaced"
+    return next((f"{name} was added" for name in now if name not in then), "")
 
 
 def weight_bytes(module: torch.nn.Module) -> int:

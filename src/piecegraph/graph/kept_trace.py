@@ -11,6 +11,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -228,7 +229,13 @@ def _attributes(traced: Traced) -> dict[str, torch.Tensor]:
 
 def _described(outside: OutsideValues) -> dict[str, str]:
     describer = Describer()
-    return {name: describer.text(value, name) for name, value in outside.constants.items()}
+    return {name: _described_value(describer, value, name) for name, value in outside.constants.items()}
+
+
+def _described_value(describer: Describer, value: Any, name: str) -> str:
+    """Functions by their code: what they close over is described by names of its own."""
+    code = getattr(value, "__code__", value)
+    return describer.code(code) if isinstance(code, CodeType) else describer.text(value, name)
 
 
 def _described_ops(targets: Iterable[Any]) -> dict[str, str]:
@@ -348,7 +355,7 @@ def _signature(example: Example, fixed: Mapping[tuple[str, int], int]) -> Signat
 def _check_outside(outside: OutsideValues, expected: Mapping[str, str]) -> None:
     describer, found = Describer(), outside.constants
     for name, text in expected.items():
-        if name not in found or describer.text(found[name], name) != text:
+        if name not in found or _described_value(describer, found[name], name) != text:
             raise StaleTraceError(f"{name} is not {text} any more")
 
 

@@ -2,35 +2,35 @@
 
 A trace takes such values for constants. So they are looked at again before every call, and a call that finds others is
 of another kind. A large model reads hundreds of attributes of its submodules, which would take longer than the replay:
-only whether the dictionaries that hold them have changed is looked at (:mod:`piecegraph.base.dict_versions`). What is
-in no such dictionary, an attribute of a class or an element of a list, takes turns, one at every call.
+only whether the dictionaries that hold them have changed is looked at (:mod:`piecegraph.base.versions`). What is
+in no such dictionary, such as an element of a list, takes turns, one at every call.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import itertools
 import operator
 import re
 from collections.abc import Callable, Sequence
-from types import CodeType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
-from piecegraph.base.dict_versions import DictVersions
+from piecegraph.base.versions import Versions, class_dict
 from piecegraph.graph.signature import is_constant, is_same_constant
 
-_OWN = re.compile(r"(?P<owner>own\d+)\['(?P<name>\w+)'\]")
 _FROM_MODULE = re.compile(
     r"(?P<before>len\(|)(?P<module>.*\._modules\['[^']*'\]|L\['\w+'\](\.__self__)?)"
     r"\.(?P<attribute>(?!__)[A-Za-z_]\w*)(?P<after>.*)"
 )
-
-_STEP = re.compile(r"\.([A-Za-z_]\w*)|\['([^']*)'\]|\[(\d+)\]")
+_ROOT = re.compile(r"\w+")
+_STEP = re.compile(r"""\.[A-Za-z_]\w*|\['[^']*'\]|\["[^"]*"\]|\[\d+\]""")
 _PATH = re.compile(rf"({_STEP.pattern})*")
-_WATCHED = ("_parameters", "_buffers")
-"""What is in them is looked at elsewhere: :class:`~piecegraph.engine.tree.TreeWatch`."""
+_FIXED = ("__defaults__", "__closure__", "__func__", "__self__", "__wrapped__")
+"""Of functions and methods, as good as never replaced."""
 
 
 class OutsideValues:
@@ -44,21 +44,27 @@ class OutsideValues:
 
     def __init__(self, tensors: Sequence[str], constants: Sequence[str], scopes: dict[str, Any]) -> None:
         self._scopes = dict(scopes)
-        known = [name for name in constants if _is_comparable(self._try(name))]
+        known = [name for name in constants if _is_comparable(self._try(name)) and not self._is_torchs(name)]
         held = [name for name in tensors if isinstance(self._try(name), torch.Tensor)]
         self.names = tuple(sorted([*known, *held], key=lambda name: "._modules[" in name))
         shortened = [self._shorten(name) for name in self.names]
-        num_near = sum("._modules[" not in name for name in self.names)
-        self._near, self._all = _tuple_of(shortened[:num_near]) if num_near else None, _tuple_of(shortened)
+        holders = [_holders(text, self._scopes) for text in shortened]
+        held_by = {id(each): each for found in holders for each in found}.values()
+        functions = [each for each in held_by if isinstance(each, FunctionType)]
+        self._versions = Versions([each for each in held_by if isinstance(each, dict)], (), functions)
+        self._all = _tuple_of(shortened)
         self._values: tuple[Any, ...] = eval(self._all, self._scopes)
-        self._near_values = self._values[:num_near]
-        far = list(zip(shortened, self._values, strict=True))[num_near:]
-        holders = {text: self._holders(text) for text, _ in far}
-        self._versions = DictVersions([holder for found in holders.values() for holder in found])
-        turns = [self._place(text, value) for text, value in far if not holders[text]]
-        self._slow = [not holders.get(text, text) for text in shortened]
+        is_near = [not found and "._modules[" not in name for found, name in zip(holders, self.names, strict=True)]
+        self._is_near = is_near
+        self._near = _tuple_of(list(itertools.compress(shortened, is_near))) if any(is_near) else None
+        self._near_values = tuple(itertools.compress(self._values, is_near))
+        self._slow = [not found and not near for found, near in zip(holders, is_near, strict=True)]
         """Which of the values take turns."""
-        self._turns = itertools.cycle(turns or [({0: None}, 0, None)])
+        far = itertools.compress(zip(shortened, self._values, strict=True), self._slow)
+        scope = _Evaluated(self._scopes)
+        turns = [(scope, compile(text, "<outside the call>", "eval"), value) for text, value in far]
+        nothing: list[tuple[Any, Any, Any]] = [({0: None}, 0, None)]
+        self._turns = itertools.cycle(turns or nothing)
         self._num_turns = len(turns)
         self._is_doubtful = self._is_late = False
 
@@ -94,7 +100,8 @@ class OutsideValues:
         values = eval(self._all, self._scopes)
         if not all(map(_is_same, values, self._values)):
             return self._doubt()
-        self._values, self._near_values = values, values[: len(self._near_values)]  # equal, and next time the same
+        self._values = values  # equal, and next time the same
+        self._near_values = tuple(itertools.compress(values, self._is_near))
         self._is_doubtful = False
         return True
 
@@ -118,37 +125,16 @@ class OutsideValues:
         is_late, self._is_late = self._is_late, False
         return self._num_turns - 1 if is_late else 0
 
-    def _holders(self, expression: str) -> list[dict[str, Any]]:
-        """The dictionaries on the way to a value, whose versions tell that it is the same; none if they do not."""
-        is_length = expression.startswith("len(")
-        path = expression[len("len(") : -1] if is_length else expression
-        found = _OWN.match(path)
-        if not found or not _PATH.fullmatch(path, found.end()) or found["name"] in _WATCHED:
-            return []
-        holders = [self._scopes[found["owner"]]]
-        value = holders[0][found["name"]]
-        for attribute, key, number in _STEP.findall(path, found.end()):
-            if number and type(value) is tuple:  # as long as it is this tuple, this is in it
-                value = value[int(number)]
-                continue
-            holder, name = getattr(value, "__dict__", None) if attribute else value, attribute or key
-            if type(holder) is not dict or name not in holder:
-                return []
-            holders.append(holder)
-            value = holder[name]
-        return holders if not is_length or type(value) is tuple else []
-
-    def _place(self, expression: str, value: Any) -> tuple[Any, Any, Any]:
-        """Where a value is found: in a module's own dictionary, or as the value of an expression."""
-        found = _OWN.fullmatch(expression)
-        if found:
-            return self._scopes[found["owner"]], found["name"], value
-        return _Evaluated(self._scopes), compile(expression, "<outside the call>", "eval"), value
-
     def _try(self, name: str) -> Any:
         with contextlib.suppress(Exception):  # a name that only Dynamo can read
             return eval(name, self._scopes)
         return self
+
+    def _is_torchs(self, name: str) -> bool:
+        """Whether it is a function or class that torch has: nobody replaces those, and every model reads many."""
+        name = name.removesuffix(".__code__")
+        holder = self._try(name.rpartition(".")[0])
+        return isinstance(holder, ModuleType) and holder.__name__.split(".")[0] == "torch" and callable(self._try(name))
 
     def _shorten(self, name: str) -> str:
         """The expression from the nearest module on, and whether that is the same is looked at elsewhere."""
@@ -161,6 +147,59 @@ class OutsideValues:
         self._scopes[owner] = module.__dict__ if is_own else module
         attribute = f"[{found['attribute']!r}]" if is_own else f".{found['attribute']}"
         return f"{found['before']}{owner}{attribute}{found['after']}"
+
+
+def _holders(expression: str, scopes: dict[str, Any]) -> list[Any]:
+    """The dictionaries and functions on the way to a value, whose versions tell that it is the same; none if they do
+    not.
+    """
+    is_length = expression.startswith("len(")
+    path = expression[len("len(") : -1] if is_length else expression
+    root = _ROOT.match(path)
+    if not root or not _PATH.fullmatch(path, root.end()) or root[0] not in scopes:
+        return []
+    value = scopes[root[0]]
+    if root[0] == "G" and value.get("__name__") == "__main__":  # a program writes there all the time
+        return []
+    holders: list[Any] = []
+    for step in _STEP.findall(path, root.end()):
+        found = _attribute(value, step[1:]) if step[0] == "." else _element(value, ast.literal_eval(step[1:-1]))
+        if found is None:
+            return []
+        more, value = found
+        holders += more
+    return holders if not is_length or type(value) is tuple else []
+
+
+def _element(value: Any, key: str | int) -> tuple[list[Any], Any] | None:
+    """An element of a dictionary or a tuple, and what holds it; None if nothing tells that it is replaced."""
+    if isinstance(key, int):
+        return ([], value[key]) if type(value) is tuple and key < len(value) else None
+    return ([value], value[key]) if isinstance(value, dict) and key in value else None
+
+
+def _attribute(value: Any, name: str) -> tuple[list[Any], Any] | None:
+    """The same for an attribute."""
+    if isinstance(value, FunctionType) and name == "__code__":
+        return [value], value.__code__
+    if isinstance(value, FunctionType | MethodType):
+        return ([], getattr(value, name)) if name in _FIXED and hasattr(value, name) else None
+    own = getattr(value, "__dict__", None)
+    if isinstance(value, ModuleType):
+        return ([own], own[name]) if own is not None and name in own else None
+    holders: list[Any] = [] if isinstance(value, type) else [own]
+    if holders and type(own) is not dict:
+        return None
+    for cls in (value if isinstance(value, type) else type(value)).__mro__:
+        holders.append(class_dict(cls))
+        if name in holders[-1]:
+            break
+    found = holders[-1].get(name)
+    if hasattr(found, "__get__"):  # code that gives the value; but for plain functions, which a class gives as they are
+        return (holders, found) if isinstance(value, type) and isinstance(found, FunctionType) else None
+    if type(own) is dict and name in own:
+        return [own], own[name]
+    return (holders, found) if name in holders[-1] else None
 
 
 def values_in_reach(function: Callable[..., Any], module: torch.nn.Module | None) -> OutsideValues:
@@ -177,7 +216,9 @@ def values_in_reach(function: Callable[..., Any], module: torch.nn.Module | None
     for path, each in module.named_modules() if module is not None else ():
         steps = "".join(f"._modules[{step!r}]" for step in path.split(".")) if path else ""
         own = [name for name in vars(each) if name.isidentifier() and (name == "training" or name not in _EVERY_MODULE)]
-        names += [f"L['self']{steps}.{name}" for name in own]
+        classes = type(each).__mro__[: -len(torch.nn.Module.__mro__)]
+        own += [name for cls in classes for name, value in vars(cls).items() if name[0] != "_" and not callable(value)]
+        names += [f"L['self']{steps}.{name}" for name in dict.fromkeys(own)]
     return OutsideValues((), names, scopes)
 
 

@@ -25,7 +25,8 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _MAX_KNOWN = 4096
 _CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, type, types.FunctionType,
-    types.BuiltinFunctionType, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.nn.Module,
+    types.BuiltinFunctionType, types.CodeType, torch.dtype, torch.device, torch.layout, torch.memory_format,
+    torch.nn.Module,
 )  # fmt: skip
 
 

@@ -60,6 +60,21 @@ def is_profiling() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled())
 
 
+is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
+"""Whether ``torch.jit.trace`` writes down what is called."""
+
+transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+"""How deep in ``vmap``, ``grad`` and the like of ``torch.func`` a call is; None outside of them."""
+
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many modes see every op of this thread: a counter of FLOPs, ``make_fx``."""
+
+
+def dispatch_modes() -> list[Any]:
+    """Those modes."""
+    return [torch._C._get_dispatch_stack_at(number) for number in range(num_dispatch_modes())]
+
+
 is_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device; asking for each takes four times as long."""
 

@@ -25,9 +25,13 @@ global_hooks_of_a_call: tuple[Mapping[int, Any], ...] = tuple(
 """The same for all modules. torch fills these and never replaces them."""
 
 
+PARTS = ("_modules", "_parameters", "_buffers")
+"""The attributes of a module that hold what it is made of."""
+
+
 def parts_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     """The dictionaries in which a module has its modules, parameters and buffers."""
-    return module._modules, module._parameters, module._buffers
+    return tuple(vars(module)[name] for name in PARTS)
 
 
 hook_numbers = torch.utils.hooks.RemovableHandle

@@ -183,18 +183,24 @@ def _outside_values(
     """
     code = function.__code__
     held = dict(zip(code.co_varnames, receiver, strict=False))
+    own = [f"L[{name!r}]" for name in held]  # what is called
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     imports = {name: module for name, module in output.import_sources.items() if not module.startswith("torch")}
     roots = [f"L[{name!r}]" for name in (*held, *cells)]
     roots += [f"G[{name!r}]" for name in (*function.__globals__, *imports) if not name.startswith("__builtins")]
-    kinds = {"CONSTANT_MATCH": "{}", "EQUALS_MATCH": "{}", "SEQUENCE_LENGTH": "len({})"}
+    compared = ("CONSTANT_MATCH", "EQUALS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "FUNCTION_MATCH", "CLASS_MATCH")
+    kinds = {**dict.fromkeys(compared, "{}"), "SEQUENCE_LENGTH": "len({})"}
     found: dict[str, None] = {}
     for guard in output.output_graph.guards:
+        if guard.name in (*own, *(f"{name}.__func__" for name in own)):
+            continue
         # What is found on the class may come to be on the instance.
         name, kind = _CLASS_ATTRIBUTE.sub(r"\1.\2", guard.name), guard.create_fn_name()
         root = name.partition("]")[0] + "]"
         if kind in kinds and root in roots:
             found[kinds[kind].format(name)] = None
+            if kind == "CLOSURE_MATCH":  # of the same function, another code: so are functions reloaded
+                found[f"{name}.__code__"] = None
     return tuple(_IMPORTED.sub(r"\1", name) for name in sorted(found)), imports
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from piecegraph.base.dict_versions import DictVersions
+from piecegraph.base.versions import Versions
 
 
 class Thing:
@@ -30,7 +30,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_one_of_many_has_changed(change: Callable[[Any], Any], make: Callable[..., Any], number: int) -> None:
     dicts = [make(a=1) for _ in range(8)]
-    versions = DictVersions(dicts)
+    versions = Versions(dicts)
     assert versions.are_known()
     change(dicts[number])
     assert not versions.are_known()
@@ -40,7 +40,7 @@ def test_one_of_many_has_changed(change: Callable[[Any], Any], make: Callable[..
 
 def test_attributes_show_also_when_the_line_that_sets_them_is_hot() -> None:
     thing = Thing()
-    versions = DictVersions([vars(thing)])
+    versions = Versions([vars(thing)])
     for number in range(300):
         assert versions.are_known()
         thing.attribute = (number,)
@@ -52,11 +52,11 @@ def test_attributes_show_also_when_the_line_that_sets_them_is_hot() -> None:
 
 def test_reading_and_setting_to_the_same_are_no_changes() -> None:
     each = {"a": 1}
-    versions = DictVersions([each, each])
+    versions = Versions([each, each])
     assert list(each.items()) == list(each.copy().items())
     each["a"] = each.setdefault("a", 2)
     assert versions.are_known()
 
 
 def test_no_dictionaries_never_change() -> None:
-    assert DictVersions([]).are_known()
+    assert Versions([]).are_known()
