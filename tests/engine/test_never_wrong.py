@@ -494,7 +494,7 @@ def test_hooks_of_submodules_come_and_go(compiled: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 11, 19])
-def test_one_of_many_elements_is_noticed_when_its_turn_comes(number: int) -> None:
+def test_one_of_many_elements_is_noticed_at_once(number: int) -> None:
     class Listed(Step):
         def __init__(self) -> None:
             super().__init__()
@@ -509,10 +509,8 @@ def test_one_of_many_elements_is_noticed_when_its_turn_comes(number: int) -> Non
     x = torch.ones(3)
     fast(x)
     model[number].factors[1] = 3.0
-    for _ in range(40):
-        fast(x)
     torch.testing.assert_close(fast(x), model(x))
-    assert fast.stats()["events"] == {"PG517": 1}
+    assert fast.stats()["events"] == {}
 
 
 @pytest.mark.parametrize("number", [0, 11, 19])

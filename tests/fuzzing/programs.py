@@ -124,6 +124,8 @@ EVENTS: Mapping[str, Sequence[str]] = {
         "model.layers[3].lin.weight.data.mul_(2)", "model.layers[4].seen.zero_()",
         "model.layers[2].lin.bias = nn.Parameter(values({seed}, 4))", "model.layers[1].gain = 1.5",
         "model.layers[3].gain = 0.25", "model.layers = model.layers[:4]",
+        "model.layers.insert(0, model.layers[3])", "model.layers.pop(1)", "model.layers[0].lin.bias = None",
+        "model.layers[2].forward = lambda x: x * 2",
         "model.layers[4].register_forward_hook(lambda layer, args, out: out * 2)",
     ),
     "mode": ("model.train()", "model.eval()"),

@@ -148,7 +148,6 @@ class Engine:
         training = None if module is None else module.training
         for kind in self._kinds:
             if kind.outside is not None and not kind.outside.hold():
-                self._tell_late(kind.outside)
                 continue
             call = kind.signature.match(names, values, training, args, kwargs)
             if type(call) is Call:
@@ -234,14 +233,6 @@ class Engine:
     def _live_kinds(self) -> list[_Kind]:
         """The kinds that were planned with what is outside the call as it is now."""
         return [kind for kind in self._kinds if kind.outside is None or kind.outside.hold()]
-
-    def _tell_late(self, outside: OutsideValues) -> None:
-        late = outside.take_late()
-        if late:
-            reason = (
-                f"an attribute of a submodule has changed; up to {late} calls before this one may have used the old"
-            )
-            self.events.emit(Event("PG517", self.name, reason, "compile again after changing one in a large model"))
 
     def _tell_unseen(self, kind: _Kind) -> None:
         """Once for each change: an eager op may be all that reads it."""

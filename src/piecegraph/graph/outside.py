@@ -2,8 +2,8 @@
 
 A trace takes such values for constants. So they are looked at again before every call, and a call that finds others is
 of another kind. A large model reads hundreds of attributes of its submodules, which would take longer than the replay:
-only whether the dictionaries that hold them have changed is looked at (:mod:`piecegraph.base.versions`). What is
-in no such dictionary, such as an element of a list, takes turns, one at every call.
+only whether the dictionaries that hold them have changed is looked at (:mod:`piecegraph.base.versions`). The few that
+are in no such dictionary, such as elements of lists, are read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -46,27 +46,18 @@ class OutsideValues:
         self._scopes = dict(scopes)
         known = [name for name in constants if _is_comparable(self._try(name)) and not self._is_torchs(name)]
         held = [name for name in tensors if isinstance(self._try(name), torch.Tensor)]
-        self.names = tuple(sorted([*known, *held], key=lambda name: "._modules[" in name))
+        self.names = (*known, *held)
         shortened = [self._shorten(name) for name in self.names]
         holders = [_holders(text, self._scopes) for text in shortened]
-        held_by = {id(each): each for found in holders for each in found}.values()
-        functions = [each for each in held_by if isinstance(each, FunctionType)]
-        self._versions = Versions([each for each in held_by if isinstance(each, dict)], (), functions)
-        self._all = _tuple_of(shortened)
+        watched = {id(each): each for found in holders for each in found}.values()
+        functions = [each for each in watched if isinstance(each, FunctionType)]
+        self._versions = Versions([each for each in watched if isinstance(each, dict)], (), functions)
+        self._is_read = [not found for found in holders]
+        """Of which no version tells."""
+        self._all, self._read = _tuple_of(shortened), _tuple_of(itertools.compress(shortened, self._is_read))
         self._values: tuple[Any, ...] = eval(self._all, self._scopes)
-        is_near = [not found and "._modules[" not in name for found, name in zip(holders, self.names, strict=True)]
-        self._is_near = is_near
-        self._near = _tuple_of(list(itertools.compress(shortened, is_near))) if any(is_near) else None
-        self._near_values = tuple(itertools.compress(self._values, is_near))
-        self._slow = [not found and not near for found, near in zip(holders, is_near, strict=True)]
-        """Which of the values take turns."""
-        far = itertools.compress(zip(shortened, self._values, strict=True), self._slow)
-        scope = _Evaluated(self._scopes)
-        turns = [(scope, compile(text, "<outside the call>", "eval"), value) for text, value in far]
-        nothing: list[tuple[Any, Any, Any]] = [({0: None}, 0, None)]
-        self._turns = itertools.cycle(turns or nothing)
-        self._num_turns = len(turns)
-        self._is_doubtful = self._is_late = False
+        self._read_values = tuple(itertools.compress(self._values, self._is_read))
+        self._is_doubtful = False
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -79,18 +70,14 @@ class OutsideValues:
         return self._try(expression)
 
     def hold(self) -> bool:
-        """Whether they are what they were, as far as it is their turn."""
+        """Whether they are what they were."""
         try:
-            if not self._is_doubtful:
-                owner, name, value = next(self._turns)
-                if (
-                    owner[name] is value
-                    and (
-                        self._near is None or all(map(operator.is_, eval(self._near, self._scopes), self._near_values))
-                    )
-                    and self._versions.are_known()
-                ):
-                    return True
+            if (
+                not self._is_doubtful
+                and self._versions.are_known()
+                and (not self._read_values or all(map(operator.is_, eval(self._read, self._scopes), self._read_values)))
+            ):
+                return True
             return self._hold_all()
         except (AttributeError, LookupError, TypeError, NameError):  # one of them is gone
             return self._doubt()
@@ -101,15 +88,12 @@ class OutsideValues:
         if not all(map(_is_same, values, self._values)):
             return self._doubt()
         self._values = values  # equal, and next time the same
-        self._near_values = tuple(itertools.compress(values, self._is_near))
+        self._read_values = tuple(itertools.compress(values, self._is_read))
         self._is_doubtful = False
         return True
 
     def _doubt(self) -> bool:
         """Something has changed: until it is as it was, all are looked at."""
-        if not self._is_doubtful and self._num_turns > 1:
-            slow = itertools.compress(zip(self.names, self._values, strict=True), self._slow)
-            self._is_late = self._is_late or any(not _is_same(self._try(name), value) for name, value in slow)
         self._is_doubtful = True
         return False
 
@@ -119,11 +103,6 @@ class OutsideValues:
             if not _is_same(self._try(name), value):
                 return name.removeprefix("L['self'].").replace("_modules['", "").replace("']", "")
         return ""
-
-    def take_late(self) -> int:
-        """How many calls may have gone by since a value changed that had to wait for its turn; asked once."""
-        is_late, self._is_late = self._is_late, False
-        return self._num_turns - 1 if is_late else 0
 
     def _try(self, name: str) -> Any:
         with contextlib.suppress(Exception):  # a name that only Dynamo can read
@@ -225,17 +204,7 @@ def values_in_reach(function: Callable[..., Any], module: torch.nn.Module | None
 _EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
-class _Evaluated:
-    """Expressions by their code, as if they were kept in a dictionary."""
-
-    def __init__(self, scopes: dict[str, Any]) -> None:
-        self._scopes = scopes
-
-    def __getitem__(self, code: CodeType) -> Any:
-        return eval(code, self._scopes)
-
-
-def _tuple_of(expressions: Sequence[str]) -> CodeType:
+def _tuple_of(expressions: Iterable[str]) -> CodeType:
     return compile(f"({''.join(f'{text}, ' for text in expressions)})", "<outside the call>", "eval")
 
 
