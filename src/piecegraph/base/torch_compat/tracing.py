@@ -192,7 +192,8 @@ def _outside_values(
     kinds = {**dict.fromkeys(compared, "{}"), "SEQUENCE_LENGTH": "len({})"}
     found: dict[str, None] = {}
     for guard in output.output_graph.guards:
-        if guard.name in (*own, *(f"{name}.__func__" for name in own)):
+        # Those who trace look at what is called, and at the classes of modules, themselves.
+        if guard.name in (*own, *(f"{name}.__func__" for name in own)) or ".__class__" in guard.name:
             continue
         # What is found on the class may come to be on the instance.
         name, kind = _CLASS_ATTRIBUTE.sub(r"\1.\2", guard.name), guard.create_fn_name()
