@@ -4,6 +4,7 @@ outside the call. Each is compared with the function itself, call by call, and e
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from types import MethodType, SimpleNamespace
 from typing import Any, cast
@@ -468,6 +469,36 @@ def test_one_of_many_attributes_is_noticed_at_once(change: Callable[[Any], None]
     change(model[number])
     for _ in range(2):
         torch.testing.assert_close(fast(x), model(x))
+    assert fast.stats()["events"] == {}
+
+
+@pytest.mark.parametrize("make", [list, lambda steps: steps[-1:]], ids=["submodules", "module"])
+def test_what_took_the_place_of_an_equal_object_is_looked_at(make: Callable[[list[Any]], list[Any]]) -> None:
+    class Configured(Step):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(inner=SimpleNamespace(factor=2.0), table={"a": {"b": 1.0}})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.config.inner.factor + self.config.table["a"]["b"]
+
+    steps = make([Configured() for _ in range(4)])
+    model = nn.Sequential(*steps) if len(steps) > 1 else steps[0]
+    fast = piecegraph.compile(model, backend="eager", options={"graph_device": "simulated"})
+    x, config = torch.ones(3), copy.deepcopy(steps[-1].config)
+    fast(x)
+    steps[-1].config = config
+    for change in (
+        lambda: None,
+        lambda: setattr(config.inner, "factor", 3.0),
+        lambda: setattr(config, "inner", copy.copy(config.inner)),
+        lambda: setattr(config.inner, "factor", 4.0),
+        lambda: config.table.update(a=dict(config.table["a"])),
+        lambda: config.table["a"].update(b=5.0),
+    ):
+        change()
+        for _ in range(2):
+            torch.testing.assert_close(fast(x), model(x))
     assert fast.stats()["events"] == {}
 
 

@@ -47,16 +47,35 @@ class OutsideValues:
         known = [name for name in constants if _is_comparable(self._try(name)) and not self._is_torchs(name)]
         held = [name for name in tensors if isinstance(self._try(name), torch.Tensor)]
         self.names = (*known, *held)
-        shortened = [self._shorten(name) for name in self.names]
-        holders = [_holders(text, self._scopes) for text in shortened]
+        self._shortened = [self._shorten(name) for name in self.names]
+        self._all = _tuple_of(self._shortened)
+        self._watch([_holders(text, self._scopes) for text in self._shortened])
+        self._take(eval(self._all, self._scopes))
+
+    def _watch(self, holders: list[list[Any]]) -> None:
+        """Have versions tell of what is in these; what is in none is read."""
+        self._holders = holders
         watched = {id(each): each for found in holders for each in found}.values()
+        dicts = [each for each in watched if isinstance(each, dict)]
         functions = [each for each in watched if isinstance(each, FunctionType)]
-        self._versions = Versions([each for each in watched if isinstance(each, dict)], (), functions)
+        self._watched, self._versions = [*dicts, *functions], Versions(dicts, (), functions)
         self._is_read = [not found for found in holders]
-        """Of which no version tells."""
-        self._all, self._read = _tuple_of(shortened), _tuple_of(itertools.compress(shortened, self._is_read))
-        self._values: tuple[Any, ...] = eval(self._all, self._scopes)
-        self._read_values = tuple(itertools.compress(self._values, self._is_read))
+        self._read = _tuple_of(itertools.compress(self._shortened, self._is_read))
+
+    def _follow(self) -> None:
+        """Where something on the way to a value was replaced, watch what is there now, though the value be equal."""
+        changed = {id(self._watched[number]) for number in self._versions.changed() if self._watched}
+        self._versions.accept()
+        holders = [
+            _holders(text, self._scopes) if any(id(each) in changed for each in found[:-1]) else found
+            for text, found in zip(self._shortened, self._holders, strict=True)
+        ]
+        if [list(map(id, found)) for found in holders] != [list(map(id, found)) for found in self._holders]:
+            self._watch(holders)
+
+    def _take(self, values: tuple[Any, ...]) -> None:
+        self._values: tuple[Any, ...] = values
+        self._read_values = tuple(itertools.compress(values, self._is_read))
         self._is_doubtful = False
 
     @property
@@ -83,13 +102,11 @@ class OutsideValues:
             return self._doubt()
 
     def _hold_all(self) -> bool:
-        self._versions.accept()  # before they are looked at: what changes meanwhile is looked at again
+        self._follow()  # before they are looked at: what changes meanwhile is looked at again
         values = eval(self._all, self._scopes)
         if not all(map(_is_same, values, self._values)):
             return self._doubt()
-        self._values = values  # equal, and next time the same
-        self._read_values = tuple(itertools.compress(values, self._is_read))
-        self._is_doubtful = False
+        self._take(values)  # equal, and next time the same
         return True
 
     def _doubt(self) -> bool:
