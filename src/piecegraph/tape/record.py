@@ -80,6 +80,8 @@ class Recorder:
         self.steps: list[GraphStep | EagerStep] = []
         self.cells: dict[int, Any] = {}
         self._fresh: set[int] = set()
+        self._unrun: list[Callable[[], None]] = []
+        """Graphs whose results nobody has asked for yet: large steps take long, and most tapes are one graph."""
         self.place: dict[str, Any] = {}
         """The step under way, as errors name it."""
 
@@ -120,6 +122,7 @@ class Recorder:
         self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]
     ) -> Sequence[Any]:
         self._fresh |= step.fresh_shapes
+        self._catch_up()
         returned = step.function(*take(args, values), **take(kwargs, values))
         results = [(position, returned if position is None else returned[position]) for _, position in step.results]
         fresh = {i for i, (slot, _) in enumerate(step.results) if slot in self._fresh}
@@ -160,8 +163,14 @@ class Recorder:
         inside = None
         if self._ledger is not None and captured.nodes is not None:
             inside = Inside(captured.nodes, self._ledger.finish_graph(label, self._phase))
-        captured.replay()
+        self._unrun.append(captured.replay)
         self.steps.append(GraphStep(label, captured.replay, inside))
+
+    def _catch_up(self) -> None:
+        """Run the graphs so far: what is not captured finds their results."""
+        for replay in self._unrun:
+            replay()
+        self._unrun.clear()
 
     def observing(self) -> contextlib.AbstractContextManager[None]:
         """Inside it, who captures what is written down, if that is asked for."""
@@ -192,6 +201,7 @@ class Recorder:
     ) -> list[Any]:
         """The same, where no graph is under way."""
         self.place = _place_of(label)
+        self._catch_up()
         with located(**self.place):
             returned = function(*args, **kwargs)
         self.place = {}
