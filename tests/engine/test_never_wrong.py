@@ -625,27 +625,56 @@ def test_many_shapes_of_a_function_that_names_no_sizes(compiled: Any) -> None:
     assert fast.stats()["coverage"] == 1.0
 
 
-def test_a_value_that_captured_code_does_not_see_is_warned_of() -> None:
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.factor = 2.0
+class Counted(nn.Module):
+    """Code that is recorded reads one value, an eager op reads and changes others."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.factor
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.shift, self.num_calls = 2.0, 1.0, 0
 
-    model = nn.Sequential(Scale(), nn.ReLU())
+    def forward(self, x: Tensor) -> Tensor:
+        return shifted(self, x * self.factor) * 3
+
+
+@piecegraph.eager_op
+def shifted(module: Any, x: Tensor) -> Tensor:
+    module.num_calls += 1
+    return x + module.shift
+
+
+def test_only_what_recorded_code_can_read_is_recorded_again() -> None:
+    model, x = Counted(), torch.ones(3)
     options = {"graph_device": "simulated"}
     fast = piecegraph.compile(model, backend="eager", frontend="breakable", options=options, on_fallback="ignore")
-    x = torch.ones(3)
+    for shift in range(20):
+        model.shift = float(shift)
+        torch.testing.assert_close(fast(x), (x * 2 + shift) * 3)
+    assert len(fast.stats()["plans"]) == 1
+    assert fast.stats()["coverage"] == 1.0
+    model.factor = 5.0
     for _ in range(3):
-        fast(x)
+        torch.testing.assert_close(fast(x), (x * 5 + 19) * 3)
+    assert len(fast.stats()["plans"]) == 2
     assert fast.stats()["events"] == {}
-    model[0].factor = 3.0
-    for _ in range(8):
-        fast(x)
-    assert fast.stats()["events"] == {"PG518": 1}
+
+
+def test_a_value_that_is_another_at_every_call_is_said_to_be(compiled: Any) -> None:
+    model, x = nn.Sequential(Scaled()), torch.ones(3)
+    fast = compiled(model)
+    for factor in range(2, 30):
+        model[0].factor = float(factor)
+        torch.testing.assert_close(fast(x), x * factor)
+    assert "PG509" in fast.stats()["events"]
     assert "0.factor has changed" in fast.explain()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * getattr(self, f"{'fac'}tor")
 
 
 def test_a_view_of_state_that_depends_on_the_size(compiled: Any) -> None:
@@ -1284,3 +1313,117 @@ def test_jit_trace_sees_the_ops() -> None:
     traced = torch.jit.trace(fast, (torch.ones(4, 3),))
     x = torch.randn(4, 3)
     torch.testing.assert_close(traced(x), model(x))
+
+
+# --- functions that use modules of others
+
+
+def _half(module: Any, args: Any, out: Tensor) -> Tensor:
+    return out / 2
+
+
+CHANGES_OF_A_LIST: dict[str, Callable[[Any], Any]] = {
+    "pop": lambda layers: layers.pop(0),
+    "append": lambda layers: layers.append(nn.Tanh()),
+    "another module": lambda layers: layers.__setitem__(1, nn.Linear(3, 3)),
+    "another weight": lambda layers: setattr(layers[1], "weight", nn.Parameter(torch.zeros(3, 3))),
+    "data": lambda layers: setattr(layers[1].weight, "data", torch.zeros(3, 3)),
+    "no bias": lambda layers: setattr(layers[1], "bias", None),
+    "forward": lambda layers: setattr(layers[1], "forward", torch.sin),
+    "hook": lambda layers: layers[1].register_forward_hook(_half),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_A_LIST.values(), ids=list(CHANGES_OF_A_LIST))
+@pytest.mark.parametrize("where", ["closure", "default", "helper", "list", "object", "module"])
+def test_modules_that_a_function_uses(compiled: Any, where: str, change: Callable[[Any], Any]) -> None:
+    layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+    function = _users_of(layers)[where]
+    fast, x = compiled(function), torch.randn(2, 3)
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), function(x))
+    change(layers)
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), function(x))
+
+
+def _users_of(layers: Any) -> dict[str, Callable[[Tensor], Tensor]]:
+    kept, held = [layers], SimpleNamespace(layers=layers)
+
+    def by_default(x: Tensor, layers: Any = layers) -> Tensor:
+        return _through(layers, x)
+
+    def helper(x: Tensor) -> Tensor:
+        return _through(layers, x)
+
+    class Borrows(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+        def inner(self, x: Tensor) -> Tensor:
+            return _through(layers, x)
+
+    return {
+        "closure": lambda x: _through(layers, x),
+        "default": by_default,
+        "helper": lambda x: helper(x) * 2,
+        "list": lambda x: _through(kept[0], x),
+        "object": lambda x: _through(held.layers, x),
+        "module": Borrows(),
+    }
+
+
+def _through(layers: Any, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_A_LIST.values(), ids=list(CHANGES_OF_A_LIST))
+def test_modules_that_are_arguments(compiled: Any, change: Callable[[Any], Any]) -> None:
+    layers, x = nn.ModuleList(nn.Linear(3, 3) for _ in range(3)), torch.randn(2, 3)
+    fast = compiled(_through)
+    for _ in range(2):
+        torch.testing.assert_close(fast(layers, x), _through(layers, x))
+    change(layers)
+    for _ in range(2):
+        torch.testing.assert_close(fast(layers, x), _through(layers, x))
+
+
+def test_attributes_of_modules_that_are_arguments(compiled: Any) -> None:
+    def function(x: Tensor, modules: list[Any]) -> Tensor:
+        return modules[0](x)
+
+    module, x = Scaled(), torch.ones(3)
+    fast = compiled(function)
+    for factor in (2.0, 3.0, 2.0):
+        module.factor = factor
+        torch.testing.assert_close(fast(x, [module]), x * factor)
+
+
+TABLES: dict[str, Any] = {}
+
+
+def test_what_a_function_names_is_replaced(compiled: Any) -> None:
+    scale, scales, held = torch.ones(3), [torch.ones(3)], SimpleNamespace(scale=torch.ones(3))
+    TABLES["scale"] = torch.ones(3)
+
+    def helper() -> Tensor:
+        return scale
+
+    def function(x: Tensor) -> Tensor:
+        return x * helper() * scales[0] * held.scale * TABLES["scale"]
+
+    fast, x = compiled(function), torch.ones(3)
+    torch.testing.assert_close(fast(x), function(x))
+    scale = torch.full((3,), 2.0)
+    torch.testing.assert_close(fast(x), function(x))
+    scales[0] = torch.full((3,), 3.0)
+    torch.testing.assert_close(fast(x), function(x))
+    held.scale = torch.full((3,), 5.0)
+    torch.testing.assert_close(fast(x), function(x))
+    TABLES["scale"] = torch.full((3,), 7.0)
+    torch.testing.assert_close(fast(x), function(x))
+    held.scale.data = torch.full((3,), 11.0)
+    torch.testing.assert_close(fast(x), function(x))
+    assert function(x)[0] == 2 * 3 * 11 * 7

@@ -134,17 +134,37 @@ def notes(x: Tensor) -> Tensor:
     return x * 2
 
 
-def test_what_an_eager_op_changes_it_changes_at_every_replay() -> None:
-    def function(x: Tensor) -> Tensor:
-        assert seen is not None
-        return notes(x + 1) + 1
+class Notes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
 
-    fast = compile_as_it_is(function)
+    def forward(self, x: Tensor) -> Tensor:
+        return noted(self, x + 1) + 1
+
+
+@piecegraph.eager_op
+def noted(module: Any, x: Tensor) -> Tensor:
+    module.seen.append(len(module.seen))
+    return x * 2
+
+
+def test_what_an_eager_op_changes_it_changes_at_every_replay() -> None:
+    model = Notes()
+    fast = compile_as_it_is(model)
     with torch.no_grad():
         fast(torch.ones(2))
-        before = len(seen)
+        before = len(model.seen)
         fast(torch.ones(2))
-    assert len(seen) == before + 1
+    assert len(model.seen) == before + 1
+
+
+def test_what_an_eager_op_changes_and_recorded_code_reads() -> None:
+    def function(x: Tensor) -> Tensor:
+        return notes(x + 1) + len(seen)
+
+    with torch.no_grad(), pytest.raises(TraceError, match="PG202.*an eager op changes len.seen.*may read"):
+        compile_as_it_is(function)(torch.ones(2))
 
 
 def test_tensors_outside_of_the_module_are_written_to_once_for_each_call() -> None:

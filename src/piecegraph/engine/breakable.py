@@ -19,14 +19,15 @@ from piecegraph.base.call_stack import paths_from, stacks_from_here
 from piecegraph.base.compare import first_difference
 from piecegraph.base.plan import Cut
 from piecegraph.base.structure import Structure, each_once, flatten
-from piecegraph.engine.breaker import MARKED, Breaker, BreakRules, NoGraphs, Reads, callbacks
+from piecegraph.engine.breaker import MARKED, Breaker, BreakRules, NoGraphs, Reads, callbacks, is_recording
 from piecegraph.engine.eager_interception import CallLog, ShownCalls
+from piecegraph.engine.outer_reads import CodeLog
 from piecegraph.engine.python_state import PythonState, outer_objects
 from piecegraph.engine.watch import ViewOp, Watched, refuse_moved, watch
 from piecegraph.errors import RecordError, TraceError
 from piecegraph.graph.example import Example
 from piecegraph.graph.interception import Interception
-from piecegraph.graph.outside import OutsideValues, values_in_reach
+from piecegraph.graph.outside import OutsideValues, modules_in_reach
 from piecegraph.graph.signature import is_constant
 from piecegraph.graph.sources import Fixed, FromCall, FromSize, Update, Weight
 from piecegraph.graph.views import InputView
@@ -42,6 +43,8 @@ class _Run:
     watched: Watched
     breaker: Breaker
     python: PythonState
+    changed: str
+    """What has another value outside of the call than the run before it found; empty if nothing."""
 
 
 def _are_alike(first: Any, second: Any) -> bool:
@@ -68,6 +71,10 @@ class BreakableBody:
         self.interceptions: tuple[Interception, ...] = ()
         self._log = CallLog()
         """The calls of the first run."""
+        self._code = CodeLog(is_recording)
+        """What runs, of all paths and sizes."""
+        self.outside = OutsideValues((), (), {})
+        """What it may read outside of the call."""
         self._example = example
         self._weights = weights
         self._current_weight = current_weight
@@ -114,10 +121,6 @@ class BreakableBody:
         is_new = each_once()
         return flatten(returned, is_container=lambda value: id(value) not in self._older and is_new(value))
 
-    def values_in_reach(self) -> OutsideValues:
-        """The numbers and strings outside the call that it may read."""
-        return values_in_reach(self._function, self._module)
-
     def num_places(self, interception: Interception) -> int:
         """How many calls an interception is for, as seen in the first run."""
         return self._log.num_places(interception, self._module)
@@ -150,6 +153,8 @@ class BreakableBody:
         is_marked = any(cut.reason == MARKED for cut in again.breaker.cuts)  # it may give something else each time
         is_alike = is_marked or _are_alike(first.watched.returned, again.watched.returned)
         if again.python.change() is None and is_alike:
+            if again.changed:
+                raise _is_read(again.changed)
             return again
         first.python.restore()
         raise TraceError(
@@ -173,10 +178,15 @@ class BreakableBody:
             python = PythonState(self._reachable(args, kwargs))
             breaker = Breaker(NoGraphs(), (), self._rules, python=python if is_careful else None)
             looked.append((breaker, python))
-            with breaker.recording():
+            with breaker.recording(), self._code.listening():
                 return self._function(*args, **kwargs)
 
-        return _Run(watch(call, tensors), *looked[0])
+        num_codes = self._code.num_codes
+        watched = watch(call, tensors)
+        run = _Run(watched, *looked[0], self.outside.first_changed())
+        if self._code.num_codes > num_codes:
+            self.outside.renew(*self._code.names(self._module, self._modules()))
+        return run
 
     def _reachable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What Python code of the function can get at, by name."""
@@ -253,11 +263,33 @@ class BreakableBody:
         return self._new_writes.get(sizes) or None
 
     def weights(self) -> list[WatchedWeight]:
-        """Which graph reads a weight is not known here: all of the module's are watched."""
+        """Which graph reads a weight is not known here: all of the module's are watched, and what else is in reach."""
+        own = {id(tensor) for tensor in self._weights.values()}
+        others = list(self.outside.tensors.items())
+        others += [part for each in self._modules() for parts in torch_compat.parts_of(each) for part in parts.items()]
+        wanted = {
+            id(part): (name, part) for name, part in others if isinstance(part, torch.Tensor) and id(part) not in own
+        }
+        watched = [(Weight(*named), self._current_weight) for named in self._weights.items()]
+        watched += [(Weight(*named), lambda _, recorded: recorded) for named in wanted.values()]
         return [
-            watch_weight(Weight(name, tensor), "the recorded graphs", self._current_weight)
-            for name, tensor in self._weights.items()
+            watch_weight(weight, "the recorded graphs", current)
+            for weight, current in watched
+            if torch_compat.has_memory(weight.tensor)
         ]
+
+    def _modules(self) -> list[torch.nn.Module]:
+        """Those that the function or the arguments name."""
+        return modules_in_reach((self._function, self._example.args, self._example.kwargs))
+
+
+def _is_read(name: str) -> TraceError:
+    return TraceError(
+        "PG202",
+        f"an eager op changes {name}, which code around it may read",
+        why="that code is recorded, and would go on with what it was",
+        hint="let only eager ops name it, or keep it in a tensor (register_buffer) and change it in place",
+    )
 
 
 def _leaf(index: int, leaf: Any, path: str, watched: Watched, state: Mapping[int, torch.Tensor]) -> ResultLeaf:

@@ -67,6 +67,11 @@ def eager_op(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def is_recording() -> bool:
+    """Whether what runs now is recorded: not inside of a call that breaks the capture."""
+    return _recording.get() is not None
+
+
 class BreakRecorder(Protocol):
     """What a breaker asks of a :class:`~piecegraph.tape.record.Recorder`."""
 

@@ -25,7 +25,7 @@ from piecegraph.engine.variants import Variants
 from piecegraph.errors import CallError, PiecegraphError
 from piecegraph.graph.dims import EarlierShape
 from piecegraph.graph.interception import Interception, registry
-from piecegraph.graph.outside import OutsideValues, values_in_reach
+from piecegraph.graph.outside import OutsideValues
 from piecegraph.graph.signature import Binder, Call, LayoutMisfit, Signature, flatten_arguments
 from piecegraph.tape.library import TapeLibrary
 from piecegraph.tape.tape import WeightMovedError
@@ -42,8 +42,6 @@ class _Kind(NamedTuple):
 
     signature: Signature
     outside: OutsideValues | None
-    unseen: OutsideValues | None
-    """What the function may read that replays do not; see :attr:`Blueprint.unseen`."""
     plans: Variants[PlanRunner]
     is_rigid: bool = False
     """Whether it is known that it cannot be planned for more sizes."""
@@ -151,8 +149,6 @@ class Engine:
                 continue
             call = kind.signature.match(names, values, training, args, kwargs)
             if type(call) is Call:
-                if kind.unseen is not None and not kind.unseen.hold():
-                    self._tell_unseen(kind)
                 return kind.plans.current(call), call
         return None
 
@@ -173,7 +169,10 @@ class Engine:
         if has_sizes:
             return _refuse("PG502", "; ".join(misfits), "call capture() to plan for such inputs too")
         if is_full:
-            reason = f"{len(self._kinds)} input signatures are recorded already"
+            outside = [kind.outside for kind in self._kinds if kind.outside is not None]
+            changed = next(filter(None, (values.first_changed() for values in reversed(outside))), "")
+            reason = f"{len(self._kinds)} kinds of calls are recorded already"
+            reason += f"; {changed} has changed" if changed else ""
             return _refuse("PG509", reason, "raise options['max_signatures']")
         return self._make_plan(args, kwargs)
 
@@ -226,21 +225,13 @@ class Engine:
         blueprint, call = self.planner.read(example)
         plans = Variants(blueprint.num_places, partial(self.planner.make, blueprint))
         found = (plans.current(call), call) if isinstance(call, Call) else _refuse("PG514", call, _LAYOUT_HINT)
-        self._kinds.append(_Kind(blueprint.signature, blueprint.outside, blueprint.unseen(), plans))
-        self._tree.follow(self.subject.weights())
+        self._kinds.append(_Kind(blueprint.signature, blueprint.outside, plans))
+        self._tree.add((args, kwargs))
         return found
 
     def _live_kinds(self) -> list[_Kind]:
         """The kinds that were planned with what is outside the call as it is now."""
         return [kind for kind in self._kinds if kind.outside is None or kind.outside.hold()]
-
-    def _tell_unseen(self, kind: _Kind) -> None:
-        """Once for each change: an eager op may be all that reads it."""
-        assert kind.unseen is not None
-        reason = f"{kind.unseen.first_changed()} has changed, and captured code goes on with what it was"
-        self.events.emit(Event("PG518", self.name, reason, "compile again, unless only eager ops read it"))
-        now = values_in_reach(self.subject.function, self.subject.module)
-        self._kinds[self._kinds.index(kind)] = kind._replace(unseen=now)
 
     def _notice_changes(self) -> None:
         """Of what the graphs of all plans hold."""

@@ -100,13 +100,6 @@ class Blueprint:
     decisions: tuple[Decision, ...]
     pipeline: Pipeline
 
-    def unseen(self) -> OutsideValues | None:
-        """What code that is not traced may read in Python; None if there is nothing, or a trace knows what is read."""
-        if isinstance(self.source, Traced):
-            return None
-        found = self.source.values_in_reach()
-        return found if found.names else None
-
     def num_places(self, interception: Interception) -> int:
         """How many calls of the function an interception is for."""
         if isinstance(self.source, Traced):
@@ -163,7 +156,7 @@ class Planner:
         args, kwargs = example.args, example.kwargs
         call = signature.match(*example.binder.bind(args, kwargs), subject.training, args, kwargs)
         device = _device_of(signature, subject)
-        outside = source.outside if isinstance(source, Traced) and source.outside.names else None
+        outside = None if isinstance(source, Traced) and not source.outside.names else source.outside
         told = (example.decision, *decisions, *(pipeline.decisions if isinstance(source, Traced) else ()))
         return Blueprint(signature, source, outside, device, told, pipeline), call
 

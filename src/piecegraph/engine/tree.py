@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import torch
 
 from piecegraph.base import torch_compat
 from piecegraph.base.versions import Versions, class_dict
+from piecegraph.graph.outside import modules_in_reach
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 _CODE = (property, staticmethod, classmethod, functools.cached_property)
@@ -45,21 +46,32 @@ class TreeWatch:
     def renew(self, function: Callable[..., Any]) -> None:
         """Take the tree as it is now, and what runs it."""
         self._function = getattr(function, "__func__", function)
+        own = [] if self._root is None else [self._root]
+        self._roots = dict.fromkeys([*own, *modules_in_reach(function)])
         self.dead = ""
         """A weight whose memory is gone."""
         self._memory: list[weakref.ref[torch.UntypedStorage]] = []
         self._accept()
 
-    def follow(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Notice that a weight leaves the memory it has now."""
+    def add(self, arguments: tuple[Any, ...]) -> None:
+        """Look at the modules among arguments of a call, too, and notice that a weight leaves the memory it has now."""
+        modules = dict.fromkeys(modules_in_reach(arguments))
+        if modules.keys() - self._roots.keys():
+            self._roots |= modules
+            self._accept()
+        self._follow()
+
+    def _follow(self) -> None:
 
         def notice(name: str) -> Callable[[Any], None]:
             return lambda _: self._lose(name)
 
         self._memory = [
-            weakref.ref(tensor.untyped_storage(), notice(name))
-            for name, tensor in weights.items()
-            if torch_compat.has_memory(tensor)
+            weakref.ref(part.untyped_storage(), notice(f"{path}.{name}".lstrip(".")))
+            for path, module in self._modules
+            for parts in torch_compat.parts_of(module)
+            for name, part in parts.items()
+            if isinstance(part, torch.Tensor) and torch_compat.has_memory(part)
         ]
 
     def what_changed(self) -> str:
@@ -77,17 +89,20 @@ class TreeWatch:
     def _accept(self) -> None:
         self.next_hook = torch_compat.hook_numbers.next_id
         """While no hook has got this number, none was added."""
-        self._modules = {} if self._root is None else dict(self._root.named_modules())
+        paths = {module: path for root in reversed(self._roots) for path, module in root.named_modules()}
+        self._modules = [(path, module) for module, path in paths.items()]
         self._watched = list(self._all_watched())
         self._known = [each.look(each.holder) for each in self._watched]
         self._hooks = self._hook_numbers()
         values = (self._function, *(value for known in self._known for value in known.values()))
         self._functions = [value for value in values if isinstance(value, FunctionType)]
-        self.versions = Versions([each.holder for each in self._watched], [*self._modules.values()], self._functions)
+        self.versions = Versions(
+            [each.holder for each in self._watched], [module for _, module in self._modules], self._functions
+        )
         """Of the dictionaries that things may be added to, replaced in or removed from, of classes and of code."""
 
     def _first_change(self) -> str:
-        others = [f"the class of {path or 'the module'} was replaced" for path in self._modules]
+        others = [f"the class of {path or 'the module'} was replaced" for path, _ in self._modules]
         others += [f"the code of {function.__qualname__} was replaced" for function in self._functions]
         for number in self.versions.changed():
             if number >= len(self._watched):
@@ -99,12 +114,12 @@ class TreeWatch:
         return "hooks of submodules were added or removed" if self._hook_numbers() != self._hooks else ""
 
     def _all_watched(self) -> Iterator[_Watched]:
-        for path, module in self._modules.items():
+        for path, module in self._modules:
             for parts in torch_compat.parts_of(module):
                 if parts or isinstance(module, _CONTAINERS):
                     yield _Watched(path, parts, _parts)
             yield _Watched(path, vars(module), functools.partial(_own_code, type(module)))
-        classes = dict.fromkeys(cls for module in self._modules.values() for cls in type(module).__mro__)
+        classes = dict.fromkeys(cls for _, module in self._modules for cls in type(module).__mro__)
         for cls in classes:
             if cls not in (torch.nn.Module, object):
                 yield _Watched(cls.__qualname__, class_dict(cls), _code)
@@ -114,7 +129,7 @@ class TreeWatch:
 
     def _all_hooks(self) -> list[Any]:
         """The dictionaries of hooks; those of the module itself run around its plans."""
-        modules = [module for module in self._modules.values() if module is not self._root]
+        modules = [module for _, module in self._modules if module is not self._root]
         own = [getattr(module, name) for module in modules for name in torch_compat.HOOKS_OF_A_FORWARD]
         return [*own, *torch_compat.global_hooks_of_a_call] if modules else []
 

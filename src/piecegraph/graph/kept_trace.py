@@ -272,7 +272,7 @@ def load_trace(
     """
     kept: _KeptTrace = _OpUnpickler(io.BytesIO(data)).load()
     _check_code(kept)
-    scopes = torch_compat.outside_scopes(traceable(function), kept.imports)
+    scopes = torch_compat.outside_scopes(traceable(function), kept.imports, *example.with_tensors(example.tensors))
     outside = OutsideValues(kept.outside_tensors, tuple(kept.outside_constants), scopes)
     _check_outside(outside, kept.outside_constants)
     signature, world = _signature(example, kept.fixed), torch_compat.FakeWorld(kept.symbols)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
-from types import CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Sequence
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -43,6 +44,10 @@ class OutsideValues:
     """
 
     def __init__(self, tensors: Sequence[str], constants: Sequence[str], scopes: dict[str, Any]) -> None:
+        self.renew(tensors, constants, scopes)
+
+    def renew(self, tensors: Sequence[str], constants: Sequence[str], scopes: dict[str, Any]) -> None:
+        """Look at these from now on, as they are now."""
         self._scopes = dict(scopes)
         known = [name for name in constants if _is_comparable(self._try(name)) and not self._is_torchs(name)]
         held = [name for name in tensors if isinstance(self._try(name), torch.Tensor)]
@@ -84,6 +89,12 @@ class OutsideValues:
         named = zip(self.names, self._values, strict=True)
         return {name: value for name, value in named if not isinstance(value, torch.Tensor)}
 
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that are, by their names."""
+        named = zip(map(_readable, self.names), self._values, strict=True)
+        return {name: value for name, value in named if isinstance(value, torch.Tensor)}
+
     def find(self, expression: str) -> Any:
         """What an expression leads to now; the object itself if to nothing."""
         return self._try(expression)
@@ -118,7 +129,7 @@ class OutsideValues:
         """The expression of one that is not what it was; empty if all are."""
         for name, value in zip(self.names, self._values, strict=True):
             if not _is_same(self._try(name), value):
-                return name.removeprefix("L['self'].").replace("_modules['", "").replace("']", "")
+                return _readable(name)
         return ""
 
     def _try(self, name: str) -> Any:
@@ -155,7 +166,7 @@ def _holders(expression: str, scopes: dict[str, Any]) -> list[Any]:
     if not root or not _PATH.fullmatch(path, root.end()) or root[0] not in scopes:
         return []
     value = scopes[root[0]]
-    if root[0] == "G" and value.get("__name__") == "__main__":  # a program writes there all the time
+    if type(value) is dict and value.get("__name__") == "__main__":  # a program writes there all the time
         return []
     holders: list[Any] = []
     for step in _STEP.findall(path, root.end()):
@@ -198,27 +209,79 @@ def _attribute(value: Any, name: str) -> tuple[list[Any], Any] | None:
     return (holders, found) if name in holders[-1] else None
 
 
-def values_in_reach(function: Callable[..., Any], module: torch.nn.Module | None) -> OutsideValues:
-    """The numbers and strings that code which is not traced may read: attributes of the module and its submodules,
-    globals and outer variables that the function names.
+def modules_in_reach(value: Any) -> list[torch.nn.Module]:
+    """The modules that a function names, or that are in a value: in outer variables, globals and defaults, in
+    functions, containers and modules among these, and in the objects that methods belong to.
     """
-    plain = getattr(function, "__func__", function)
-    code = getattr(plain, "__code__", None)
-    cells = dict(zip(code.co_freevars, plain.__closure__ or (), strict=True)) if code is not None else {}
-    names = [f"L[{name!r}].cell_contents" for name in cells]
-    if code is not None:
-        names += [f"G[{name!r}]" for name in code.co_names if name in plain.__globals__]
-    scopes = {"L": {**cells, "self": module}, "G": getattr(plain, "__globals__", {})}
-    for path, each in module.named_modules() if module is not None else ():
-        steps = "".join(f"._modules[{step!r}]" for step in path.split(".")) if path else ""
-        own = [name for name in vars(each) if name.isidentifier() and (name == "training" or name not in _EVERY_MODULE)]
-        classes = type(each).__mro__[: -len(torch.nn.Module.__mro__)]
-        own += [name for cls in classes for name, value in vars(cls).items() if name[0] != "_" and not callable(value)]
-        names += [f"L['self']{steps}.{name}" for name in dict.fromkeys(own)]
-    return OutsideValues((), names, scopes)
+    found: list[torch.nn.Module] = []
+    todo: list[Any] = [value]
+    seen: dict[int, Any] = {}
+    while todo and len(seen) < _MOST_REACHED:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, torch.nn.Module):
+            found.append(value)
+        todo += _named_by(value)
+    return found
 
 
-_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+def _named_by(value: Any) -> list[Any]:
+    """What can be reached from a value by its code, or in it."""
+    if isinstance(value, FunctionType):
+        names = [name for code in _codes_in(value.__code__) for name in code.co_names if name in value.__globals__]
+        held = [*(value.__closure__ or ()), *(value.__globals__[name] for name in names)]
+        return [*held, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, CellType):
+        with contextlib.suppress(ValueError):  # it is empty
+            return [value.cell_contents]
+        return []
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, list | tuple | dict):
+        return list(value.values() if isinstance(value, dict) else value)
+    if isinstance(value, ModuleType | type) or type(getattr(value, "__dict__", None)) is not dict:
+        return []
+    is_module = isinstance(value, torch.nn.Module)
+    own = [each for name, each in vars(value).items() if not is_module or name not in _BOOKS]
+    code = _code_of_forward(type(value)) if is_module else []
+    return [*code, *(each for each in own if isinstance(each, torch.nn.Module | list | tuple | dict))]
+
+
+def _code_of_forward(cls: type) -> list[FunctionType]:
+    """A module's forward, and the methods that it names."""
+    found: dict[str, FunctionType] = {}
+    todo = ["forward"]
+    while todo:
+        name = todo.pop()
+        method = getattr(cls, name, None)
+        if name not in found and isinstance(method, FunctionType) and not method.__module__.startswith("torch."):
+            found[name] = method
+            todo += [named for code in _codes_in(method.__code__) for named in code.co_names]
+    return list(found.values())
+
+
+def _codes_in(code: CodeType) -> list[CodeType]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return [code, *(each for one in inner for each in _codes_in(one))]
+
+
+_MOST_REACHED = 10_000
+_BOOKS = frozenset(vars(torch.nn.Module())) - {"_modules"}
+"""What torch keeps in every module."""
+
+
+def _readable(expression: str) -> str:
+    """As a program would write it.
+
+    >>> _readable("L['self']._modules['0'].factor"), _readable("len(C1['scales'].cell_contents[0])")
+    ('0.factor', 'len(scales[0])')
+    """
+    own = re.sub(r"_modules\['([^']*)'\]", r"\1", re.sub(r"\bL\['self'\]\.", "", expression))
+    return re.sub(r"(?<![\w\]])[A-Z]\d*\['(\w+)'\](\.cell_contents)?", r"\1", own)
 
 
 def _tuple_of(expressions: Iterable[str]) -> CodeType:

@@ -93,16 +93,16 @@ def dynamo_capture(
     backend_input = captured.backend_input
     plain_function = getattr(function, "__func__", function)
     receiver = (function.__self__,) if hasattr(function, "__self__") else ()
-    bound = inspect.signature(plain_function, follow_wrapped=False).bind(*receiver, *args, **kwargs)
-    bound.apply_defaults()
+    arguments = _bound(function, args, kwargs)
     outer = inspect.getclosurevars(plain_function).nonlocals
-    call_scopes = {"L": {**outer, **bound.arguments}, "G": plain_function.__globals__}
+    call_scopes = {"L": {**outer, **arguments}, "G": plain_function.__globals__}
     touched = _touched_objects(told, call_scopes)
 
     run_bytecode = functools.partial(_around_graph, captured, plain_function, receiver, gone_on.copies)
     output = captured.graph_capture_output
-    names, imports = _outside_values(output, plain_function, receiver)
-    scopes, code, left_out = outside_scopes(function, imports), tuple(output.traced_code), tuple(gone_on.left_out)
+    names, imports = _outside_values(output, plain_function, receiver, arguments)
+    scopes = outside_scopes(function, imports, args, kwargs)
+    code, left_out = tuple(output.traced_code), tuple(gone_on.left_out)
     if backend_input is None:
         return DynamoCapture(None, (), None, objects, run_bytecode, touched, (), names, scopes, left_out, code, imports)
     graph_module, inputs, fake_mode = (
@@ -174,8 +174,23 @@ def _source_name(source: Any) -> str:
     return str(name() if callable(name) else name)  # a method up to torch 2.11
 
 
+def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names, with the receiver and defaults."""
+    receiver = (function.__self__,) if hasattr(function, "__self__") else ()
+    plain = getattr(function, "__func__", function)
+    bound = inspect.signature(plain, follow_wrapped=False).bind(*receiver, *args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _with_modules(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are modules or hold some: what these have is outside of the call."""
+    leaves = {name: torch.utils._pytree.tree_leaves(value) for name, value in arguments.items()}
+    return {name: arguments[name] for name in leaves if any(isinstance(leaf, torch.nn.Module) for leaf in leaves[name])}
+
+
 def _outside_values(
-    output: Any, function: Callable[..., Any], receiver: tuple[Any, ...]
+    output: Any, function: Callable[..., Any], receiver: tuple[Any, ...], arguments: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """What Dynamo would guard of the values outside the call: their expressions, and the modules that these name.
 
@@ -186,7 +201,7 @@ def _outside_values(
     own = [f"L[{name!r}]" for name in held]  # what is called
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     imports = {name: module for name, module in output.import_sources.items() if not module.startswith("torch")}
-    roots = [f"L[{name!r}]" for name in (*held, *cells)]
+    roots = [f"L[{name!r}]" for name in (*held, *_with_modules(arguments), *cells)]
     roots += [f"G[{name!r}]" for name in (*function.__globals__, *imports) if not name.startswith("__builtins")]
     compared = ("CONSTANT_MATCH", "EQUALS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "FUNCTION_MATCH", "CLASS_MATCH")
     kinds = {**dict.fromkeys(compared, "{}"), "SEQUENCE_LENGTH": "len({})"}
@@ -427,12 +442,14 @@ def dynamic_marks(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted({*strict, *weak}))
 
 
-def outside_scopes(function: Callable[..., Any], imports: Mapping[str, str]) -> dict[str, Any]:
+def outside_scopes(
+    function: Callable[..., Any], imports: Mapping[str, str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """What expressions for values outside a call are evaluated in; see :attr:`DynamoCapture.constants`."""
     plain = getattr(function, "__func__", function)
     receiver = (function.__self__,) if hasattr(function, "__self__") else ()
     code = plain.__code__
-    held = dict(zip(code.co_varnames, receiver, strict=False))
+    held = {**_with_modules(_bound(function, args, kwargs)), **dict(zip(code.co_varnames, receiver, strict=False))}
     cells = dict(zip(code.co_freevars, plain.__closure__ or (), strict=True))
     local = _Scope(held, lambda name: cells[name].cell_contents)
     modules = {name: sys.modules[module] for name, module in imports.items() if module in sys.modules}

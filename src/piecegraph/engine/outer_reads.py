@@ -1,0 +1,192 @@
+"""What code that is not traced may read in Python, outside of the call.
+
+Such code runs as it is when it is recorded, and a replay goes on with what it read then. Which values those are, nobody
+says; but which code ran does: what it can read outside is named in it, as a global, an outer variable or an attribute.
+All that bears such a name is looked at before every call. Eager ops read at every replay, so their code does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from piecegraph.graph.signature import is_constant
+
+_MAX_VALUES = 20_000
+_MAX_DEPTH = 8
+"""Where walking ends: a global may hold a whole data set."""
+_BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter", "hasattr"}
+"""What reads attributes whose names are not in the code."""
+_OURS = {"piecegraph", *sys.stdlib_module_names}
+"""Whose code runs because it is looked at; the standard library's, for both."""
+_FIXED = {"torch", *_OURS}
+"""In whose modules nobody replaces anything."""
+_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+
+
+class OuterNames(NamedTuple):
+    """What to look at, as :class:`~piecegraph.graph.outside.OutsideValues` takes it."""
+
+    tensors: list[str]
+    constants: list[str]
+    scopes: dict[str, Any]
+
+
+class CodeLog:
+    """The code that runs, and the globals it sees.
+
+    Args:
+        is_recorded: whether what runs now will not run at replays.
+    """
+
+    def __init__(self, is_recorded: Callable[[], bool]) -> None:
+        self._is_recorded = is_recorded
+        self._ran: dict[CodeType, dict[str, Any]] = {}
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Note what runs inside, on this thread."""
+        before = sys.getprofile()
+        sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        is_new = event == "call" and frame.f_code not in self._ran
+        if is_new and _package_of(frame.f_globals) not in _OURS and self._is_recorded():
+            self._ran[frame.f_code] = frame.f_globals
+
+    @property
+    def num_codes(self) -> int:
+        return len(self._ran)
+
+    def names(self, module: torch.nn.Module | None, others: Iterable[torch.nn.Module]) -> OuterNames:
+        """What the code can read outside of the call: in a module and its submodules, in other modules, in globals and
+        in outer variables.
+        """
+        theirs = {code: scope for code, scope in self._ran.items() if _package_of(scope) != "torch"}
+        names = {name for code in self._ran for name in (*code.co_names, *code.co_consts) if isinstance(name, str)}
+        is_any = any(not _BY_ANY_NAME.isdisjoint(code.co_names) for code in theirs)
+        reader = _Reader(names, is_any=is_any)
+        reader.walk_modules(module, others)
+        for scope in {id(scope): scope for scope in theirs.values()}.values():
+            reader.walk_scope(scope, [name for code in theirs if theirs[code] is scope for name in code.co_names])
+        for function in _functions_of([code for code in theirs if code.co_freevars]):
+            reader.walk_closure(function)
+        return OuterNames(reader.tensors, reader.constants, reader.scopes)
+
+
+class _Reader:
+    """Finds expressions for the values that code may read.
+
+    Args:
+        names: the attributes that it may read.
+        is_any: whether it may read any other, of objects.
+    """
+
+    def __init__(self, names: set[str], *, is_any: bool) -> None:
+        self._names = names
+        self._is_any = is_any
+        self.tensors: list[str] = []
+        self.constants: list[str] = []
+        self.scopes: dict[str, Any] = {}
+        """What the expressions begin with."""
+
+    def walk_modules(self, module: torch.nn.Module | None, others: Iterable[torch.nn.Module]) -> None:
+        """Write down attributes; parameters, buffers and submodules are looked at elsewhere."""
+        own = {each: path for path, each in module.named_modules()} if module is not None else {}
+        self.scopes["L"] = {"self": module}
+        for each, path in own.items():
+            steps = "".join(f"._modules[{step!r}]" for step in path.split(".")) if path else ""
+            self._walk_attributes(f"L['self']{steps}", each)
+        for number, each in enumerate(each for each in others if each not in own):
+            self.scopes[name := f"{type(each).__name__}_{number}"] = each
+            self._walk_attributes(name, each)
+
+    def walk_scope(self, scope: dict[str, Any], names: Iterable[str]) -> None:
+        """Write down globals."""
+        self.scopes[root := f"G{len(self.scopes)}"] = scope
+        for name in dict.fromkeys(names):
+            if name in scope:
+                self._walk(f"{root}[{name!r}]", scope[name])
+
+    def walk_closure(self, function: FunctionType) -> None:
+        """Write down outer variables."""
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        self.scopes[root := f"C{len(self.scopes)}"] = cells
+        for name, cell in cells.items():
+            with contextlib.suppress(ValueError):  # it is empty
+                self._walk(f"{root}[{name!r}].cell_contents", cell.cell_contents)
+
+    def _walk(self, path: str, value: Any, above: tuple[int, ...] = ()) -> None:
+        """Write down a value, or what it holds."""
+        if len(self.constants) + len(self.tensors) >= _MAX_VALUES or len(above) > _MAX_DEPTH or id(value) in above:
+            return
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(path)
+        elif is_constant(value):
+            self.constants.append(path)
+            if isinstance(value, FunctionType):
+                self.constants.append(f"{path}.__code__")
+        else:
+            for part in self._parts(path, value):
+                self._walk(part.path, part.value, (*above, id(value)))
+
+    def _walk_attributes(self, path: str, module: torch.nn.Module) -> None:
+        for part in self._attributes(path, module):
+            self._walk(part.path, part.value, (id(module),))
+
+    def _parts(self, path: str, value: Any) -> Iterator[_Part]:
+        if isinstance(value, list | tuple | dict):
+            self.constants.append(f"len({path})")
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, part in list(items):
+                if isinstance(key, str | int):
+                    yield _Part(f"{path}[{key!r}]", part)
+        elif isinstance(value, set):
+            self.constants.append(f"frozenset({path})")
+        elif not isinstance(value, ModuleType) or value.__name__.split(".")[0] not in _FIXED:
+            yield from self._attributes(path, value)
+
+    def _attributes(self, path: str, value: Any) -> Iterator[_Part]:
+        own = getattr(value, "__dict__", {})
+        skipped = _EVERY_MODULE - {"training"} if isinstance(value, torch.nn.Module) else frozenset()
+        names = dict.fromkeys(name for name in own if isinstance(name, str) and name not in skipped)
+        for cls in () if isinstance(value, ModuleType) else type(value).__mro__:
+            if cls.__module__.split(".")[0] not in ("builtins", "torch"):
+                names |= dict.fromkeys(name for name, held in vars(cls).items() if _is_data(name, held))
+        is_any = self._is_any and not isinstance(value, ModuleType)
+        for name in names:
+            if name.isidentifier() and (is_any or name in self._names):
+                with contextlib.suppress(Exception):  # a slot that is empty
+                    yield _Part(f"{path}.{name}", getattr(value, name))
+
+
+class _Part(NamedTuple):
+    path: str
+    value: Any
+
+
+def _is_data(name: str, held: Any) -> bool:
+    """Whether a class holds a value by this name, or the slot for one."""
+    return not name.startswith("__") and (
+        type(held).__name__ == "member_descriptor" or not (callable(held) or hasattr(held, "__get__"))
+    )
+
+
+def _package_of(scope: dict[str, Any]) -> str:
+    return str(scope.get("__name__", "")).split(".")[0]
+
+
+def _functions_of(codes: list[CodeType]) -> list[FunctionType]:
+    """The functions with these codes: a frame does not say whose it is."""
+    found = gc.get_referrers(*codes) if codes else []
+    return [each for each in found if isinstance(each, FunctionType) and each.__code__ in codes]
