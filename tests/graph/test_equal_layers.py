@@ -470,3 +470,22 @@ def test_a_first_call_that_would_show_nothing_is_traced_in_full(value: float) ->
         fast(torch.full((3, WIDTH), value))
         x = torch.randn(3, WIDTH)
         assert torch.allclose(fast(x), made(x), atol=1e-6)
+
+
+def test_a_function_over_a_model_traces_some() -> None:
+    made, x = Model(*alternating(Layer, count=6)).eval(), torch.randn(3, WIDTH)
+    fast = piecegraph.compile(lambda x: made(x) * 2, backend="eager", options={"graph_device": "simulated"})
+    with torch.no_grad():
+        assert torch.allclose(fast(x), made(x) * 2, atol=1e-6)
+        assert "layers: 2 of 6 traced" in fast.explain()
+        made.layers.pop(2)
+        assert torch.allclose(fast(x), made(x) * 2, atol=1e-6)
+
+
+def test_weights_that_were_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        made, x = Model(*alternating(Layer, count=6)).to(torch.float64).eval(), torch.randn(3, WIDTH)
+        made.norm.to(torch.float32)
+        fast = piecegraph.compile(made, backend="eager", options={"graph_device": "simulated"})
+        assert torch.allclose(fast(x.double()), made(x.double()), atol=1e-6)
+    assert "layers: 2 of 6 traced" in fast.explain()

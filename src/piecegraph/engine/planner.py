@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType, MethodType
+from types import CellType, FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -76,7 +76,9 @@ class Subject:
     def layers(self) -> LayerStack | None:
         """The layers of which some need be traced. See Note [Equal layers]."""
         module, function = self.module, self.function
-        if module is None or not isinstance(function, MethodType) or function.__self__ is not module:
+        if module is None:
+            return _stack_in_closure(function)
+        if not isinstance(function, MethodType) or function.__self__ is not module:
             return None
         return find_stack(module, lambda model: MethodType(function.__func__, model))
 
@@ -86,6 +88,27 @@ class Subject:
         for part in name.split("."):
             owner = getattr(owner, part, None)
         return owner if isinstance(owner, torch.Tensor) else recorded
+
+
+def _stack_in_closure(function: Callable[..., Any]) -> LayerStack | None:
+    """The layers of the only module among the outer variables of a function."""
+    closure = function.__closure__ or () if isinstance(function, FunctionType) else ()
+    places: dict[int, torch.nn.Module] = {}
+    for place, cell in enumerate(closure):
+        with contextlib.suppress(ValueError):  # it is empty
+            if isinstance(cell.cell_contents, torch.nn.Module):
+                places[place] = cell.cell_contents
+    if len(places) != 1:
+        return None
+    [(place, module)] = places.items()
+
+    def function_of(model: torch.nn.Module) -> Callable[..., Any]:
+        cells = (*closure[:place], CellType(model), *closure[place + 1 :])
+        other = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+        other.__kwdefaults__ = function.__kwdefaults__
+        return other
+
+    return find_stack(module, function_of)
 
 
 @dataclass(frozen=True)

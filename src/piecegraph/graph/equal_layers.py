@@ -236,9 +236,8 @@ class _Expansion:
         self._sources = dict(zip(placeholders, capture.sources, strict=True))
         self._in_path = self._path_pattern()
         values = map(torch_compat.meta_value, placeholders)
-        fake: Any = next(value for value in values if isinstance(value, torch.Tensor))
-        self._fake_mode = fake.fake_mode
-        """That of the trace: the capture's own is for what comes behind it."""
+        self._fake: Any = next(value for value in values if isinstance(value, torch.Tensor))
+        """Of the mode of the trace: the capture's own is for what comes behind it."""
         first, self._second = self._find_blocks()
         self._first_places = {node: place for place, node in enumerate(first)}
         self._second_places = {node: place for place, node in enumerate(self._second)}
@@ -260,7 +259,7 @@ class _Expansion:
         constants = [name for name in captured.constants if self._number_of(name) in self._range(1)]
         inputs = dict(zip(self._sources.items(), captured.example_inputs, strict=True))
         known, latest, names = {id(tensor) for tensor in inputs.values()}, self._second, list(captured.constants)
-        with torch_compat.outside_inference(), self._fake_mode:
+        with torch_compat.outside_inference(), self._fake.fake_mode:
             for shift in range(stack.block, stack.num_layers - stack.num_head - stack.block, stack.block):
                 moved = {node: self._move_weight(node, shift) for node in weights}
                 added = {
@@ -363,7 +362,7 @@ class _Expansion:
         source = self._moved(self._sources[node], shift)
         old, tensor = self._find(self._sources[node]), self._find(source)
         _require(isinstance(tensor, torch.Tensor) and type(tensor) is type(old) and _layout(tensor) == _layout(old))
-        fake = self._fake_mode.from_tensor(tensor, static_shapes=True)
+        fake = torch_compat.fake_like(tensor, self._fake)
         with self._graph.inserting_before(self._behind_inputs):
             copied = self._graph.placeholder(re.sub(r"\W+", "_", source))
         copied.meta = self._moved_meta(node, shift) | {"example_value": fake}

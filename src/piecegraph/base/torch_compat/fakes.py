@@ -21,6 +21,12 @@ def fake_like(tensor: torch.Tensor, neighbour: Any) -> torch.Tensor:
 
     The fakes in a Dynamo graph are not of the mode that Dynamo hands to backends, though both share their symbols.
     """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    if tensor.is_inference():  # so would be its fake, which counts no writes
+        with unset_fake_temporarily():
+            plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            tensor = plain.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     fake: torch.Tensor = neighbour.fake_mode.from_tensor(tensor, static_shapes=True)
     return fake
 
