@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 # One thread for each worker of pytest, and for each program it starts: threads that wait for each other spin, and two
 # workers of two threads each took twice as long on two cores. Torch reads it when it is imported.
@@ -27,6 +28,9 @@ import torch
 
 from tests.cases.browser import Browser, browser, missing_browser
 from tests.cases.forked import ForkServer, fork_server
+
+FORK_SERVER = "TESTS_FORK_SERVER"
+"""Where the workers of pytest find the server that all of them share."""
 
 # Pytest listens to every logger that does not propagate, and torch writes each graph down, several times, while
 # somebody listens to what TORCH_TRACE asks for.
@@ -70,11 +74,22 @@ def _freeze() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Start the server for all workers before they start: Python has then compiled most of what they import, which each
+    of them would do at the same time.
+    """
+    stack = ExitStack()
+    config.add_cleanup(stack.close)
+    os.environ[FORK_SERVER] = stack.enter_context(fork_server())
+
+
 @pytest.fixture(scope="session")
-def forked() -> Iterator[ForkServer]:
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """Runs Python programs that need not import torch first."""
-    with fork_server() as server:
-        yield server
+    with ExitStack() as stack:
+        address = os.environ.get(FORK_SERVER) or stack.enter_context(fork_server())
+        yield ForkServer(address, tmp_path_factory.mktemp("forked"))
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 Importing takes longer than most of the programs that the docs show. Nothing of piecegraph and of its tests is imported
 beforehand, so a program pays for, and sees, all that piecegraph does when it is imported and run; what it leaves behind
-ends with its process.
+ends with its process. One server is enough for all workers of pytest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
 import types
@@ -72,8 +74,8 @@ class Program:
 class Running:
     """A program that was forked."""
 
-    def __init__(self, pid: int, out: Path, err: Path, told: TextIO) -> None:
-        self.pid = pid
+    def __init__(self, told: TextIO, out: Path, err: Path) -> None:
+        self.pid = int(told.readline())
         self._out = out
         self._err = err
         self._told = told
@@ -101,15 +103,16 @@ class Running:
     def wait(self) -> int:
         """Its exit code, when it has ended."""
         if self._code is None:
-            self._code = int(self._told.readline())
+            with self._told:
+                self._code = int(self._told.readline())
         return self._code
 
 
 class ForkServer:
-    """The process that programs are forked from, one after the other."""
+    """Has programs forked, one after the other."""
 
-    def __init__(self, server: subprocess.Popen[str], folder: Path) -> None:
-        self._server = server
+    def __init__(self, address: str, folder: Path) -> None:
+        self._address = address
         self._folder = folder
 
     def start(self, *words: str, cwd: Path, seconds: int = 300, environment: dict[str, str] | None = None) -> Running:
@@ -118,11 +121,10 @@ class ForkServer:
         for path in (out, err):
             path.write_text("")
         program = Program(words, environment or dict(os.environ), str(cwd), seconds, str(out), str(err))
-        told = self._server.stdout
-        assert self._server.stdin is not None
-        assert told is not None
-        print(json.dumps(asdict(program)), file=self._server.stdin, flush=True)
-        return Running(int(told.readline()), out, err, told)
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self._address)
+            connection.sendall(json.dumps(asdict(program)).encode() + b"\n")
+            return Running(connection.makefile(), out, err)
 
     def run(
         self, *words: str, cwd: Path, seconds: int = 300, environment: dict[str, str] | None = None
@@ -133,17 +135,23 @@ class ForkServer:
 
 
 @contextlib.contextmanager
-def fork_server() -> Iterator[ForkServer]:
-    """Start one; it ends when its input does."""
+def fork_server() -> Iterator[str]:
+    """Start one; it ends when its input does. Gives the address that it listens at, once everything is imported."""
     pipe = subprocess.PIPE
-    command = [sys.executable, __file__]
-    with TemporaryDirectory() as folder, subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as it:
-        yield ForkServer(it, Path(folder))
-        assert it.stdin is not None
-        it.stdin.close()
+    with TemporaryDirectory() as folder:
+        address = str(Path(folder) / "socket")
+        command = [sys.executable, __file__, address]
+        # A thread for each program, as for each worker. Torch reads it when it is imported.
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as server:
+            assert server.stdin is not None
+            assert server.stdout is not None
+            assert server.stdout.readline() == "ready\n"
+            yield address
+            server.stdin.close()
 
 
-def _serve() -> None:
+def _serve(address: str) -> None:
     """Fork for each program that is asked for. Returns in the forked processes."""
     gc.disable()  # what is imported stays
     for name in _IMPORTED:
@@ -151,13 +159,38 @@ def _serve() -> None:
     _hash_compilers()
     gc.enable()
     gc.freeze()  # a collection would write to, and so copy, the pages of everything that was imported
-    for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            Program(**json.loads(line)).become()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        print("ready", flush=True)
+        while listener in select.select([listener, sys.stdin], [], [])[0]:
+            connection, _ = listener.accept()
+            if not os.fork():
+                break
+            connection.close()
+            _forget_ended()
+        else:
             return
-        print(child, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    _run_for(connection)
+
+
+def _forget_ended() -> None:
+    """Those who waited for a program have told its end themselves."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _run_for(connection: socket.socket) -> None:
+    """Fork once more, wait for the program and tell how it ended. Returns in its process."""
+    with connection, connection.makefile("rw") as told:
+        program = Program(**json.loads(told.readline()))
+        child = os.fork()
+        if child:
+            print(child, file=told, flush=True)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=told, flush=True)
+            os._exit(0)  # nothing of what was imported need be taken apart
+    program.become()
 
 
 def _hash_compilers() -> None:
@@ -171,4 +204,4 @@ def _hash_compilers() -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(sys.argv[1])
