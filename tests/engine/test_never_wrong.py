@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import piecegraph
@@ -1291,6 +1292,53 @@ def test_hooks_of_all_modules_come_and_go(compiled: Any) -> None:
     torch.testing.assert_close(fast(x), model(x))
 
 
+# --- torch's own switches
+
+
+def _makes(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x + torch.ones(3).to("cpu"), torch.zeros(2)
+
+
+def test_the_default_dtype(compiled: Any) -> None:
+    fast, x = compiled(_makes), torch.ones(3)
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            (found, made), (expected, _) = fast(x), _makes(x)
+        finally:
+            torch.set_default_dtype(before)
+        torch.testing.assert_close(found, expected)
+        assert made.dtype == dtype
+    assert fast.stats()["coverage"] == 1.0
+
+
+def test_the_default_device() -> None:
+    fast, x = piecegraph.compile(lambda x: (x + 1, torch.zeros(2)), backend="eager"), torch.ones(3)
+    for device in ("cpu", "meta", "cpu"):
+        with torch.device(device):
+            found, made = fast(x)
+        torch.testing.assert_close(found, x + 1)
+        assert made.device.type == device
+    assert fast.stats()["coverage"] == 1.0
+
+
+def test_precision_and_determinism(compiled: Any) -> None:
+    fast, x = compiled(lambda x: x @ x), torch.ones(3, 3)
+    fast(x)
+    torch.set_float32_matmul_precision("high")
+    try:
+        fast(x)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(True)
+    try:
+        fast(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(fast.stats()["plans"]) == 3
+
+
 # --- who wants to see every op
 
 
@@ -1305,6 +1353,20 @@ def test_transforms_and_modes_see_the_ops(compiled: Any) -> None:
         fast(x)
     assert counter.get_total_flops() == 2 * 4 * 3 * 3
     assert fast.stats()["events"] == {"PG522": 3}
+
+
+def test_modes_see_the_functions(compiled: Any) -> None:
+    class Doubles(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            return result * 2 if func is torch.tanh else result
+
+    fast, x = compiled(torch.tanh), torch.ones(3)
+    torch.testing.assert_close(fast(x), torch.tanh(x))
+    with Doubles():
+        torch.testing.assert_close(fast(x), torch.tanh(x))
+    torch.testing.assert_close(fast(x), torch.tanh(x))
+    assert fast.stats()["events"] == {"PG522": 1}
 
 
 def test_jit_trace_sees_the_ops() -> None:

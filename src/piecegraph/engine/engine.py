@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
+from operator import call as call_it
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -42,6 +43,8 @@ class _Kind(NamedTuple):
 
     signature: Signature
     outside: OutsideValues | None
+    switches: tuple[Any, ...]
+    """Those of torch, as it was planned with them."""
     plans: Variants[PlanRunner]
     is_rigid: bool = False
     """Whether it is known that it cannot be planned for more sizes."""
@@ -57,6 +60,8 @@ class Engine:
         self.config = config
         self.events = EventLog(config.on_fallback)
         self.planner = Planner(subject, config, self.events)
+        self._switches: tuple[Any, ...] = ()
+        """Those of torch, in the call under way."""
         self.num_calls = 0
         self.num_replays = 0
         self._on_failure = on_failure
@@ -106,8 +111,9 @@ class Engine:
         with self._lock:
             self.num_calls += 1
             try:
+                num_modes = torch_compat.num_dispatch_modes() + torch_compat.num_function_modes()
                 if torch_compat.transform_level() is not None or (
-                    torch_compat.num_dispatch_modes() and _are_others(torch_compat.dispatch_modes())
+                    num_modes and _are_others(torch_compat.watching_modes())
                 ):
                     return _IS_WATCHED
                 tree, next_hook = self._tree, torch_compat.hook_numbers.next_id
@@ -144,8 +150,10 @@ class Engine:
         names, values = self._binder.bind(args, kwargs)
         module = self.subject.module
         training = None if module is None else module.training
+        devices = torch_compat.num_function_modes() and torch_compat.default_devices()
+        self._switches = switches = (*map(call_it, torch_compat.SWITCHES), devices)
         for kind in self._kinds:
-            if kind.outside is not None and not kind.outside.hold():
+            if kind.switches != switches or (kind.outside is not None and not kind.outside.hold()):
                 continue
             call = kind.signature.match(names, values, training, args, kwargs)
             if type(call) is Call:
@@ -225,13 +233,14 @@ class Engine:
         blueprint, call = self.planner.read(example)
         plans = Variants(blueprint.num_places, partial(self.planner.make, blueprint))
         found = (plans.current(call), call) if isinstance(call, Call) else _refuse("PG514", call, _LAYOUT_HINT)
-        self._kinds.append(_Kind(blueprint.signature, blueprint.outside, plans))
+        self._kinds.append(_Kind(blueprint.signature, blueprint.outside, self._switches, plans))
         self._tree.add((args, kwargs))
         return found
 
     def _live_kinds(self) -> list[_Kind]:
         """The kinds that were planned with what is outside the call as it is now."""
-        return [kind for kind in self._kinds if kind.outside is None or kind.outside.hold()]
+        alike = [kind for kind in self._kinds if kind.switches == self._switches]
+        return [kind for kind in alike if kind.outside is None or kind.outside.hold()]
 
     def _notice_changes(self) -> None:
         """Of what the graphs of all plans hold."""

@@ -178,7 +178,7 @@ class SimulatedGraphs:
         tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         for position, (i, leaf) in enumerate(tensors):
             storage = torch_compat.storage_id(leaf)
-            if storage in held:
+            if storage in held or leaf.is_meta:
                 continue
             if storage not in moved:
                 moved[storage], block = self._move(leaf)

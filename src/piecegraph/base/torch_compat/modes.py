@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
@@ -74,6 +76,30 @@ def dispatch_modes() -> list[Any]:
     """Those modes."""
     return [torch._C._get_dispatch_stack_at(number) for number in range(num_dispatch_modes())]
 
+
+num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""How many modes see every function of torch that this thread calls."""
+
+
+def watching_modes() -> list[Any]:
+    """Modes that see every function or op, but for those that choose a device for what is made without one."""
+    return [*(mode for mode in _function_modes() if not isinstance(mode, DeviceContext)), *dispatch_modes()]
+
+
+def default_devices() -> tuple[str, ...]:
+    """What ``torch.set_default_device`` and ``with torch.device(...)`` have chosen, innermost last."""
+    return tuple(str(mode.device) for mode in _function_modes() if isinstance(mode, DeviceContext))
+
+
+_precision_of = torch._C._get_fp32_precision_getter  # the public ones raise where old and new names were used to set it
+SWITCHES: tuple[Callable[[], Any], ...] = (
+    torch.get_default_dtype,
+    torch._C._get_deterministic_algorithms,
+    functools.partial(_precision_of, "cuda", "matmul"),
+    functools.partial(_precision_of, "cuda", "conv"),
+    functools.partial(_precision_of, "mkldnn", "matmul"),
+)
+"""Torch's own, for all that runs: with another, what was traced or captured would be something else."""
 
 is_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device; asking for each takes four times as long."""
