@@ -5,6 +5,7 @@ outside the call. Each is compared with the function itself, call by call, and e
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import MethodType, SimpleNamespace
 from typing import Any, cast
@@ -1489,3 +1490,98 @@ def test_what_a_function_names_is_replaced(compiled: Any) -> None:
     held.scale.data = torch.full((3,), 11.0)
     torch.testing.assert_close(fast(x), function(x))
     assert function(x)[0] == 2 * 3 * 11 * 7
+
+
+# --- what is asked of values outside of the call
+
+
+class State:
+    """What functions ask, and what is done to it between calls."""
+
+    def __init__(self) -> None:
+        self.table = {"a": 1.0, "b": 2.0}
+        self.ordered = OrderedDict(a=1.0, b=2.0)
+        self.numbers = [1.0, 2.0]
+        self.several = {1.0}
+        self.nested = (1.0, [2.0])
+        self.part: Any = Scaled()
+        self.none: Any = None
+
+
+class Other:
+    pass
+
+
+QUESTIONS: dict[str, tuple[Callable[[State, Tensor], Any], Callable[[State], Any]]] = {
+    "contains": (lambda s, x: x * (2 if "c" in s.table else 3), lambda s: s.table.update(c=1.0)),
+    "contains no more": (lambda s, x: x * (2 if "a" in s.table else 3), lambda s: s.table.pop("a")),
+    "get": (lambda s, x: x * s.table.get("c", 4.0), lambda s: s.table.update(c=9.0)),
+    "values": (lambda s, x: x * sum(s.table.values()), lambda s: s.table.update(c=5.0)),
+    "keys": (lambda s, x: x * len([key for key in s.table if key != "b"]), lambda s: s.table.update(d=5.0)),
+    "length": (lambda s, x: x * len(s.table), lambda s: s.table.popitem()),
+    "order": (lambda s, x: x * next(iter(s.ordered.values())), lambda s: s.ordered.move_to_end("a")),
+    "list": (lambda s, x: x * sum(s.numbers), lambda s: s.numbers.append(1.0)),
+    "list in a tuple": (lambda s, x: x * s.nested[1][0], lambda s: s.nested[1].__setitem__(0, 9.0)),
+    "set": (lambda s, x: x * sum(s.several), lambda s: s.several.add(3.0)),
+    "set contains": (lambda s, x: x * (2 if 3.0 in s.several else 3), lambda s: s.several.add(3.0)),
+    "hasattr": (lambda s, x: x * (2 if hasattr(s, "late") else 3), lambda s: setattr(s, "late", 1)),
+    "is none": (lambda s, x: x * (2 if s.none is None else 3), lambda s: setattr(s, "none", Other())),
+    "is not none": (lambda s, x: x * (2 if s.part is not None else 3), lambda s: setattr(s, "part", None)),
+    "class": (lambda s, x: x * (2 if isinstance(s.part, Scaled) else 3), lambda s: setattr(s, "part", Other())),
+    "module in an attribute": (lambda s, x: s.part(x), lambda s: setattr(s, "part", nn.Tanh())),
+}
+
+
+@pytest.mark.parametrize(("ask", "change"), QUESTIONS.values(), ids=list(QUESTIONS))
+@pytest.mark.parametrize("where", ["closure", "module"])
+def test_what_is_asked_of_values_outside(compiled: Any, ask: Any, change: Any, where: str) -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state = State()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return ask(self.state, x)
+
+    asks, state = Asks(), State()
+    subject: Any = (lambda x: ask(state, x)) if where == "closure" else asks
+    fast, x = compiled(subject), torch.ones(3)
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), subject(x))
+    change(state if where == "closure" else asks.state)
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), subject(x))
+
+
+def test_an_attribute_that_a_module_comes_to_have(compiled: Any) -> None:
+    class Late(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (5 if hasattr(self, "late") else 2)
+
+    model, x = Late(), torch.ones(3)
+    fast = compiled(model)
+    torch.testing.assert_close(fast(x), x * 2)
+    model.late = True
+    torch.testing.assert_close(fast(x), x * 5)
+
+
+def test_the_call_of_an_object_is_replaced(compiled: Any) -> None:
+    class Scale:
+        def __call__(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    fast, x = compiled(Scale()), torch.ones(3)
+    torch.testing.assert_close(fast(x), x * 2)
+    Scale.__call__ = lambda self, x: x * 3  # type: ignore[method-assign]
+    torch.testing.assert_close(fast(x), x * 3)
+
+
+def test_a_copy_that_was_not_needed_is_made_for_another_layout(compiled: Any) -> None:
+    def turned(x: Tensor) -> Tensor:
+        return x.contiguous().transpose(0, -1)
+
+    fast = compiled(turned)
+    fast(torch.randn(2, 4))
+    x = torch.randn(4, 2).t()
+    fast(x).zero_()
+    assert x.abs().sum() > 0

@@ -137,6 +137,7 @@ class _Reader:
             if isinstance(value, FunctionType):
                 self.constants.append(f"{path}.__code__")
         else:
+            self.constants += [f"type({path})"] if not isinstance(value, ModuleType) else []
             for part in self._parts(path, value):
                 self._walk(part.path, part.value, (*above, id(value)))
 
@@ -146,7 +147,7 @@ class _Reader:
 
     def _parts(self, path: str, value: Any) -> Iterator[_Part]:
         if isinstance(value, list | tuple | dict):
-            self.constants.append(f"len({path})")
+            self.constants.append(f"{'tuple' if isinstance(value, dict) else 'len'}({path})")
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, part in list(items):
                 if isinstance(key, str | int):
@@ -158,6 +159,8 @@ class _Reader:
 
     def _attributes(self, path: str, value: Any) -> Iterator[_Part]:
         own = getattr(value, "__dict__", {})
+        if self._is_any and type(own) is dict and not isinstance(value, ModuleType):  # it may ask which there are
+            self.constants.append(f"tuple({path}.__dict__)")
         skipped = _EVERY_MODULE - {"training"} if isinstance(value, torch.nn.Module) else frozenset()
         names = dict.fromkeys(name for name in own if isinstance(name, str) and name not in skipped)
         for cls in () if isinstance(value, ModuleType) else type(value).__mro__:

@@ -119,7 +119,9 @@ class TreeWatch:
                 if parts or isinstance(module, _CONTAINERS):
                     yield _Watched(path, parts, _parts)
             yield _Watched(path, vars(module), functools.partial(_own_code, type(module)))
-        classes = dict.fromkeys(cls for _, module in self._modules for cls in type(module).__mro__)
+        called = [] if isinstance(self._function, FunctionType) else [self._function]  # an object with a __call__
+        objects = [*(module for _, module in self._modules), *called]
+        classes = dict.fromkeys(cls for each in objects for cls in type(each).__mro__)
         for cls in classes:
             if cls not in (torch.nn.Module, object):
                 yield _Watched(cls.__qualname__, class_dict(cls), _code)

@@ -155,8 +155,8 @@ class _Watch:
         self.saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Storages that were written to, with what they held before."""
         self.layout_reader: LayoutReader | None = None
-        self._views_or_copies: list[tuple[int, int, str]] = []
-        """What was given and what came of it, as storages, and the line."""
+        self._views_or_copies: list[tuple[int, int, str, bool]] = []
+        """What was given and what came of it, as storages, the line, and whether it did nothing."""
         self.views: dict[tuple[Any, ...], tuple[tuple[Any, ...], ViewOp]] = {}
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,7 +201,8 @@ class _Watch:
         given, came = (_tensors(value)[:1] for value in (arguments, returned))
         if given and came:
             storages = torch_compat.storage_id(given[0]), torch_compat.storage_id(came[0])
-            self._views_or_copies.append((*storages, str(user_line() or function.__name__)))
+            did_nothing = storages[0] == storages[1] and given[0].stride() == came[0].stride()
+            self._views_or_copies.append((*storages, str(user_line() or function.__name__), did_nothing))
 
     def _note_write(self, made: set[int], written: Any) -> None:
         """A write to what may be a view shows in what it may be a view of, or does not.
@@ -213,15 +214,18 @@ class _Watch:
         if made and self._views_or_copies:
             self._views_or_copies = [each for each in self._views_or_copies if not made & set(each[:2])]
         storages = {torch_compat.storage_id(tensor) for tensor in _tensors(written)} if self._views_or_copies else set()
-        for given, came, line in self._views_or_copies:
+        for given, came, line, _ in self._views_or_copies:
             if storages & {given, came}:
                 self._note_reader(line, reads_numbers=False)
 
     def note_returned(self, returned: Any) -> None:
-        """A copy of an argument may be a view of another one. How views become copies is known where they are made."""
+        """A copy of an argument may be a view of another one, and what did nothing may copy another one.
+
+        How views become copies is known where they are made.
+        """
         storages = {torch_compat.storage_id(tensor) for tensor in _tensors(returned)}
-        for given, came, line in self._views_or_copies:
-            if came in storages and given in self._inputs and given != came:
+        for given, came, line, did_nothing in self._views_or_copies:
+            if came in storages and given in self._inputs and (given != came or did_nothing):
                 self._note_reader(line, reads_numbers=False)
 
     def _save_changed(self, read: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

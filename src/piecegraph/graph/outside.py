@@ -20,16 +20,20 @@ from typing import Any
 
 import torch
 
+from piecegraph.base import torch_compat
 from piecegraph.base.versions import Versions, class_dict
 from piecegraph.graph.signature import is_constant, is_same_constant
 
+_MODULE = re.compile(r".*\._modules\['[^']*'\]|L\['\w+'\](\.__self__)?")
 _FROM_MODULE = re.compile(
-    r"(?P<before>len\(|)(?P<module>.*\._modules\['[^']*'\]|L\['\w+'\](\.__self__)?)"
-    r"\.(?P<attribute>(?!__)[A-Za-z_]\w*)(?P<after>.*)"
+    rf"(?P<before>\w+\(|)(?P<module>{_MODULE.pattern})\.(?P<attribute>(?!__)[A-Za-z_]\w*)(?P<after>.*)"
 )
+_ASKED = re.compile(r"(?P<what>len|type|tuple|hasattr)\((?P<path>.*?)(, '\w+')?\)")
 _ROOT = re.compile(r"\w+")
 _STEP = re.compile(r"""\.[A-Za-z_]\w*|\['[^']*'\]|\["[^"]*"\]|\[\d+\]""")
 _PATH = re.compile(rf"({_STEP.pattern})*")
+_HOLDERS = (list, tuple, dict, set, frozenset, torch.Tensor)
+"""What is compared by what it holds; a tensor by itself."""
 _FIXED = ("__defaults__", "__closure__", "__func__", "__self__", "__wrapped__")
 """Of functions and methods, as good as never replaced."""
 
@@ -49,7 +53,8 @@ class OutsideValues:
     def renew(self, tensors: Sequence[str], constants: Sequence[str], scopes: dict[str, Any]) -> None:
         """Look at these from now on, as they are now."""
         self._scopes = dict(scopes)
-        known = [name for name in constants if _is_comparable(self._try(name)) and not self._is_torchs(name)]
+        expanded = dict.fromkeys(each for name in constants for each in self._expand(name))
+        known = [name for name in expanded if _is_comparable(self._try(name)) and not self._is_torchs(name)]
         held = [name for name in tensors if isinstance(self._try(name), torch.Tensor)]
         self.names = (*known, *held)
         self._shortened = [self._shorten(name) for name in self.names]
@@ -57,13 +62,38 @@ class OutsideValues:
         self._watch([_holders(text, self._scopes) for text in self._shortened])
         self._take(eval(self._all, self._scopes))
 
+    def _expand(self, name: str) -> list[str]:
+        """What is compared in the place of a value that can change."""
+        if name.startswith("type("):
+            return self._expand_type(name)
+        value = self._try(name)
+        if _is_comparable(value) or not isinstance(value, _HOLDERS):
+            return [name]
+        if isinstance(value, set | frozenset):
+            return [f"frozenset({name})"]
+        keys = value if isinstance(value, dict) else range(len(value))
+        parts = [f"{name}[{key!r}]" for key in keys if isinstance(key, str | int)]
+        return [
+            f"{'tuple' if isinstance(value, dict) else 'len'}({name})",
+            *(p for part in parts for p in self._expand(part)),
+        ]
+
+    def _expand_type(self, name: str) -> list[str]:
+        """What a value is, where nothing else tells: modules in modules are watched, containers have parts."""
+        path = name[len("type(") : -1]
+        value = self._try(path)
+        if isinstance(value, torch.nn.Module):
+            return [] if _MODULE.fullmatch(path) else [path]
+        return [] if is_constant(value) or isinstance(value, _HOLDERS) else [name]
+
     def _watch(self, holders: list[list[Any]]) -> None:
         """Have versions tell of what is in these; what is in none is read."""
         self._holders = holders
         watched = {id(each): each for found in holders for each in found}.values()
         dicts = [each for each in watched if isinstance(each, dict)]
         functions = [each for each in watched if isinstance(each, FunctionType)]
-        self._watched, self._versions = [*dicts, *functions], Versions(dicts, (), functions)
+        objects = [each for each in watched if not isinstance(each, dict | FunctionType)]
+        self._watched, self._versions = [*dicts, *objects, *functions], Versions(dicts, objects, functions)
         self._is_read = [not found for found in holders]
         self._read = _tuple_of(itertools.compress(self._shortened, self._is_read))
 
@@ -105,7 +135,7 @@ class OutsideValues:
             if (
                 not self._is_doubtful
                 and self._versions.are_known()
-                and (not self._read_values or all(map(operator.is_, eval(self._read, self._scopes), self._read_values)))
+                and (not self._read_values or _are_same(eval(self._read, self._scopes), self._read_values))
             ):
                 return True
             return self._hold_all()
@@ -145,6 +175,10 @@ class OutsideValues:
 
     def _shorten(self, name: str) -> str:
         """The expression from the nearest module on, and whether that is the same is looked at elsewhere."""
+        asked = _ASKED.fullmatch(name)
+        if asked and asked["what"] == "hasattr" and isinstance(module := self._try(asked["path"]), torch.nn.Module):
+            self._scopes[owner := f"all{id(module)}"] = module
+            return name.replace(asked["path"], owner, 1)
         found = _FROM_MODULE.fullmatch(name)
         module = self._try(found["module"]) if found else None
         if not found or not isinstance(module, torch.nn.Module):
@@ -160,8 +194,8 @@ def _holders(expression: str, scopes: dict[str, Any]) -> list[Any]:
     """The dictionaries and functions on the way to a value, whose versions tell that it is the same; none if they do
     not.
     """
-    is_length = expression.startswith("len(")
-    path = expression[len("len(") : -1] if is_length else expression
+    asked = _ASKED.fullmatch(expression)
+    path = asked["path"] if asked else expression
     root = _ROOT.match(path)
     if not root or not _PATH.fullmatch(path, root.end()) or root[0] not in scopes:
         return []
@@ -175,7 +209,22 @@ def _holders(expression: str, scopes: dict[str, Any]) -> list[Any]:
             return []
         more, value = found
         holders += more
-    return holders if not is_length or type(value) is tuple else []
+    if not asked or type(value) is tuple:
+        return holders
+    if asked["what"] == "hasattr":
+        found_in = _holders_of_names(value)
+        return [*holders, *found_in] if found_in else []
+    is_known = asked["what"] == "type" or type(value) is dict
+    return [*holders, value] if is_known else []
+
+
+def _holders_of_names(value: Any) -> list[Any]:
+    """The dictionaries whose versions tell which attributes a value has; none if they do not."""
+    own, is_module = getattr(value, "__dict__", None), isinstance(value, torch.nn.Module)
+    if type(own) is not dict or (hasattr(type(value), "__getattr__") and not is_module):
+        return []
+    parts = torch_compat.parts_of(value) if is_module else ()
+    return [own, *parts, *(class_dict(cls) for cls in type(value).__mro__ if cls is not object)]
 
 
 def _element(value: Any, key: str | int) -> tuple[list[Any], Any] | None:
@@ -292,6 +341,10 @@ def _is_same(now: Any, then: Any) -> bool:
     if isinstance(then, torch.Tensor) or type(now) is not type(then):
         return now is then
     return is_same_constant(now, then)
+
+
+def _are_same(now: tuple[Any, ...], then: tuple[Any, ...]) -> bool:
+    return all(map(operator.is_, now, then)) or all(map(_is_same, now, then))
 
 
 def _is_comparable(value: Any) -> bool:

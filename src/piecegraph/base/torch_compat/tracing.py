@@ -203,22 +203,37 @@ def _outside_values(
     imports = {name: module for name, module in output.import_sources.items() if not module.startswith("torch")}
     roots = [f"L[{name!r}]" for name in (*held, *_with_modules(arguments), *cells)]
     roots += [f"G[{name!r}]" for name in (*function.__globals__, *imports) if not name.startswith("__builtins")]
-    compared = ("CONSTANT_MATCH", "EQUALS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "FUNCTION_MATCH", "CLASS_MATCH")
-    kinds = {**dict.fromkeys(compared, "{}"), "SEQUENCE_LENGTH": "len({})"}
     found: dict[str, None] = {}
     for guard in output.output_graph.guards:
         # Those who trace look at what is called, and at the classes of modules, themselves.
-        if guard.name in (*own, *(f"{name}.__func__" for name in own)) or ".__class__" in guard.name:
+        kind = guard.create_fn_name()
+        is_own = guard.name in (*own, *(f"{name}.__func__" for name in own)) and kind != "HASATTR"
+        if is_own or ".__class__" in guard.name:
             continue
         # What is found on the class may come to be on the instance.
-        name, kind = _CLASS_ATTRIBUTE.sub(r"\1.\2", guard.name), guard.create_fn_name()
+        name = _CLASS_ATTRIBUTE.sub(r"\1.\2", guard.name)
         root = name.partition("]")[0] + "]"
-        if kind in kinds and root in roots:
-            found[kinds[kind].format(name)] = None
+        if kind in _LOOKS and root in roots and not name.endswith(_WATCHED_ANYWAY):
+            arguments = getattr(guard.create_fn, "keywords", {})
+            found[_LOOKS[kind].format(name, arguments.get("attr", ""))] = None
             if kind == "CLOSURE_MATCH":  # of the same function, another code: so are functions reloaded
                 found[f"{name}.__code__"] = None
     return tuple(_IMPORTED.sub(r"\1", name) for name in sorted(found)), imports
 
+
+_LOOKS = {
+    **dict.fromkeys(("CONSTANT_MATCH", "EQUALS_MATCH", "CONSTANT_SUBCLASS_MATCH", "NONE_MATCH", "BOOL_MATCH"), "{0}"),
+    **dict.fromkeys(("CLOSURE_MATCH", "BUILTIN_MATCH", "FUNCTION_MATCH", "CLASS_MATCH"), "{0}"),
+    **dict.fromkeys(("ID_MATCH", "NN_MODULE", "MODULE_MATCH"), "{0}"),
+    **dict.fromkeys(("TYPE_MATCH", "NOT_NONE_MATCH"), "type({0})"),
+    **dict.fromkeys(("DICT_CONTAINS", "DICT_NOT_CONTAINS", "DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK"), "tuple({0})"),
+    **dict.fromkeys(("SET_CONTAINS", "SET_NOT_CONTAINS"), "frozenset({0})"),
+    "SEQUENCE_LENGTH": "len({0})",
+    "HASATTR": "hasattr({0}, '{1}')",
+}
+"""What is to be the same for a guard to hold, by its kind: of a name, and an attribute of it."""
+_WATCHED_ANYWAY = (".__dict__", *(f".{name}" for name in vars(torch.nn.Module()) if name != "training"))
+"""In modules: their parts, hooks and code."""
 
 _IMPORTED = re.compile(r"G\['(__import_\w+)'\]")
 
