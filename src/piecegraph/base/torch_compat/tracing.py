@@ -214,8 +214,10 @@ def _outside_values(
         name = _CLASS_ATTRIBUTE.sub(r"\1.\2", guard.name)
         root = name.partition("]")[0] + "]"
         if kind in _LOOKS and root in roots and not name.endswith(_WATCHED_ANYWAY):
-            arguments = getattr(guard.create_fn, "keywords", {})
-            found[_LOOKS[kind].format(name, arguments.get("attr", ""))] = None
+            asked, attribute = name, getattr(guard.create_fn, "keywords", {}).get("attr", "")
+            if kind == "HASATTR" and not attribute:  # torch 2.11 names the attribute itself
+                asked, _, attribute = name.rpartition(".")
+            found[_LOOKS[kind].format(asked, attribute)] = None
             if kind == "CLOSURE_MATCH":  # of the same function, another code: so are functions reloaded
                 found[f"{name}.__code__"] = None
     return tuple(_IMPORTED.sub(r"\1", name) for name in sorted(found)), imports
