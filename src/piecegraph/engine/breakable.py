@@ -23,11 +23,12 @@ from piecegraph.engine.breaker import MARKED, Breaker, BreakRules, NoGraphs, Rea
 from piecegraph.engine.eager_interception import CallLog, ShownCalls
 from piecegraph.engine.outer_reads import CodeLog
 from piecegraph.engine.python_state import PythonState, outer_objects
+from piecegraph.engine.reach import modules_in_reach
 from piecegraph.engine.watch import ViewOp, Watched, refuse_moved, watch
 from piecegraph.errors import RecordError, TraceError
 from piecegraph.graph.example import Example
 from piecegraph.graph.interception import Interception
-from piecegraph.graph.outside import OutsideValues, modules_in_reach
+from piecegraph.graph.outside import OutsideValues
 from piecegraph.graph.signature import is_constant
 from piecegraph.graph.sources import Fixed, FromCall, FromSize, Update, Weight
 from piecegraph.graph.views import InputView

@@ -21,7 +21,7 @@ import torch
 
 from piecegraph.base import torch_compat
 from piecegraph.base.versions import Versions, class_dict
-from piecegraph.graph.outside import modules_in_reach
+from piecegraph.engine.reach import modules_in_reach
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 _CODE = (property, staticmethod, classmethod, functools.cached_property)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import itertools
 import operator
 import re
 from collections.abc import Iterable, Sequence
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -34,6 +33,8 @@ _STEP = re.compile(r"""\.[A-Za-z_]\w*|\['[^']*'\]|\["[^"]*"\]|\[\d+\]""")
 _PATH = re.compile(rf"({_STEP.pattern})*")
 _HOLDERS = (list, tuple, dict, set, frozenset, torch.Tensor)
 """What is compared by what it holds; a tensor by itself."""
+_MAX_DEPTH = 8
+"""Of containers in containers: one may hold itself."""
 _FIXED = ("__defaults__", "__closure__", "__func__", "__self__", "__wrapped__")
 """Of functions and methods, as good as never replaced."""
 
@@ -62,12 +63,12 @@ class OutsideValues:
         self._watch([_holders(text, self._scopes) for text in self._shortened])
         self._take(eval(self._all, self._scopes))
 
-    def _expand(self, name: str) -> list[str]:
+    def _expand(self, name: str, depth: int = 0) -> list[str]:
         """What is compared in the place of a value that can change."""
         if name.startswith("type("):
             return self._expand_type(name)
         value = self._try(name)
-        if _is_comparable(value) or not isinstance(value, _HOLDERS):
+        if not isinstance(value, _HOLDERS) or depth > _MAX_DEPTH or _is_comparable(value):
             return [name]
         if isinstance(value, set | frozenset):
             return [f"frozenset({name})"]
@@ -75,7 +76,7 @@ class OutsideValues:
         parts = [f"{name}[{key!r}]" for key in keys if isinstance(key, str | int)]
         return [
             f"{'tuple' if isinstance(value, dict) else 'len'}({name})",
-            *(p for part in parts for p in self._expand(part)),
+            *(each for part in parts for each in self._expand(part, depth + 1)),
         ]
 
     def _expand_type(self, name: str) -> list[str]:
@@ -256,71 +257,6 @@ def _attribute(value: Any, name: str) -> tuple[list[Any], Any] | None:
     if type(own) is dict and name in own:
         return [own], own[name]
     return (holders, found) if name in holders[-1] else None
-
-
-def modules_in_reach(value: Any) -> list[torch.nn.Module]:
-    """The modules that a function names, or that are in a value: in outer variables, globals and defaults, in
-    functions, containers and modules among these, and in the objects that methods belong to.
-    """
-    found: list[torch.nn.Module] = []
-    todo: list[Any] = [value]
-    seen: dict[int, Any] = {}
-    while todo and len(seen) < _MOST_REACHED:
-        value = todo.pop()
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value
-        if isinstance(value, torch.nn.Module):
-            found.append(value)
-        todo += _named_by(value)
-    return found
-
-
-def _named_by(value: Any) -> list[Any]:
-    """What can be reached from a value by its code, or in it."""
-    if isinstance(value, FunctionType):
-        names = [name for code in _codes_in(value.__code__) for name in code.co_names if name in value.__globals__]
-        held = [*(value.__closure__ or ()), *(value.__globals__[name] for name in names)]
-        return [*held, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    if isinstance(value, CellType):
-        with contextlib.suppress(ValueError):  # it is empty
-            return [value.cell_contents]
-        return []
-    if isinstance(value, MethodType):
-        return [value.__func__, value.__self__]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, list | tuple | dict):
-        return list(value.values() if isinstance(value, dict) else value)
-    if isinstance(value, ModuleType | type) or type(getattr(value, "__dict__", None)) is not dict:
-        return []
-    is_module = isinstance(value, torch.nn.Module)
-    own = [each for name, each in vars(value).items() if not is_module or name not in _BOOKS]
-    code = _code_of_forward(type(value)) if is_module else []
-    return [*code, *(each for each in own if isinstance(each, torch.nn.Module | list | tuple | dict))]
-
-
-def _code_of_forward(cls: type) -> list[FunctionType]:
-    """A module's forward, and the methods that it names."""
-    found: dict[str, FunctionType] = {}
-    todo = ["forward"]
-    while todo:
-        name = todo.pop()
-        method = getattr(cls, name, None)
-        if name not in found and isinstance(method, FunctionType) and not method.__module__.startswith("torch."):
-            found[name] = method
-            todo += [named for code in _codes_in(method.__code__) for named in code.co_names]
-    return list(found.values())
-
-
-def _codes_in(code: CodeType) -> list[CodeType]:
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return [code, *(each for one in inner for each in _codes_in(one))]
-
-
-_MOST_REACHED = 10_000
-_BOOKS = frozenset(vars(torch.nn.Module())) - {"_modules"}
-"""What torch keeps in every module."""
 
 
 def _readable(expression: str) -> str:
