@@ -1585,3 +1585,64 @@ def test_a_copy_that_was_not_needed_is_made_for_another_layout(compiled: Any) ->
     x = torch.randn(4, 2).t()
     fast(x).zero_()
     assert x.abs().sum() > 0
+
+
+# --- code of classes that are no modules
+
+
+class Helper:
+    factor = 2.0
+
+    def scale(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+    @staticmethod
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    @classmethod
+    def by_class(cls, x: Tensor) -> Tensor:
+        return x * cls.factor
+
+    @property
+    def given(self) -> float:
+        return 2.0
+
+
+CODE_OF_A_CLASS: dict[str, tuple[Callable[[Helper, Tensor], Tensor], str, Any]] = {
+    "method": (lambda helper, x: helper.scale(x), "scale", lambda self, x: x * 5),
+    "static method": (lambda helper, x: Helper.double(x), "double", staticmethod(lambda x: x * 5)),
+    "method of the class": (lambda helper, x: helper.by_class(x), "by_class", classmethod(lambda cls, x: x * 5)),
+    "property": (lambda helper, x: x * helper.given, "given", property(lambda self: 5.0)),
+    "value": (lambda helper, x: Helper.by_class(x), "factor", 5.0),
+}
+
+
+@pytest.mark.parametrize(("use", "name", "other"), CODE_OF_A_CLASS.values(), ids=list(CODE_OF_A_CLASS))
+@pytest.mark.parametrize("where", ["closure", "module"])
+def test_code_of_a_class_is_replaced(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch, use: Any, name: str, other: Any, where: str
+) -> None:
+    class Uses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.helper = Helper()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return use(self.helper, x)
+
+    helper = Helper()
+    subject: Any = (lambda x: use(helper, x)) if where == "closure" else Uses()
+    fast, x = compiled(subject), torch.ones(3)
+    torch.testing.assert_close(fast(x), x * 2)
+    monkeypatch.setattr(Helper, name, other)
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), x * 5)
+
+
+def test_an_object_gets_a_method_of_its_own(compiled: Any) -> None:
+    helper: Any = Helper()
+    fast, x = compiled(lambda x: helper.scale(x)), torch.ones(3)
+    torch.testing.assert_close(fast(x), x * 2)
+    helper.scale = lambda x: x * 5
+    torch.testing.assert_close(fast(x), x * 5)

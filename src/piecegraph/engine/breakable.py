@@ -122,6 +122,11 @@ class BreakableBody:
         is_new = each_once()
         return flatten(returned, is_container=lambda value: id(value) not in self._older and is_new(value))
 
+    @property
+    def classes(self) -> tuple[type, ...]:
+        """Whose methods ran."""
+        return self._code.classes()
+
     def num_places(self, interception: Interception) -> int:
         """How many calls an interception is for, as seen in the first run."""
         return self._log.num_places(interception, self._module)

@@ -234,7 +234,7 @@ class Engine:
         plans = Variants(blueprint.num_places, partial(self.planner.make, blueprint))
         found = (plans.current(call), call) if isinstance(call, Call) else _refuse("PG514", call, _LAYOUT_HINT)
         self._kinds.append(_Kind(blueprint.signature, blueprint.outside, self._switches, plans))
-        self._tree.add((args, kwargs))
+        self._tree.add((args, kwargs), blueprint.classes)
         return found
 
     def _live_kinds(self) -> list[_Kind]:

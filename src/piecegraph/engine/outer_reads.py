@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from piecegraph.graph.code_used import classes_at
 from piecegraph.graph.signature import is_constant
 
 _MAX_VALUES = 20_000
@@ -63,6 +64,10 @@ class CodeLog:
         is_new = event == "call" and frame.f_code not in self._ran
         if is_new and _package_of(frame.f_globals) not in _OURS and self._is_recorded():
             self._ran[frame.f_code] = frame.f_globals
+
+    def classes(self) -> tuple[type, ...]:
+        """Those whose methods ran."""
+        return classes_at((str(scope.get("__name__")), code.co_qualname) for code, scope in self._ran.items())
 
     @property
     def num_codes(self) -> int:
@@ -136,6 +141,10 @@ class _Reader:
             self.constants.append(path)
             if isinstance(value, FunctionType):
                 self.constants.append(f"{path}.__code__")
+            elif isinstance(value, type) and value.__module__.split(".")[0] not in _FIXED:
+                for name in _data_of(value):
+                    if name in self._names:
+                        self._walk(f"{path}.{name}", getattr(value, name), (*above, id(value)))
         else:
             self.constants += [f"type({path})"] if not isinstance(value, ModuleType) else []
             for part in self._parts(path, value):
@@ -163,10 +172,11 @@ class _Reader:
             self.constants.append(f"tuple({path}.__dict__)")
         skipped = _EVERY_MODULE - {"training"} if isinstance(value, torch.nn.Module) else frozenset()
         names = dict.fromkeys(name for name in own if isinstance(name, str) and name not in skipped)
-        for cls in () if isinstance(value, ModuleType) else type(value).__mro__:
-            if cls.__module__.split(".")[0] not in ("builtins", "torch"):
-                names |= dict.fromkeys(name for name, held in vars(cls).items() if _is_data(name, held))
+        names |= dict.fromkeys(() if isinstance(value, ModuleType) else _data_of(type(value)))
         is_any = self._is_any and not isinstance(value, ModuleType)
+        if type(own) is dict and not isinstance(value, ModuleType | torch.nn.Module):  # a method may come to be its own
+            methods = self._names.intersection(dir(type(value))) - names.keys()
+            self.constants += [f"{name!r} in {path}.__dict__" for name in sorted(methods)]
         for name in names:
             if name.isidentifier() and (is_any or name in self._names):
                 with contextlib.suppress(Exception):  # a slot that is empty
@@ -176,6 +186,12 @@ class _Reader:
 class _Part(NamedTuple):
     path: str
     value: Any
+
+
+def _data_of(cls: type) -> list[str]:
+    """The names of values that a class has for all its objects, and of their slots."""
+    own = [each for each in cls.__mro__ if each.__module__.split(".")[0] not in ("builtins", "torch")]
+    return [name for each in own for name, held in vars(each).items() if _is_data(name, held)]
 
 
 def _is_data(name: str, held: Any) -> bool:

@@ -123,6 +123,11 @@ class Blueprint:
     decisions: tuple[Decision, ...]
     pipeline: Pipeline
 
+    @property
+    def classes(self) -> list[type]:
+        """Whose methods may run, beside those of modules."""
+        return [*self.source.classes, *self.source.outside.classes]
+
     def num_places(self, interception: Interception) -> int:
         """How many calls of the function an interception is for."""
         if isinstance(self.source, Traced):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -48,16 +48,20 @@ class TreeWatch:
         self._function = getattr(function, "__func__", function)
         own = [] if self._root is None else [self._root]
         self._roots = dict.fromkeys([*own, *modules_in_reach(function)])
+        self._classes: dict[type, None] = {}
         self.dead = ""
         """A weight whose memory is gone."""
         self._memory: list[weakref.ref[torch.UntypedStorage]] = []
         self._accept()
 
-    def add(self, arguments: tuple[Any, ...]) -> None:
-        """Look at the modules among arguments of a call, too, and notice that a weight leaves the memory it has now."""
-        modules = dict.fromkeys(modules_in_reach(arguments))
-        if modules.keys() - self._roots.keys():
+    def add(self, arguments: tuple[Any, ...], classes: Iterable[type]) -> None:
+        """Look at the modules among arguments of a call, too, and at the methods of classes; and notice that a weight
+        leaves the memory it has now.
+        """
+        modules, others = dict.fromkeys(modules_in_reach(arguments)), dict.fromkeys(classes)
+        if modules.keys() - self._roots.keys() or others.keys() - self._classes.keys():
             self._roots |= modules
+            self._classes |= others
             self._accept()
         self._follow()
 
@@ -121,9 +125,9 @@ class TreeWatch:
             yield _Watched(path, vars(module), functools.partial(_own_code, type(module)))
         called = [] if isinstance(self._function, FunctionType) else [self._function]  # an object with a __call__
         objects = [*(module for _, module in self._modules), *called]
-        classes = dict.fromkeys(cls for each in objects for cls in type(each).__mro__)
-        for cls in classes:
-            if cls not in (torch.nn.Module, object):
+        kinds = [*map(type, objects), *self._classes]
+        for cls in dict.fromkeys(cls for kind in kinds for cls in kind.__mro__):
+            if cls is not torch.nn.Module and cls.__module__ != "builtins":
                 yield _Watched(cls.__qualname__, class_dict(cls), _code)
         for hooks in self._all_hooks():
             if hooks:

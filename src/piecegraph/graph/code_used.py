@@ -60,6 +60,24 @@ def code_used(codes: Iterable[types.CodeType], function: Any) -> tuple[CodeUsed,
     return tuple(found)
 
 
+def places_of(codes: Iterable[types.CodeType]) -> list[tuple[str, str]]:
+    """The module and the qualified name of each code that lies in a file of a module."""
+    names = {module.__file__: name for name, module in list(sys.modules.items()) if getattr(module, "__file__", None)}
+    return [(names[code.co_filename], code.co_qualname) for code in codes if code.co_filename in names]
+
+
+def classes_at(places: Iterable[tuple[str, str]]) -> tuple[type, ...]:
+    """The classes that functions belong to, by module and qualified name; those inside of functions are not found."""
+    found: dict[type, None] = {}
+    for module, function in places:
+        owner: Any = sys.modules.get(module)
+        for part in function.split(".")[:-1]:
+            owner = vars(owner).get(part) if hasattr(owner, "__dict__") else None
+        if isinstance(owner, type):
+            found[owner] = None
+    return tuple(found)
+
+
 def _made_by_class(code: types.CodeType) -> tuple[str, str]:
     """The module and the name of a method that nobody wrote, as those of a dataclass."""
     modules = [module for name, module in list(sys.modules.items()) if not is_versioned(name)]

@@ -19,7 +19,7 @@ import torch.fx
 
 from piecegraph.base import torch_compat
 from piecegraph.base.describe import Describer, IndescribableError, describe_tensor
-from piecegraph.graph.code_used import CodeUsed, UnknownCodeError, code_used, first_changed
+from piecegraph.graph.code_used import CodeUsed, UnknownCodeError, classes_at, code_used, first_changed
 from piecegraph.graph.example import Example, sizes_of
 from piecegraph.graph.fx_nodes import attribute
 from piecegraph.graph.outside import OutsideValues
@@ -301,6 +301,7 @@ def load_trace(
         layout_reader=None,
         devices=(),
         outside=outside,
+        classes=classes_at((used.module, used.function) for used in kept.code),
         streams={},
         origin=TraceOrigin(),
         left_out=kept.left_out,

@@ -121,6 +121,11 @@ class OutsideValues:
         return {name: value for name, value in named if not isinstance(value, torch.Tensor)}
 
     @property
+    def classes(self) -> list[type]:
+        """Those among them, and those of the objects."""
+        return [value for value in self._values if isinstance(value, type)]
+
+    @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that are, by their names."""
         named = zip(map(_readable, self.names), self._values, strict=True)

@@ -21,6 +21,7 @@ from piecegraph.base.plan import Decision, SourceLine
 from piecegraph.base.structure import Structure
 from piecegraph.base.user_code import is_user_file
 from piecegraph.errors import PiecegraphError, TraceError
+from piecegraph.graph.code_used import classes_at, places_of
 from piecegraph.graph.equal_layers import LayerStack, expand
 from piecegraph.graph.example import Example
 from piecegraph.graph.outside import OutsideValues
@@ -78,6 +79,8 @@ class Traced:
     """Where each leaf of the result lies when the function itself runs, as far as that was seen."""
     outside: OutsideValues
     """What was read outside the call."""
+    classes: tuple[type, ...]
+    """Whose methods were traced into."""
     streams: Mapping[int, Any]
     """The streams and events the graph refers to by number."""
     origin: TraceOrigin
@@ -145,6 +148,7 @@ def trace(
         layout_reader=None,
         devices=(),
         outside=OutsideValues(outside_tensors, capture.constants, capture.scopes),
+        classes=classes_at(places_of(capture.code)),
         streams=capture.external_objects,
         origin=TraceOrigin(capture.code, capture.sources, outside_tensors, capture.imports, fixed),
         left_out=capture.left_out,

@@ -213,7 +213,8 @@ def _outside_values(
         # What is found on the class may come to be on the instance.
         name = _CLASS_ATTRIBUTE.sub(r"\1.\2", guard.name)
         root = name.partition("]")[0] + "]"
-        if kind in _LOOKS and root in roots and not name.endswith(_WATCHED_ANYWAY):
+        is_watched = name.endswith(_WATCHED_ANYWAY) or (kind == "NOT_PRESENT_IN_GENERIC_DICT" and "_modules[" in name)
+        if kind in _LOOKS and root in roots and not is_watched:
             asked, attribute = name, getattr(guard.create_fn, "keywords", {}).get("attr", "")
             if kind == "HASATTR" and not attribute:  # torch 2.11 names the attribute itself
                 asked, _, attribute = name.rpartition(".")
@@ -232,6 +233,7 @@ _LOOKS = {
     **dict.fromkeys(("SET_CONTAINS", "SET_NOT_CONTAINS"), "frozenset({0})"),
     "SEQUENCE_LENGTH": "len({0})",
     "HASATTR": "hasattr({0}, '{1}')",
+    "NOT_PRESENT_IN_GENERIC_DICT": "'{1}' in {0}.__dict__",
 }
 """What is to be the same for a guard to hold, by its kind: of a name, and an attribute of it."""
 _WATCHED_ANYWAY = (".__dict__", *(f".{name}" for name in vars(torch.nn.Module()) if name != "training"))
