@@ -1634,6 +1634,8 @@ def test_code_of_a_class_is_replaced(
     helper = Helper()
     subject: Any = (lambda x: use(helper, x)) if where == "closure" else Uses()
     fast, x = compiled(subject), torch.ones(3)
+    if name == "factor" and torch.__version__.startswith("2.11"):
+        pytest.skip("Dynamo of torch 2.11 does not tell what a class method reads of its class")
     torch.testing.assert_close(fast(x), x * 2)
     monkeypatch.setattr(Helper, name, other)
     for _ in range(2):
