@@ -19,9 +19,9 @@ import torch
 from piecegraph.graph.code_used import classes_at
 from piecegraph.graph.signature import is_constant
 
-_MAX_VALUES = 20_000
-_MAX_DEPTH = 8
-"""Where walking ends: a global may hold a whole data set."""
+_MAX_VALUES = 2_000
+_MAX_DEPTH = 4
+"""Where walking ends: a global may hold a whole data set, or a library's own state."""
 _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter", "hasattr"}
 """What reads attributes whose names are not in the code."""
 _OURS = {"piecegraph", *sys.stdlib_module_names}

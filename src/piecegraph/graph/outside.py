@@ -176,8 +176,10 @@ class OutsideValues:
     def _is_torchs(self, name: str) -> bool:
         """Whether it is a function or class that torch has: nobody replaces those, and every model reads many."""
         name = name.removesuffix(".__code__")
+        if not callable(self._try(name)):
+            return False
         holder = self._try(name.rpartition(".")[0])
-        return isinstance(holder, ModuleType) and holder.__name__.split(".")[0] == "torch" and callable(self._try(name))
+        return isinstance(holder, ModuleType) and holder.__name__.split(".")[0] == "torch"
 
     def _shorten(self, name: str) -> str:
         """The expression from the nearest module on, and whether that is the same is looked at elsewhere."""
