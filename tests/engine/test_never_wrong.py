@@ -450,19 +450,20 @@ def replace_configuration(step: Any) -> None:
     step.config = SimpleNamespace(inner=SimpleNamespace(factor=3.0), table={"a": {"b": 1.0}})
 
 
+class Configured(Step):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(inner=SimpleNamespace(factor=2.0), table={"a": {"b": 1.0}})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.config.inner.factor + self.config.table["a"]["b"]
+
+
 @pytest.mark.parametrize("number", [0, 19])
 @pytest.mark.parametrize(
     "change", [change_attribute, change_dictionary, change_configuration, change_table, replace_configuration]
 )
 def test_one_of_many_attributes_is_noticed_at_once(change: Callable[[Any], None], number: int) -> None:
-    class Configured(Step):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config = SimpleNamespace(inner=SimpleNamespace(factor=2.0), table={"a": {"b": 1.0}})
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.config.inner.factor + self.config.table["a"]["b"]
-
     model = nn.Sequential(*(Configured() for _ in range(20)))
     options = {"graph_device": "simulated"}
     fast = piecegraph.compile(model, backend="eager", options=options, on_fallback="ignore")
@@ -476,14 +477,6 @@ def test_one_of_many_attributes_is_noticed_at_once(change: Callable[[Any], None]
 
 @pytest.mark.parametrize("make", [list, lambda steps: steps[-1:]], ids=["submodules", "module"])
 def test_what_took_the_place_of_an_equal_object_is_looked_at(make: Callable[[list[Any]], list[Any]]) -> None:
-    class Configured(Step):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config = SimpleNamespace(inner=SimpleNamespace(factor=2.0), table={"a": {"b": 1.0}})
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.config.inner.factor + self.config.table["a"]["b"]
-
     steps = make([Configured() for _ in range(4)])
     model = nn.Sequential(*steps) if len(steps) > 1 else steps[0]
     fast = piecegraph.compile(model, backend="eager", options={"graph_device": "simulated"})

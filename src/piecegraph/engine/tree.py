@@ -66,6 +66,7 @@ class TreeWatch:
         self._follow()
 
     def _follow(self) -> None:
+        """Hold the memory of weights weakly, so that its end is told."""
 
         def notice(name: str) -> Callable[[Any], None]:
             return lambda _: self._lose(name)
