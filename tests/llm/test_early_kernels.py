@@ -49,6 +49,7 @@ def early(kernel: AttentionKernel, *layers: AttentionLayer, states: StateKernels
         limits=BatchLimits(max_tokens=8, max_seqs=4, max_model_len=64, block_size=16, num_groups=1, vocab_size=8),
         dtype=torch.float32,
         device=CPU,
+        are_kept=False,
     )
 
 
@@ -117,7 +118,8 @@ def test_every_kind_of_layer_runs_once_in_every_size(monkeypatch: pytest.MonkeyP
     decision = kernels.wait()
     assert decision.choice == "compiled early", decision.reason
     assert attended == [(4, 0, 4), (4, 4, 4), (8, 0, 2), (8, 4, 2)]
-    assert multiplied == [(4, 24, True), (8, 16, False)], "steps of decoding have pieces of their own"
+    # Steps of decoding have pieces of their own; the last of others may run on one row of each sequence.
+    assert multiplied == [(4, 24, True), (8, 16, False), (2, 16, False)]
     assert turned == [4]
     assert states.launched == [
         (kind, size, dtype)

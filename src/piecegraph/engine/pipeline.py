@@ -100,8 +100,6 @@ class Pipeline:
         kept = self.open_kept()
         found = None if kept is None else kept.find(function, example, weights)
         if found is None:
-            if self.backend == "inductor" and any(tensor.is_cuda for tensor in example.tensors):
-                torch_compat.start_compile_workers()  # they come up meanwhile
             with located(phase="trace"):
                 layers = find_layers()
                 found = trace(function, example, weights, None if layers is None else layers.stack)
@@ -147,14 +145,15 @@ class Pipeline:
     def _lower(self, traced: Traced, make_segments: Callable[[], Sequence[Segment]], kept: KeptPlan | None) -> Lowered:
         dump = self.open_dump()
         lowering = Lowering(self.backend, self.passes, self.options.inductor, self._is_attributed(), dump)
-        with located(phase="compile"), contextlib.ExitStack() as telling:
+        with located(phase="compile"), contextlib.ExitStack() as around:
             if dump is not None:
-                telling.enter_context(dump.telling())
+                around.enter_context(dump.telling())
                 dump.traced(traced)
             segments = tuple(make_segments())
             if dump is not None:
                 dump.cut(traced, segments)
             progress, pieces = Progress(self.options.progress), {} if kept is None else kept.pieces
+            around.enter_context(self.compilers(on_gpu=_is_on_gpu(traced), are_kept=kept is not None and kept.is_warm))
             with contextlib.nullcontext() if kept is None else kept.compiling():
                 program, num_compiles = lower(traced, segments, lowering, self.events, progress, self.compiled, pieces)
         self.clock.lap("compile")
@@ -182,6 +181,17 @@ class Pipeline:
         """Around all that compiles for this plan, whoever compiles: what is compiled inside is kept with it."""
         return self.kept[-1].compiling() if self.kept else contextlib.nullcontext()
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether an earlier process has compiled it all."""
+        return bool(self.kept) and self.kept[-1].is_warm
+
+    def compilers(self, *, on_gpu: bool, are_kept: bool) -> contextlib.AbstractContextManager[None]:
+        """Around what lowers pieces: what helps to compile them, if there is more to do than to load them."""
+        if self.backend != "inductor" or not on_gpu or are_kept:
+            return contextlib.nullcontext()
+        return torch_compat.inductor_compilers()
+
     def recall(self, what: str) -> int | None:
         """What an earlier start with the same plan has measured; None if it has not."""
         return self.kept[-1].recall(what) if self.kept else None
@@ -193,7 +203,7 @@ class Pipeline:
 
     def refuse_kept(self, reason: str) -> bool:
         """The last trace is wrong. Whether it came from the cache, which has it no more: another is worth a try."""
-        if not self.kept or not self.kept[-1].is_warm:
+        if not self.is_kept:
             return False
         self.kept[-1].refuse(reason)
         return True
@@ -232,3 +242,8 @@ class Pipeline:
     def _is_attributed(self) -> bool:
         """Whether compiled code comes with a map to the lines it was made of."""
         return self.options.provenance or is_attributing()
+
+
+def _is_on_gpu(traced: Traced) -> bool:
+    values = map(torch_compat.meta_value, traced.inputs)
+    return any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)

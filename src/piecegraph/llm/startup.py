@@ -38,11 +38,12 @@ from piecegraph.llm.ranks.group import Ranks
 from piecegraph.llm.ranks.one_shot import choose_all_reduce
 from piecegraph.llm.run.early_kernels import EarlyKernels, Shapes, shapes_of
 from piecegraph.llm.run.engine import LLMEngine
+from piecegraph.llm.run.forward import TRIED_TOKENS
 from piecegraph.llm.run.row_check import check_rows
 from piecegraph.llm.run.scheduler import SchedulerLimits
 from piecegraph.llm.run.self_check import BrokenModelError, self_check
 from piecegraph.llm.run.sizing import check_batch, free_bytes_twice
-from piecegraph.llm.run.step import StepCounts
+from piecegraph.llm.run.step import Bucket, StepCounts
 
 _DEFAULT_LEN = 32768
 """The longest sequence unless it is asked for: every sequence may need as many blocks."""
@@ -201,6 +202,8 @@ def _trace_and_compile(
 
         def on_traced(sites: TracedSites) -> None:
             compiling.enter_context(sites.pipeline.compiling())
+            on_gpu, pipeline = config.device.type == "cuda", sites.pipeline
+            compiling.enter_context(pipeline.compilers(on_gpu=on_gpu, are_kept=pipeline.is_kept))
             early.extend(_start_early(sites, loaded, config, limits, has_decode_pieces=decode.choice == "their own"))
 
         cache = cache_for(
@@ -265,15 +268,17 @@ def _start_early(
     dtype = loaded.model.dtype
     sizes = step_sizes(config, limits, has_graphs=config.cudagraph_mode != "none")
     kernel, _ = choose_kernel(config.attention, sites.layers, dtype, config.device, deterministic=config.deterministic)
+    tried = Bucket(min(TRIED_TOKENS, limits.max_batch_tokens), 1)
     early = EarlyKernels(
         kernel,
         sites.layers,
         (sites.states, choose_states(sites.states, dtype, config.device)[0]),
         Shapes() if config.deterministic else shapes_of(sites.graph, has_decode_pieces=has_decode_pieces),
-        buckets=dict.fromkeys((*sizes.largest(limits), *sizes.of_kernels())),
+        buckets=dict.fromkeys((*sizes.largest(limits), *sizes.of_kernels(), tried)),
         limits=batch_limits(loaded, block_size_for(kernel, config), limits, len(sites.reaches), has_mrope=False),
         dtype=dtype,
         device=config.device,
+        are_kept=sites.pipeline.is_kept,
     )
     early.start()
     return [early]

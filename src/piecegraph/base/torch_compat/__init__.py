@@ -6,6 +6,7 @@ function says otherwise; a torch upgrade is then a diff of this folder. Nothing 
 A file holds one subject; all of them are used by way of this name: ``torch_compat.size_hint(...)``.
 """
 
+from piecegraph.base.torch_compat.compilers import *
 from piecegraph.base.torch_compat.cuda import *
 from piecegraph.base.torch_compat.distributed import *
 from piecegraph.base.torch_compat.fakes import *

@@ -25,18 +25,6 @@ def import_inductor() -> None:
     importlib.import_module("torch._inductor.compile_fx")
 
 
-def start_compile_workers() -> None:
-    """Start Inductor's worker processes, which import torch, so that they come up while the model is traced.
-
-    Until they are up, kernels are compiled in this process, one after the other. Torch 2.11 to 2.13 start them when the
-    first graph is compiled; earlier versions did when the module was imported.
-    """
-    from torch._inductor.async_compile import AsyncCompile
-
-    AsyncCompile.warm_pool()
-    AsyncCompile.wakeup()
-
-
 @functools.cache
 def hash_triton() -> threading.Thread | None:
     """Have Triton hash its own files, which are part of every key of Inductor's, while something else runs.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from piecegraph.base.torch_compat.compilers import Compilers, compile_by_copy, num_compilers
 from piecegraph.base.torch_compat.inductor import wait_for_triton_hash
 
 
@@ -59,7 +60,7 @@ _launches_nothing: ContextVar[bool] = ContextVar("launches_nothing", default=Fal
 
 
 @contextlib.contextmanager
-def compiled_aside(device: torch.device, num_threads: int) -> Iterator[None]:
+def compiled_aside(device: torch.device, compilers: Compilers | None) -> Iterator[None]:
     """Triton kernels that this thread would launch are compiled and loaded instead, several at a time, each one once.
 
     Leaving waits for them, and raises the first error there was; the others are compiled all the same. Nothing must
@@ -67,11 +68,15 @@ def compiled_aside(device: torch.device, num_threads: int) -> Iterator[None]:
 
     Triton 3.6 and 3.7 compile in threads on purpose: what is slow releases the GIL. Their ``AsyncCompileMode`` is
     public, but has no launch return before its kernel is there; for that ``run`` is told that it is a warm-up.
+
+    Args:
+        device: a GPU.
+        compilers: what compiles; without them, the threads do that load it.
     """
     triton: Any = importlib.import_module("triton")
     wait_for_triton_hash()  # each thread would begin its own
     with contextlib.ExitStack() as undo:
-        pool = undo.enter_context(_KernelPool(num_threads, initializer=torch.cuda.set_device, initargs=(device,)))
+        pool = undo.enter_context(_KernelPool(device, compilers))
         undo.callback(setattr, triton.JITFunction, "run", triton.JITFunction.run)
         triton.JITFunction.run = _no_launch(triton.JITFunction.run)
         undo.callback(_launches_nothing.reset, _launches_nothing.set(True))
@@ -84,8 +89,14 @@ def compiled_aside(device: torch.device, num_threads: int) -> Iterator[None]:
 class _KernelPool(ThreadPoolExecutor):
     """Loads what it compiles: Triton 3.6 has a C compiler make a launcher first, which takes as long as a kernel."""
 
+    def __init__(self, device: torch.device, compilers: Compilers | None) -> None:
+        super().__init__(num_compilers(), "piecegraph kernels", torch.cuda.set_device, (device,))
+        self._compilers = compilers
+
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         def load() -> Any:
+            if self._compilers is not None:
+                compile_by_copy(compile_kernel, self._compilers)
             kernel = compile_kernel()
             kernel.run  # noqa: B018 - a property that loads
             return kernel

@@ -1,15 +1,13 @@
-"""Compiles our Triton kernels in threads, while the pieces are being compiled.
+"""Has our Triton kernels compiled while the pieces are.
 
 They are compiled when they are first launched, one after the other, which for a small model takes longer than Inductor
 does. What they are launched with is known as soon as the model is traced. So a thread goes through the launches of the
-sizes that will be recorded, on dummies, and has others compile what it would launch. Most of a compile is C++ and
-processes of their own, which do not hold Python up.
+sizes that will be recorded, on dummies, and has others compile what it would launch: see Note [Copies that compile].
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,12 +25,9 @@ from piecegraph.llm.kernels import skinny
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
 from piecegraph.llm.kernels.decode_pieces import FusedHeads, FusedLinear, find_fused, most_rows
 from piecegraph.llm.run.batch import BatchBuffers, BatchLimits
-from piecegraph.llm.run.sampling import greedy
+from piecegraph.llm.run.sampling import sample
 from piecegraph.llm.run.step import Bucket
 from piecegraph.llm.specs import AttentionLayer, ConvLayer, DeltaLayer, LatentLayer, StatefulLayer, StateLayer
-
-_MOST_THREADS = 8
-"""That compile: what is Python in it, all of them and Inductor share."""
 
 _Layer = TypeVar("_Layer", AttentionLayer, ConvLayer | DeltaLayer)
 
@@ -97,7 +92,7 @@ def _fused_shape(found: FusedLinear | FusedHeads) -> LinearShape | HeadsShape:
 
 
 class EarlyKernels:
-    """Has every kernel compiled once, in threads. No kernel of Triton is launched.
+    """Has every kernel compiled once. No kernel of Triton is launched.
 
     Args:
         kernel: what attends.
@@ -108,6 +103,7 @@ class EarlyKernels:
         limits: of the batches.
         dtype: of everything.
         device: a GPU.
+        are_kept: whether all of them are on disk, and only have to be loaded.
     """
 
     def __init__(
@@ -121,6 +117,7 @@ class EarlyKernels:
         limits: BatchLimits,
         dtype: torch.dtype,
         device: torch.device,
+        are_kept: bool,
     ) -> None:
         self._kernel = kernel
         self._layers = _distinct(layer for layer in layers if isinstance(layer, AttentionLayer))
@@ -132,11 +129,15 @@ class EarlyKernels:
         self._limits = limits
         self._dtype = dtype
         self._device = device
+        self._are_kept = are_kept
+        self._compilers: torch_compat.Compilers | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="piecegraph early kernels", daemon=True)
 
     def start(self) -> None:
         """Begin, and return at once."""
+        if torch_compat.can_fork() and not self._are_kept:
+            self._compilers = torch_compat.Compilers()
         self._thread.start()
 
     def wait(self) -> Decision:
@@ -149,11 +150,14 @@ class EarlyKernels:
     def _run(self) -> None:
         try:
             with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
-                with torch_compat.compiled_aside(self._device, _num_threads()):
+                with torch_compat.compiled_aside(self._device, self._compilers):
                     self._launch_all()
                 torch.cuda.synchronize()
         except Exception as error:  # noqa: BLE001 - a thread has nobody to raise to; the kernels are launched again later
             self._error = error
+        finally:
+            if self._compilers is not None:
+                self._compilers.close()
 
     def _launch_all(self) -> None:
         limits = self._limits
@@ -169,7 +173,7 @@ class EarlyKernels:
         )
         memory.allocate([2] * limits.num_groups)
         buffers = BatchBuffers(replace(limits, embed_width=0), self._device)
-        greedy(self._zeros(1, limits.vocab_size))
+        self._sample(buffers)
         for bucket in self._buckets:
             buffers.fill_dummy(bucket)
             memory.use_batch(buffers.views(bucket).attention, functools.partial(buffers.state_batch, bucket))
@@ -177,9 +181,27 @@ class EarlyKernels:
                 self._attend(memory, site, layer, bucket.num_tokens)
             for state in self._states:
                 self._mix(states, state, bucket.num_tokens)
-            is_fused = bucket.has_few_rows(self._shapes.most_fused)
-            for shape in self._shapes.fused if is_fused else self._shapes.plain:
-                self._launch(shape, bucket.num_tokens, early=is_fused)
+            self._multiply(bucket)
+
+    def _sample(self, buffers: BatchBuffers) -> None:
+        """Logits that were adjusted are in single precision."""
+        bucket = Bucket(1, 1, "decode")
+        buffers.fill_dummy(bucket)
+        views = buffers.views(bucket)
+        for dtype in dict.fromkeys((self._dtype, torch.float32)):
+            logits = self._zeros(1, self._limits.vocab_size, dtype=dtype)
+            sample(logits, views.temperature, views.top_k, views.top_p, views.random_keys, mode="plain")
+            buffers.masks.keep_allowed(logits)
+
+    def _multiply(self, bucket: Bucket) -> None:
+        """The last piece may run on the rows alone that have logits, one for each sequence."""
+        if bucket.has_few_rows(self._shapes.most_fused):
+            for shape in self._shapes.fused:
+                self._launch(shape, bucket.num_tokens, early=True)
+            return
+        for rows in dict.fromkeys((bucket.num_tokens, bucket.num_seqs)):
+            for shape in self._shapes.plain:
+                self._launch(shape, rows, early=False)
 
     def _attend(self, memory: Memory, site: int, layer: AttentionLayer, num_tokens: int) -> None:
         query = self._zeros(num_tokens, layer.num_heads, layer.key_width)
@@ -222,11 +244,6 @@ class EarlyKernels:
             shape.is_gated,
         )
         skinny.launch_once(linear, rows, early=early)
-
-
-def _num_threads() -> int:
-    """Inductor's workers have the other half of the cores."""
-    return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
 
 
 def _distinct(layers: Iterable[_Layer]) -> list[_Layer]:

@@ -32,7 +32,7 @@ from piecegraph.tape.library import TapeLibrary
 
 MakeLibrary = Callable[[ModelStep], TapeLibrary[StepKey]]
 
-_TRIED_TOKENS = 16
+TRIED_TOKENS = 16
 """In steps that compare two ways to run a model: the smallest size that is recorded, so that its kernels are there."""
 _ROUNDING, _HALF_ROUNDING = 2e-3, 0.03
 """How much of their norm two right results may differ, in float32 and in half precision."""
@@ -300,8 +300,8 @@ class Forward:
         with torch_compat.outside_inference():
             step.decoder_of_embeds = model.intercepted(self._interceptions) if self._interceptions else model.decoder
         for every_row in (True, False):
-            of_ids = step.try_tokens(_TRIED_TOKENS, takes_embeds=False, every_row=every_row)[2]
-            of_embeds = step.try_tokens(_TRIED_TOKENS, takes_embeds=True, every_row=every_row)[2]
+            of_ids = step.try_tokens(TRIED_TOKENS, takes_embeds=False, every_row=every_row)[2]
+            of_embeds = step.try_tokens(TRIED_TOKENS, takes_embeds=True, every_row=every_row)[2]
             if not _are_alike(of_ids, of_embeds):
                 step.decoder_of_embeds = None
                 raise self._embeds.refuse()
@@ -324,7 +324,7 @@ class Forward:
         why = step.decoder.why_whole if self.sizes.only is None else "with deterministic=True all steps run alike"
         if not why:
             every, some = (
-                step.try_tokens(_TRIED_TOKENS, num_blocks, every_row=every_row)[1] for every_row in (True, False)
+                step.try_tokens(TRIED_TOKENS, num_blocks, every_row=every_row)[1] for every_row in (True, False)
             )
             is_alike = _are_alike(every, some)
             if self._ranks is not None:

@@ -1,0 +1,177 @@
+"""Processes that compile Triton's kernels, several at a time: Inductor's, and those that are launched directly.
+
+Note [Copies that compile]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+A third of what it takes to compile a kernel is Python. In threads that would be taken from Inductor, which is Python,
+too. Inductor's own processes import torch first, which takes longer than to compile the kernels of a model, and until
+they are up it compiles one kernel after the other. So processes are forked, and are ready at once.
+
+Such a copy must not touch the GPU, nor need a lock that another thread held. It compiles for a GPU that is described to
+it, which needs neither. It is made by the thread that is about to compile, before other threads begin to; and what a
+copy does not do in time, or cannot be sent, is done here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from piecegraph.base.torch_compat.inductor import wait_for_triton_hash
+
+_MOST_PROCESSES = 8
+_PATIENCE = 60.0
+"""Seconds that a kernel may take. The largest take three."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a copy does; done here if it cannot."""
+
+    future: Future[Any]
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return self.future.result(_PATIENCE if timeout is None else timeout)
+        except (BrokenExecutor, TimeoutError, pickle.PicklingError, AttributeError, TypeError):
+            return self.function(*self.args)
+
+    def done(self) -> bool:
+        return self.future.done()
+
+
+def num_compilers() -> int:
+    """How many kernels are compiled at a time. There may be two who do."""
+    return max(1, min(_MOST_PROCESSES, (os.cpu_count() or 1) // 2))
+
+
+class Compilers:
+    """Copies of this process. See Note [Copies that compile]."""
+
+    def __init__(self) -> None:
+        wait_for_triton_hash()  # each of them would begin its own
+        context = multiprocessing.get_context("fork")
+        self._pool = ProcessPoolExecutor(num_compilers(), context, _begin_copy, (os.getpid(),))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, that there are threads
+            self._pool.submit(int)  # the first job forks all of them
+
+    def submit(self, job: Callable[..., Any], /, *args: Any) -> _Job:
+        from torch._inductor.runtime.compile_tasks import _worker_compile_triton
+
+        function = _compile_of_inductor if job is _worker_compile_triton else job
+        try:
+            return _Job(self._pool.submit(function, *args), job, args)
+        except BrokenExecutor as error:
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return _Job(failed, job, args)
+
+    def close(self) -> None:
+        """They have nothing to lose, and one that waits for a lock would never end."""
+        copies = list((self._pool._processes or {}).values())
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for copy in copies:
+            copy.kill()
+
+
+def can_fork() -> bool:
+    """Whether there can be copies: not of a daemon of multiprocessing."""
+    return hasattr(os, "fork") and not multiprocessing.current_process().daemon
+
+
+_replacing = threading.RLock()
+"""Held while Inductor's class is patched, so that two threads do not undo each other's patch."""
+_compilers_of_inductor: list[Compilers] = []
+
+
+@contextlib.contextmanager
+def inductor_compilers() -> Iterator[None]:
+    """Triton kernels of graphs that Inductor compiles inside are compiled by copies of this process.
+
+    Torch 2.11 to 2.13 ask a cached static method for the pool, and a future whether it is up.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    with _replacing, contextlib.ExitStack() as undo:
+        if can_fork() and not _compilers_of_inductor:
+            pool = Compilers()
+            undo.callback(pool.close)
+            _compilers_of_inductor.append(pool)
+            undo.callback(_compilers_of_inductor.clear)
+            is_ready: Future[None] = Future()
+            is_ready.set_result(None)
+            ask_for_pool = staticmethod(functools.cache(lambda: pool))
+            for name, value in ("process_pool", ask_for_pool), ("_ready_future", is_ready):
+                undo.callback(setattr, AsyncCompile, name, AsyncCompile.__dict__[name])
+                setattr(AsyncCompile, name, value)
+        yield
+
+
+def compile_by_copy(compile_kernel: Callable[[], Any], compilers: Compilers) -> None:
+    """Have a copy do what a job of Triton's ``AsyncCompileMode`` is to do, which finds it in Triton's folder then.
+
+    Triton 3.6 and 3.7: the job closes over a kernel of a module, and all that it is compiled for.
+    """
+    job = inspect.getclosurevars(compile_kernel).nonlocals
+    kernel, source = job["src"].fn, job["src"]
+    how = {"target": job["target"], "options": job["options"].__dict__, "_env_vars": job["env_vars"]}
+    what = source.signature, source.constants, source.attrs
+    place = {name: os.environ[name] for name in ("TRITON_CACHE_DIR",) if name in os.environ}
+    compilers.submit(_compile_source, kernel.fn.__module__, kernel.fn.__qualname__, what, how, place).result()
+
+
+def _compile_source(
+    module: str, name: str, what: tuple[Any, ...], how: dict[str, Any], environment: dict[str, str]
+) -> None:
+    triton: Any = importlib.import_module("triton.compiler.compiler")
+    os.environ.update(environment)
+    signature, constants, attrs = what
+    source = triton.ASTSource(getattr(importlib.import_module(module), name), signature, None, attrs)
+    source.constants = constants
+    _make_launcher(triton.compile(source, **how))
+
+
+def _compile_of_inductor(*args: Any) -> Any:
+    from torch._inductor.runtime.compile_tasks import _worker_compile_triton
+
+    kernel, microseconds = _worker_compile_triton(*args)
+    for result in kernel.compile_results:
+        _make_launcher(result.kernel)
+    return kernel, microseconds
+
+
+def _make_launcher(kernel: Any) -> None:
+    """Have a C compiler make what launches a kernel, which takes as long as the kernel. It is found by its source."""
+    if hasattr(kernel, "_init_handles"):  # Inductor has its own way to launch most of its kernels
+        driver: Any = importlib.import_module("triton.runtime.driver")
+        with contextlib.suppress(Exception):
+            driver.driver.active.launcher_cls(kernel.src, kernel.metadata)
+
+
+def _begin_copy(parent: int) -> None:
+    from torch._inductor.compile_worker.utils import _async_compile_initializer
+
+    _async_compile_initializer(parent)  # ignores Ctrl-C, and has torch know
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """A copy holds what this process has open: the memory of a GPU would not be free before it is gone, too."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,165 @@
+"""Processes that compile kernels, and what is done where they cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import BrokenExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.runtime import triton_compat
+
+from piecegraph.base import torch_compat
+from piecegraph.base.torch_compat import compilers as compilers_module
+
+pytestmark = pytest.mark.skipif(not torch_compat.can_fork(), reason="processes are not forked here")
+
+
+def whose() -> int:
+    return os.getpid()
+
+
+def wait_long(parent: int) -> int:
+    if os.getpid() != parent:
+        time.sleep(60)
+    return os.getpid()
+
+
+def die(parent: int) -> int:
+    if os.getpid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return os.getpid()
+
+
+def test_copies_do_what_they_are_given() -> None:
+    pool = torch_compat.Compilers()
+    try:
+        assert pool.submit(whose).result() != os.getpid()
+        with pytest.raises(ZeroDivisionError):
+            pool.submit(divmod, 1, 0).result()
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("job", [wait_long, die])
+def test_what_a_copy_does_not_do_is_done_here(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits for a lock that nobody holds, and one that is killed: for want of memory, say."""
+    monkeypatch.setattr(compilers_module, "_PATIENCE", 1.0 if job is wait_long else 60.0)
+    pool, here = torch_compat.Compilers(), os.getpid()
+    try:
+        assert pool.submit(job, here).result() == here
+        if job is die:  # the others are gone with it
+            with pytest.raises(BrokenExecutor):
+                pool.submit(whose).future.result()
+            assert pool.submit(whose).result() == here
+    finally:
+        pool.close()
+
+
+def test_what_cannot_be_sent_is_done_here() -> None:
+    pool = torch_compat.Compilers()
+    try:
+        assert pool.submit(lambda: os.getpid()).result() == os.getpid()
+    finally:
+        pool.close()
+
+
+def test_inductor_has_them_for_as_long_as_it_compiles() -> None:
+    before = AsyncCompile.__dict__["process_pool"], AsyncCompile.__dict__["_ready_future"]
+    with torch_compat.inductor_compilers():
+        pool = AsyncCompile.process_pool()
+        assert isinstance(pool, torch_compat.Compilers)
+        assert AsyncCompile._ready_future is not None
+        assert AsyncCompile._ready_future.done()
+        with torch_compat.inductor_compilers():  # a plan of another
+            assert AsyncCompile.process_pool() is pool
+        copies = list((pool._pool._processes or {}).values())
+        assert all(copy.is_alive() for copy in copies)
+    assert (AsyncCompile.__dict__["process_pool"], AsyncCompile.__dict__["_ready_future"]) == before
+    for copy in copies:
+        copy.join(10)
+        assert not copy.is_alive()
+
+
+def test_copies_end_with_the_process_they_are_of() -> None:
+    """They hold what it has open: the memory of a GPU would not be free before."""
+    program = (
+        "import os, time\n"
+        "from piecegraph.base import torch_compat\n"
+        "pool = torch_compat.Compilers()\n"
+        "print(*(process.pid for process in pool._pool._processes.values()), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        copies = [int(word) for word in process.stdout.readline().split()]
+        assert copies
+        process.kill()
+    deadline = time.monotonic() + 20
+    while any(_is_running(copy) for copy in copies):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_kernels_of_triton_are_compiled_by_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``AsyncCompileMode`` of Triton has it: the second to ask finds it on disk."""
+    triton = pytest.importorskip("triton")
+    compiler = pytest.importorskip("triton.compiler.compiler")
+    from triton.backends.compiler import GPUTarget
+
+    from piecegraph.llm.kernels import race_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    target = GPUTarget("cuda", 90, 32)
+    options = compiler.make_backend(target).parse_options({"num_warps": 4})
+    env_vars: dict[str, str] = {}
+    kernel = race_kernels.first_largest_kernel
+    types = {"largest": "*fp32", "places": "*i32", "out": "*i64", "num_parts": "i32"}
+    constants = {"BAD": -1, "BLOCK": 16, **dict.fromkeys(kernel.arg_names[6:], False)}
+    src = compiler.ASTSource(kernel, {name: types.get(name, "constexpr") for name in kernel.arg_names}, constants)
+
+    def compile_kernel() -> Any:
+        return triton.compile(src, target=target, options=options.__dict__, _env_vars=env_vars)
+
+    pool = torch_compat.Compilers()
+    try:
+        torch_compat.compile_by_copy(compile_kernel, pool)
+    finally:
+        pool.close()
+    assert list(tmp_path.glob("*/first_largest_kernel.cubin"))
+    monkeypatch.setattr(compiler.ASTSource, "make_ir", None)  # what compiles would call it
+    assert compile_kernel().metadata.num_warps == 4
+
+
+def test_only_what_needs_the_hash_of_triton_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, is_hashed = threading.Event(), threading.Event()
+
+    def triton_key() -> None:
+        assert goes_on.wait(10)
+        is_hashed.set()
+
+    monkeypatch.setattr(triton_compat, "HAS_TRITON", True)
+    monkeypatch.setattr(triton_compat, "triton_key", triton_key)
+    torch_compat.hash_triton.cache_clear()
+    torch_compat.hash_triton()
+    threading.Timer(0.1, goes_on.set).start()
+    assert not is_hashed.is_set()
+    with contextlib.suppress(Exception):  # torch has none of this name
+        torch_compat.load_compiled("no such artifact")
+    assert is_hashed.is_set()
+    torch_compat.hash_triton.cache_clear()
