@@ -17,9 +17,9 @@ import time
 from typing import Any
 
 import piecegraph
+from loopback import served
 from piecegraph.bench.show import aligned
 from piecegraph.llm.run.engine import LLMEngine, _Launched
-from served import served
 
 PROMPT = "The capital of France is"
 

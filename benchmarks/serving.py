@@ -38,7 +38,7 @@ from piecegraph.bench.machine import hardware
 from piecegraph.bench.show import aligned
 from piecegraph.bench.workloads import WORKLOADS, Request, Workload
 from random_weights import config_of, loaded, write_model
-from served import Address, Run, served
+from served import Address, Run
 
 _WARM_UP = 16
 """Requests to a server before any is timed."""
@@ -156,6 +156,8 @@ def http_passes(
     llm: piecegraph.LLM, requests: Sequence[Request], baseline: Pass, options: argparse.Namespace
 ) -> dict[str, HttpPass]:
     """By what was asked for: so many at once, then each rate."""
+    from loopback import served  # what it needs, only those who serve have
+
     with served(llm, options.api_processes) as server:
         send(server, requests[:_WARM_UP], concurrency=options.concurrency)
         return {name: run_http(llm, server, requests, baseline, **how) for name, how in http_ways(options).items()}
