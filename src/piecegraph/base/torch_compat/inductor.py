@@ -30,7 +30,7 @@ def hash_triton() -> threading.Thread | None:
     """Have Triton hash its own files, which are part of every key of Inductor's, while something else runs.
 
     They are 400 MB, and a second in which Python is free. Both keep the hash; who asks before it is there begins anew,
-    so what compiles or loads waits for it.
+    so what compiles waits for it. To load what was compiled for a CPU nobody asks.
     """
     from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 
@@ -241,7 +241,8 @@ def load_compiled(artifact: str) -> CompiledGraph:
     import torch._inductor.config
     from torch._inductor.standalone_compile import CacheCompiledArtifact
 
-    wait_for_triton_hash()
+    if hash_triton.cache_info().currsize:
+        wait_for_triton_hash()  # kernels of Triton may be asked for by theirs
     # That it was compiled shows that it can be. With one thread no worker processes are started, for nothing.
     settings = torch._inductor.config.patch({"cpp.vec_isa_ok": True, "compile_threads": 1})  # type: ignore[attr-defined]
     with torch.no_grad(), settings, _generated_sources(None) as sources, _without_headers():
