@@ -1,4 +1,4 @@
-"""Triton kernels that are compiled in threads and not launched: for a GPU that is not there."""
+"""Triton kernels that are compiled aside and not launched: for a GPU that is not there."""
 
 from __future__ import annotations
 
@@ -70,10 +70,23 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MadeUpDr
         kernel.device_caches.clear()
 
 
-def test_each_kernel_is_compiled_and_loaded_once_and_none_is_launched(driver: MadeUpDriver) -> None:
+@pytest.fixture(params=["threads", "copies"])
+def compilers(request: pytest.FixtureRequest, driver: MadeUpDriver) -> Iterator[torch_compat.Compilers | None]:
+    """What compiles: copies of this process, which have the made-up driver, too."""
+    if request.param == "threads":
+        yield None
+        return
+    copies = torch_compat.Compilers()
+    yield copies
+    copies.close()
+
+
+def test_each_kernel_is_compiled_and_loaded_once_and_none_is_launched(
+    driver: MadeUpDriver, compilers: torch_compat.Compilers | None
+) -> None:
     x = torch.zeros(64)
     run = triton.JITFunction.run
-    with torch_compat.compiled_aside(CPU, 2):
+    with torch_compat.compiled_aside(CPU, compilers):
         for block in (16, 32, 16, 64):
             fill_kernel[(1,)](x, BLOCK=block)
     assert triton.JITFunction.run is run
@@ -82,11 +95,13 @@ def test_each_kernel_is_compiled_and_loaded_once_and_none_is_launched(driver: Ma
     assert (len(driver.loaded), driver.num_launches) == (3, 1), "it was there"
 
 
-def test_one_that_cannot_be_compiled_is_told_and_the_others_are(driver: MadeUpDriver) -> None:
+def test_one_that_cannot_be_compiled_is_told_and_the_others_are(
+    driver: MadeUpDriver, compilers: torch_compat.Compilers | None
+) -> None:
     x = torch.zeros(64)
 
     def launch_both() -> None:
-        with torch_compat.compiled_aside(CPU, 2):
+        with torch_compat.compiled_aside(CPU, compilers):
             broken_kernel[(1,)](x, BLOCK=16)
             fill_kernel[(1,)](x, BLOCK=16)
 
@@ -96,9 +111,9 @@ def test_one_that_cannot_be_compiled_is_told_and_the_others_are(driver: MadeUpDr
     assert (len(driver.loaded), driver.num_launches) == (1, 1)
 
 
-def test_other_threads_launch_as_ever(driver: MadeUpDriver) -> None:
+def test_other_threads_launch_as_ever(driver: MadeUpDriver, compilers: torch_compat.Compilers | None) -> None:
     x = torch.zeros(64)
-    with torch_compat.compiled_aside(CPU, 2):
+    with torch_compat.compiled_aside(CPU, compilers):
         other = threading.Thread(target=lambda: fill_kernel[(1,)](x, BLOCK=16))
         other.start()
         other.join()

@@ -125,6 +125,8 @@ def inductor_compilers() -> Iterator[None]:
 def compile_by_copy(compile_kernel: Callable[[], Any], compilers: Compilers) -> None:
     """Have a copy do what a job of Triton's ``AsyncCompileMode`` is to do, which finds it in Triton's folder then.
 
+    What goes wrong, goes wrong again in the job itself, or only took its time.
+
     Triton 3.6 and 3.7: the job closes over a kernel of a module, and all that it is compiled for.
     """
     job = inspect.getclosurevars(compile_kernel).nonlocals
@@ -132,7 +134,8 @@ def compile_by_copy(compile_kernel: Callable[[], Any], compilers: Compilers) -> 
     how = {"target": job["target"], "options": job["options"].__dict__, "_env_vars": job["env_vars"]}
     what = source.signature, source.constants, source.attrs
     place = {name: os.environ[name] for name in ("TRITON_CACHE_DIR",) if name in os.environ}
-    compilers.submit(_compile_source, kernel.fn.__module__, kernel.fn.__qualname__, what, how, place).result()
+    with contextlib.suppress(Exception):
+        compilers.submit(_compile_source, kernel.fn.__module__, kernel.fn.__qualname__, what, how, place).result()
 
 
 def _compile_source(
