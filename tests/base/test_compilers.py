@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch._inductor.config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.runtime import triton_compat
 
 from piecegraph.base import torch_compat
 from piecegraph.base.torch_compat import compilers as compilers_module
 
-pytestmark = pytest.mark.skipif(not torch_compat.can_fork(), reason="processes are not forked here")
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
 
 
 def whose() -> int:
@@ -52,14 +53,14 @@ def test_copies_do_what_they_are_given() -> None:
 @pytest.mark.parametrize("job", [wait_long, die])
 def test_what_a_copy_does_not_do_is_done_here(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that waits for a lock that nobody holds, and one that is killed: for want of memory, say."""
-    monkeypatch.setattr(compilers_module, "_PATIENCE", 1.0 if job is wait_long else 60.0)
+    monkeypatch.setattr(compilers_module, "_PATIENCE", 2.0 if job is wait_long else 60.0)
     pool, here = torch_compat.Compilers(), os.getpid()
     try:
-        assert pool.submit(job, here).result() == here
-        if job is die:  # the others are gone with it
-            with pytest.raises(BrokenExecutor):
-                pool.submit(whose).future.result()
-            assert pool.submit(whose).result() == here
+        waiting = [pool.submit(job, here) for _ in range(20)]
+        assert [one.result() for one in waiting] == [here] * 20
+        with pytest.raises(BrokenExecutor):  # the others are gone with it
+            pool.submit(whose).future.result()
+        assert pool.submit(whose).result() == here
     finally:
         pool.close()
 
@@ -87,6 +88,15 @@ def test_inductor_has_them_for_as_long_as_it_compiles() -> None:
     for copy in copies:
         copy.join(10)
         assert not copy.is_alive()
+
+
+def test_there_are_none_where_inductor_is_to_have_no_processes() -> None:
+    """As ``TORCHINDUCTOR_COMPILE_THREADS=1`` has it."""
+    before = AsyncCompile.__dict__["process_pool"]
+    with torch._inductor.config.patch(compile_threads=1):  # type: ignore[attr-defined]
+        assert not torch_compat.can_fork()
+        with torch_compat.inductor_compilers():
+            assert AsyncCompile.__dict__["process_pool"] is before
 
 
 def test_copies_end_with_the_process_they_are_of() -> None:

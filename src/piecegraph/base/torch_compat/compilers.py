@@ -25,7 +25,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, CancelledError, Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,20 +43,26 @@ class _Job:
     future: Future[Any]
     function: Callable[..., Any]
     args: tuple[Any, ...]
+    give_up: Callable[[], None]
 
     def result(self, timeout: float | None = None) -> Any:
         try:
             return self.future.result(_PATIENCE if timeout is None else timeout)
-        except (BrokenExecutor, TimeoutError, pickle.PicklingError, AttributeError, TypeError):
-            return self.function(*self.args)
+        except TimeoutError:
+            self.give_up()  # the others would take as long
+        except (BrokenExecutor, CancelledError, pickle.PicklingError, AttributeError, TypeError):
+            pass
+        return self.function(*self.args)
 
     def done(self) -> bool:
         return self.future.done()
 
 
 def num_compilers() -> int:
-    """How many kernels are compiled at a time. There may be two who do."""
-    return max(1, min(_MOST_PROCESSES, (os.cpu_count() or 1) // 2))
+    """How many kernels are compiled at a time, at most as many as Inductor may. There may be two who do."""
+    from torch._inductor.async_compile import get_compile_threads
+
+    return max(1, min(_MOST_PROCESSES, (os.cpu_count() or 1) // 2, get_compile_threads()))
 
 
 class Compilers:
@@ -75,11 +81,11 @@ class Compilers:
 
         function = _compile_of_inductor if job is _worker_compile_triton else job
         try:
-            return _Job(self._pool.submit(function, *args), job, args)
-        except BrokenExecutor as error:
-            failed: Future[Any] = Future()
-            failed.set_exception(error)
-            return _Job(failed, job, args)
+            future = self._pool.submit(function, *args)
+        except RuntimeError as error:  # one of them died, or took too long
+            future = Future()
+            future.set_exception(BrokenExecutor(str(error)))
+        return _Job(future, job, args, self.close)
 
     def close(self) -> None:
         """They have nothing to lose, and one that waits for a lock would never end."""
@@ -90,8 +96,10 @@ class Compilers:
 
 
 def can_fork() -> bool:
-    """Whether there can be copies: not of a daemon of multiprocessing."""
-    return hasattr(os, "fork") and not multiprocessing.current_process().daemon
+    """Whether there may be copies: not of a daemon of multiprocessing, nor where Inductor is to have no processes."""
+    from torch._inductor.async_compile import get_compile_threads
+
+    return hasattr(os, "fork") and not multiprocessing.current_process().daemon and get_compile_threads() > 1
 
 
 _replacing = threading.RLock()
