@@ -96,14 +96,14 @@ class Pipeline:
         is_compiled = self.backend == "inductor"
         if is_compiled:
             if any(tensor.is_cuda for tensor in example.tensors):
-                torch_compat.hash_triton()
+                torch_compat.begin_hashes()
             torch_compat.import_inductor()
             self.clock.lap("import")
         kept = self.open_kept()
         found = None if kept is None else kept.find(function, example, weights)
         if found is None:
             if is_compiled:
-                torch_compat.hash_triton()
+                torch_compat.begin_hashes()
             with located(phase="trace"):
                 layers = find_layers()
                 found = trace(function, example, weights, None if layers is None else layers.stack)

@@ -27,13 +27,20 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any
 
-from piecegraph.base.torch_compat.inductor import wait_for_triton_hash
+from piecegraph.base.torch_compat.inductor import wait_for_hashes
 
 _MOST_PROCESSES = 8
 _PATIENCE = 60.0
 """Seconds that a kernel may take. The largest take three."""
+_GRACE = 1.0
+"""Seconds in which a copy with nothing to do is to end."""
+
+
+_NEEDED = ("torch._inductor.runtime.triton_heuristics", "triton.compiler.code_generator", "triton.experimental.gluon")
+"""What is imported to compile a first kernel."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,11 @@ class Compilers:
     """Copies of this process. See Note [Copies that compile]."""
 
     def __init__(self) -> None:
-        wait_for_triton_hash()  # each of them would begin its own
+        # What each of them would do for itself.
+        wait_for_hashes()
+        for name in _NEEDED:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
         context = multiprocessing.get_context("fork")
         self._pool = ProcessPoolExecutor(num_compilers(), context, _begin_copy, (os.getpid(),))
         with warnings.catch_warnings():
@@ -88,10 +99,17 @@ class Compilers:
         return _Job(future, job, args, self.close)
 
     def close(self) -> None:
-        """They have nothing to lose, and one that waits for a lock would never end."""
+        """Have them end, without waiting for it. One that waits for a lock would never, and is killed."""
         copies = list((self._pool._processes or {}).values())
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for copy in copies:
+        threading.Thread(target=_end, args=(copies,), name="piecegraph end of copies", daemon=True).start()
+
+
+def _end(copies: list[Any]) -> None:
+    """Kill those that do not end. Whether one has is asked of its pipe: the pool waits for it, and nobody else can."""
+    deadline = time.monotonic() + _GRACE
+    for copy in copies:
+        if not wait([copy.sentinel], max(0.0, deadline - time.monotonic())):
             copy.kill()
 
 

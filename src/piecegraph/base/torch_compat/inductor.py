@@ -26,25 +26,26 @@ def import_inductor() -> None:
 
 
 @functools.cache
-def hash_triton() -> threading.Thread | None:
-    """Have Triton hash its own files, which are part of every key of Inductor's, while something else runs.
+def begin_hashes() -> tuple[threading.Thread, ...]:
+    """Have torch and Triton hash their own files, which are part of keys of Inductor's, while something else runs.
 
-    They are 400 MB, and a second in which Python is free. Both keep the hash; who asks before it is there begins anew,
-    so what compiles waits for it. To load what was compiled for a CPU nobody asks.
+    Triton's are 400 MB, and a second in which Python is free; torch's are 2,300 and take half as long. Both keep what
+    they find; who asks before it is there begins anew, so what compiles waits for it. To load what was compiled for a
+    CPU nobody asks.
     """
+    from torch._inductor.codecache import torch_key
     from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 
-    if not HAS_TRITON:
-        return None
-    thread = threading.Thread(target=triton_key, name="piecegraph hash of Triton", daemon=True)
-    thread.start()
-    return thread
+    keys = (triton_key, torch_key) if HAS_TRITON else (torch_key,)
+    threads = [threading.Thread(target=key, name="piecegraph hash", daemon=True) for key in keys]
+    for thread in threads:
+        thread.start()
+    return tuple(threads)
 
 
-def wait_for_triton_hash() -> None:
-    """Before something asks for it: several threads that do would compute it several times."""
-    thread = hash_triton()
-    if thread is not None:
+def wait_for_hashes() -> None:
+    """Before something asks for them: several threads that do would compute them several times."""
+    for thread in begin_hashes():
         thread.join()
 
 
@@ -92,7 +93,7 @@ def inductor_compile(
     from torch._guards import TracingContext, tracing
     from torch._inductor import standalone_compile
 
-    wait_for_triton_hash()
+    wait_for_hashes()
     patches, salted = dict(settings), contextlib.nullcontext()
     if provenance:
         patches["trace.provenance_tracking_level"] = 1
@@ -241,8 +242,8 @@ def load_compiled(artifact: str) -> CompiledGraph:
     import torch._inductor.config
     from torch._inductor.standalone_compile import CacheCompiledArtifact
 
-    if hash_triton.cache_info().currsize:
-        wait_for_triton_hash()  # kernels of Triton may be asked for by theirs
+    if begin_hashes.cache_info().currsize:
+        wait_for_hashes()  # kernels of Triton are asked for by them
     # That it was compiled shows that it can be. With one thread no worker processes are started, for nothing.
     settings = torch._inductor.config.patch({"cpp.vec_isa_ok": True, "compile_threads": 1})  # type: ignore[attr-defined]
     with torch.no_grad(), settings, _generated_sources(None) as sources, _without_headers():

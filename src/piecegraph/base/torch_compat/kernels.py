@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from piecegraph.base.torch_compat.compilers import Compilers, compile_by_copy, num_compilers
-from piecegraph.base.torch_compat.inductor import wait_for_triton_hash
+from piecegraph.base.torch_compat.inductor import wait_for_hashes
 
 
 @functools.cache
@@ -74,7 +74,7 @@ def compiled_aside(device: torch.device, compilers: Compilers | None) -> Iterato
         compilers: what compiles; without them, the threads do that load it.
     """
     triton: Any = importlib.import_module("triton")
-    wait_for_triton_hash()  # each thread would begin its own
+    wait_for_hashes()  # each thread would begin its own
     with contextlib.ExitStack() as undo:
         pool = undo.enter_context(_KernelPool(device, compilers))
         undo.callback(setattr, triton.JITFunction, "run", triton.JITFunction.run)
