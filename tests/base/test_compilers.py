@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -94,9 +95,30 @@ def test_there_are_none_where_inductor_is_to_have_no_processes() -> None:
     """As ``TORCHINDUCTOR_COMPILE_THREADS=1`` has it."""
     before = AsyncCompile.__dict__["process_pool"]
     with torch._inductor.config.patch(compile_threads=1):  # type: ignore[attr-defined]
-        assert not torch_compat.can_fork()
+        assert torch_compat.fork_compilers() is None
         with torch_compat.inductor_compilers():
             assert AsyncCompile.__dict__["process_pool"] is before
+
+
+def test_there_are_none_where_the_system_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, fork = list[int](), os.fork
+
+    def fork_once() -> int:
+        if made:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        pid = fork()
+        if pid:
+            made.append(pid)
+        return pid
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "fork", fork_once)
+    with torch._inductor.config.patch(compile_threads=4):  # type: ignore[attr-defined]
+        assert torch_compat.fork_compilers() is None
+    deadline = time.monotonic() + 20
+    while _is_running(made[0]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_copies_end_with_the_process_they_are_of() -> None:

@@ -157,9 +157,10 @@ class Pipeline:
             if dump is not None:
                 dump.cut(traced, segments)
             progress, pieces = Progress(self.options.progress), {} if kept is None else kept.pieces
+            if kept is not None:
+                around.enter_context(kept.compiling())
             around.enter_context(self.compilers(on_gpu=_is_on_gpu(traced), are_kept=kept is not None and kept.is_warm))
-            with contextlib.nullcontext() if kept is None else kept.compiling():
-                program, num_compiles = lower(traced, segments, lowering, self.events, progress, self.compiled, pieces)
+            program, num_compiles = lower(traced, segments, lowering, self.events, progress, self.compiled, pieces)
         self.clock.lap("compile")
         trace_plan(self.name, traced, segments, program)
         if dump is not None:

@@ -37,8 +37,6 @@ _PATIENCE = 60.0
 """Seconds that a kernel may take. The largest take three."""
 _GRACE = 1.0
 """Seconds in which a copy with nothing to do is to end."""
-
-
 _NEEDED = ("torch._inductor.runtime.triton_heuristics", "triton.compiler.code_generator", "triton.experimental.gluon")
 """What is imported to compile a first kernel."""
 
@@ -85,7 +83,11 @@ class Compilers:
         self._pool = ProcessPoolExecutor(num_compilers(), context, _begin_copy, (os.getpid(),))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, that there are threads
-            self._pool.submit(int)  # the first job forks all of them
+            try:
+                self._pool.submit(int)  # the first job forks all of them
+            except OSError:
+                self.close()
+                raise
 
     def submit(self, job: Callable[..., Any], /, *args: Any) -> _Job:
         from torch._inductor.runtime.compile_tasks import _worker_compile_triton
@@ -113,11 +115,18 @@ def _end(copies: list[Any]) -> None:
             copy.kill()
 
 
-def can_fork() -> bool:
-    """Whether there may be copies: not of a daemon of multiprocessing, nor where Inductor is to have no processes."""
+def fork_compilers() -> Compilers | None:
+    """None where there may be no copies, or the system has no room for them.
+
+    Not of a daemon of multiprocessing, and not where Inductor is to have no processes.
+    """
     from torch._inductor.async_compile import get_compile_threads
 
-    return hasattr(os, "fork") and not multiprocessing.current_process().daemon and get_compile_threads() > 1
+    if not hasattr(os, "fork") or multiprocessing.current_process().daemon or get_compile_threads() <= 1:
+        return None
+    with contextlib.suppress(OSError):
+        return Compilers()
+    return None
 
 
 _replacing = threading.RLock()
@@ -134,8 +143,8 @@ def inductor_compilers() -> Iterator[None]:
     from torch._inductor.async_compile import AsyncCompile
 
     with _replacing, contextlib.ExitStack() as undo:
-        if can_fork() and not _compilers_of_inductor:
-            pool = Compilers()
+        pool = None if _compilers_of_inductor else fork_compilers()
+        if pool is not None:
             undo.callback(pool.close)
             _compilers_of_inductor.append(pool)
             undo.callback(_compilers_of_inductor.clear)

@@ -136,8 +136,7 @@ class EarlyKernels:
 
     def start(self) -> None:
         """Begin, and return at once."""
-        if torch_compat.can_fork() and not self._are_kept:
-            self._compilers = torch_compat.Compilers()
+        self._compilers = None if self._are_kept else torch_compat.fork_compilers()
         self._thread.start()
 
     def wait(self) -> Decision:
