@@ -40,10 +40,14 @@ def test_ranks_answer_as_one_process_does(job: dict[str, Any], num_ranks: int) -
     assert [rank["code"] for rank in ranks] == [0] * num_ranks, [rank["result"] for rank in ranks]
     for rank in ranks:
         for name in FAMILIES:
-            found = rank["result"][name]["answers"]
-            assert [each["tokens"] for each in found] == [each["tokens"] for each in job["alone"][name]], name
-            for each, alone in zip(found, job["alone"][name], strict=True):
-                assert each["logprobs"] == pytest.approx(alone["logprobs"], abs=1e-4), name
+            check_alike(rank["result"][name]["answers"], job["alone"][name])
+
+
+def check_alike(found: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
+    """Up to rounding: what an Intel CPU makes of a row depends on where it lies in memory, in the last bit."""
+    assert [each["tokens"] for each in found] == [each["tokens"] for each in alone]
+    for each, expected in zip(found, alone, strict=True):
+        assert each["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-4)
 
 
 def test_heads_are_shared_out_and_those_of_keys_are_kept_twice_where_they_are_few(job: dict[str, Any]) -> None:
@@ -84,7 +88,7 @@ def test_steps_are_recorded_and_cut_where_the_host_sends(job: dict[str, Any]) ->
 def test_a_job_of_one_process_goes_the_way_of_several(job: dict[str, Any]) -> None:
     (rank,) = job["single"]
     assert rank["code"] == 0, rank["result"]
-    assert rank["result"]["answers"] == job["alone"]["llama"]
+    check_alike(rank["result"]["answers"], job["alone"]["llama"])
     assert "tensor parallel: rank 0 of 1 (100% of the weights" in rank["result"]["explain"]
     assert "2 cuts at piecegraph_ranks::all_reduce" in rank["result"]["explain"]
 
