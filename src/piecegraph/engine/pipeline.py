@@ -93,17 +93,20 @@ class Pipeline:
             weights: tensors that are the function's own, by name.
             find_layers: those of which only some need be traced, if there are any. See Note [Equal layers].
         """
-        is_compiled = self.backend == "inductor"
+        is_compiled, on_gpu = self.backend == "inductor", any(tensor.is_cuda for tensor in example.tensors)
         if is_compiled:
-            if any(tensor.is_cuda for tensor in example.tensors):
-                torch_compat.begin_hashes()
+            if on_gpu:
+                torch_compat.hash_triton()
             torch_compat.import_inductor()
+            if on_gpu:
+                torch_compat.hash_torch()
             self.clock.lap("import")
         kept = self.open_kept()
         found = None if kept is None else kept.find(function, example, weights)
         if found is None:
             if is_compiled:
-                torch_compat.begin_hashes()
+                torch_compat.hash_triton()
+                torch_compat.hash_torch()
             with located(phase="trace"):
                 layers = find_layers()
                 found = trace(function, example, weights, None if layers is None else layers.stack)

@@ -93,7 +93,7 @@ class _WrongPlanError(Exception):
 def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None, clock: StageClock) -> Started:
     progress = Progress(config.options.progress)
     if config.device.type == "cuda" and config.backend == "inductor":
-        torch_compat.begin_hashes()
+        torch_compat.hash_triton()
         clock.lap("import")
     # A wrong name is told before anything is done.
     choose_kernel(config.attention, (), torch.float32, config.device, deterministic=config.deterministic)

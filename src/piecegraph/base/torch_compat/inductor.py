@@ -26,27 +26,36 @@ def import_inductor() -> None:
 
 
 @functools.cache
-def begin_hashes() -> tuple[threading.Thread, ...]:
-    """Have torch and Triton hash their own files, which are part of keys of Inductor's, while something else runs.
+def hash_triton() -> threading.Thread | None:
+    """Have Triton hash its own files, which are part of keys of Inductor's, while something else runs.
 
-    Triton's are 400 MB, and a second in which Python is free; torch's are 2,300 and take half as long. Both keep what
-    they find; who asks before it is there begins anew, so what compiles waits for it. To load what was compiled for a
-    CPU nobody asks.
+    They are 400 MB, and a second in which Python is free. Who asks before the hash is there begins anew, so what
+    compiles waits for it. To load what was compiled for a CPU nobody asks. None if there is no Triton.
     """
-    from torch._inductor.codecache import torch_key
     from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 
-    keys = (triton_key, torch_key) if HAS_TRITON else (torch_key,)
-    threads = [threading.Thread(target=key, name="piecegraph hash", daemon=True) for key in keys]
-    for thread in threads:
-        thread.start()
-    return tuple(threads)
+    return _begin_hash(triton_key) if HAS_TRITON else None
+
+
+@functools.cache
+def hash_torch() -> threading.Thread:
+    """Likewise torch its own, which are 2,300 and take half as long. Imports Inductor."""
+    from torch._inductor.codecache import torch_key
+
+    return _begin_hash(torch_key)
+
+
+def _begin_hash(compute: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=compute, name="piecegraph hash", daemon=True)
+    thread.start()
+    return thread
 
 
 def wait_for_hashes() -> None:
     """Before something asks for them: several threads that do would compute them several times."""
-    for thread in begin_hashes():
-        thread.join()
+    for thread in (hash_triton(), hash_torch()):
+        if thread is not None:
+            thread.join()
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +251,7 @@ def load_compiled(artifact: str) -> CompiledGraph:
     import torch._inductor.config
     from torch._inductor.standalone_compile import CacheCompiledArtifact
 
-    if begin_hashes.cache_info().currsize:
+    if hash_torch.cache_info().currsize:
         wait_for_hashes()  # kernels of Triton are asked for by them
     # That it was compiled shows that it can be. With one thread no worker processes are started, for nothing.
     settings = torch._inductor.config.patch({"cpp.vec_isa_ok": True, "compile_threads": 1})  # type: ignore[attr-defined]
