@@ -121,6 +121,21 @@ def test_there_are_none_where_the_system_has_no_room(monkeypatch: pytest.MonkeyP
         time.sleep(0.1)
 
 
+def test_a_signal_to_all_ends_a_copy_and_runs_nothing_of_ours(tmp_path: Path) -> None:
+    """As systemd sends it to all processes of a service, whose handler lets requests end."""
+    before = signal.signal(signal.SIGTERM, lambda *_: (tmp_path / "ran").touch())
+    pool = torch_compat.Compilers()
+    try:
+        pid = pool.submit(whose).result()
+        (copy,) = (each for each in (pool._pool._processes or {}).values() if each.pid == pid)
+        os.kill(pid, signal.SIGTERM)
+        assert wait([copy.sentinel], 10)
+        assert not (tmp_path / "ran").exists()
+    finally:
+        pool.close()
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_copies_end_with_the_process_they_are_of() -> None:
     """They hold what it has open: the memory of a GPU would not be free before."""
     program = (

@@ -202,8 +202,11 @@ def _make_launcher(kernel: Any) -> None:
 
 
 def _begin_copy(parent: int) -> None:
+    """What a server does when it is to end is its own: a signal to the whole group ends a copy, and that is all."""
     from torch._inductor.compile_worker.utils import _async_compile_initializer
 
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _async_compile_initializer(parent)  # ignores Ctrl-C, and has torch know
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
