@@ -45,7 +45,8 @@ def test_splits_fill_the_device_and_no_more() -> None:
     assert decode_tiles(QWEN, 1, 8192, 132).num_splits == 32
     assert decode_tiles(QWEN, 8, 8192, 132).num_splits == 4
     assert decode_tiles(QWEN, 64, 8192, 132).num_splits == 1
-    assert decode_tiles(QWEN, 1, 100, 132).num_splits == 2, "no more than there are steps of keys"
+    assert decode_tiles(QWEN, 1, 100, 132).num_splits == 4, "no more than there are steps of keys"
+    assert decode_tiles(QWEN, 2, 100, 132).num_splits == 2, "of twice as many if the sequence is not alone"
     assert decode_tiles(DEEPSEEK, 1, 8192, 132).tile_heads == 8, "smaller tiles, as each allows few splits"
     assert decode_tiles(DEEPSEEK, 64, 8192, 132).tile_heads == 16, "enough tiles as it is"
 

@@ -76,14 +76,14 @@ def choose_tile(rows: int, columns: int, depth: int, *, has_norm: bool = False, 
     Where the gain is small, what it takes to compile one more kernel is not worth it.
 
     >>> choose_tile(1, 1024, 2048), choose_tile(65, 1024, 2048)
-    (Tile(kernel='one_row', columns=2, depth=1024, num_warps=4, num_stages=1), None)
+    (Tile(kernel='one_row', columns=2, depth=1024, num_warps=4, num_stages=2), None)
     >>> choose_tile(8, 1024, 2048), choose_tile(8, 4096, 1024)
     (Tile(kernel='narrow', columns=8, depth=128, num_warps=4, num_stages=3), None)
     >>> choose_tile(8, 4096, 1024, has_norm=True)
     Tile(kernel='narrow', columns=32, depth=256, num_warps=4, num_stages=1)
     """
     if rows == 1:
-        return _tile_of_one_row(depth, has_norm)
+        return _tile_of_one_row(depth, has_norm=has_norm, is_gated=is_gated)
     if rows > MOST_ROWS:
         return None
     if has_norm or is_gated:
@@ -101,12 +101,13 @@ def choose_tile(rows: int, columns: int, depth: int, *, has_norm: bool = False, 
     return None
 
 
-def _tile_of_one_row(depth: int, has_norm: bool) -> Tile:
-    if has_norm:
-        return Tile("one_row", 4, 512, 4, 1) if depth <= 3072 else Tile("one_row", 2, 2048, 8, 2)
-    if depth <= 3072:
-        return Tile("one_row", 2, 1024, 4, 1)
-    return Tile("one_row", 4, 512, 2, 1) if depth <= 8192 else Tile("one_row", 4, 1024, 4, 2)
+def _tile_of_one_row(depth: int, *, has_norm: bool, is_gated: bool) -> Tile:
+    """Measured in layers as they follow each other, not alone: what is read ahead is read while another kernel ends."""
+    if not has_norm:
+        return Tile("one_row", 2, 1024 if depth <= 3072 else 2048, 4, 2)
+    if depth > 3072:
+        return Tile("one_row", 2, 2048, 8, 2)
+    return Tile("one_row", 4, 512 if is_gated else 1024, 4, 1)
 
 
 def multiply(x: torch.Tensor, linear: Linear, *, early: bool = False) -> torch.Tensor:
