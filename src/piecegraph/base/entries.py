@@ -69,11 +69,10 @@ class Entry:
 
     def copy_to(self, folder: Path) -> None:
         """Copy the files to a folder, each of them checked. Raises DamagedEntryError."""
+        for parent in {os.path.dirname(name) for name in self.files}:
+            (folder / parent).mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in self.files:
-            data = self.read(name)
-            path = folder / name
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.write_bytes(data)
+            (folder / name).write_bytes(self.read(name))
 
     def read(self, name: str) -> bytes:
         """A file, checked. Raises DamagedEntryError."""

@@ -16,6 +16,7 @@ import pickle
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -183,17 +184,18 @@ class KeptPlan:
         self, entry: Entry, function: Callable[..., Any], example: Example, weights: Mapping[str, torch.Tensor]
     ) -> Traced:
         folder = _scratch_folder()
-        with _told_as_ours():
-            entry.copy_to(folder)
         try:
-            trace = (folder / _TRACE).read_bytes()
-            guards = pickle.loads((folder / _GUARDS).read_bytes())
-            traced = load_trace(trace, function, example, weights, guards)
+            with ThreadPoolExecutor(1, "piecegraph copy") as aside:  # of what is needed later
+                copying = aside.submit(entry.copy_to, folder)
+                trace, guards = entry.read(_TRACE), pickle.loads(entry.read(_GUARDS))
+                traced = load_trace(trace, function, example, weights, guards)
+            with _told_as_ours():
+                copying.result()
             torch_compat.settle_kernels(str(folder / _COMPILED))
             pieces = json.loads((folder / _PIECES).read_text())
             self.pieces = {key: KeptPiece(**record) for key, record in pieces.items()}
             self._measured = json.loads((folder / _MEASURED).read_text())
-        except StaleTraceError:
+        except (StaleTraceError, DamagedEntryError, CacheError):
             raise
         except Exception as error:  # its files are what was written: whoever wrote them knew another torch, or us
             raise DamagedEntryError(f"it cannot be read: {type(error).__name__}: {error}") from error
