@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -19,10 +20,11 @@ import pytest
 import torch._inductor.config
 from torch._inductor import codecache
 from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.runtime import triton_compat
+from torch._inductor.runtime import compile_tasks, triton_compat
 
 from piecegraph.base import torch_compat
 from piecegraph.base.torch_compat import compilers as compilers_module
+from piecegraph.base.torch_compat import inductor
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
 
@@ -191,6 +193,73 @@ def test_kernels_of_triton_are_compiled_by_copies(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.glob("*/first_largest_kernel.cubin"))
     monkeypatch.setattr(compiler.ASTSource, "make_ir", None)  # what compiles would call it
     assert compile_kernel().metadata.num_warps == 4
+
+
+def _name_by_inductor() -> str:
+    """What names of kernels hold of the assembler, where Inductor has one compiled."""
+    from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    _set_triton_ptxas_path()
+    return str(make_backend(GPUTarget("cuda", 90, 32)).hash())
+
+
+@pytest.fixture
+def _ptxas_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A torch with an assembler of its own, of another version than Triton's."""
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    torch_folder = tmp_path / "torch"
+    for folder in (torch_folder, torch_folder / "_inductor"):  # torch 2.11 looks in the first, 2.13 in the second
+        (folder / "bin").mkdir(parents=True)
+        file = folder / "bin" / "ptxas"
+        file.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 99.9, V99.9.1'\n")
+        file.chmod(0o755)
+    monkeypatch.setattr(compile_tasks, "__file__", str(torch_folder / "_inductor" / "runtime" / "compile_tasks.py"))
+    monkeypatch.setattr(inductor, "_TORCH_FOLDER", str(torch_folder))
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    caches = (compiler.get_ptxas_version, compile_tasks._set_triton_ptxas_path)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+    os.environ.pop("TRITON_PTXAS_PATH", None)
+
+
+def _name_by_a_copy() -> str:
+    pool = torch_compat.Compilers()
+    try:
+        return str(pool.submit(_name_by_inductor).result())
+    finally:
+        pool.close()
+
+
+@pytest.mark.usefixtures("_ptxas_of_torch")
+def test_kernels_have_one_name_whoever_compiles_them(tmp_path: Path) -> None:
+    """Otherwise a start would not find what another has kept, and compile it again."""
+    assert "99.9" in _name_by_a_copy(), "as it is elsewhere"
+    with torch_compat.compiler_folder(str(tmp_path)):
+        name = _name_by_a_copy()
+        assert "99.9" not in name
+        assert _name_by_inductor() == name
+    assert "TRITON_PTXAS_PATH" not in os.environ
+
+
+@pytest.mark.usefixtures("_ptxas_of_torch")
+def test_what_was_compiled_before_is_no_matter(tmp_path: Path) -> None:
+    assert "99.9" in _name_by_inductor()
+    with torch_compat.compiler_folder(str(tmp_path)):
+        assert "99.9" not in _name_by_inductor()
+        assert _name_by_a_copy() == _name_by_inductor()
+    assert "99.9" in _name_by_inductor(), "it is left as it was"
+
+
+def test_an_assembler_that_was_asked_for_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/opt/cuda/bin/ptxas")
+    with torch_compat.compiler_folder(str(tmp_path)):
+        assert os.environ["TRITON_PTXAS_PATH"] == "/opt/cuda/bin/ptxas"
+        assert torch_compat.compiler_settings()["TRITON_PTXAS_PATH"] == "/opt/cuda/bin/ptxas"
 
 
 def test_only_what_needs_hashes_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

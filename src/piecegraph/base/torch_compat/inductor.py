@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -193,24 +194,46 @@ def compiler_folder(folder: str) -> Iterator[None]:
     """Inside, Inductor and Triton keep all that they write, and find what they look for, in a folder.
 
     torch 2.11 to 2.13: both read the environment at every use; Inductor's caches in memory go by paths in the folder.
+    All kernels are assembled by Triton's own ptxas there. Inductor would have that of torch in some processes, and its
+    version is part of the name of a kernel: what one process has compiled, another would not find.
     """
-    places = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": os.path.join(folder, "triton")}
     with _in_folder:
+        places = {
+            "TORCHINDUCTOR_CACHE_DIR": folder,
+            "TRITON_CACHE_DIR": os.path.join(folder, "triton"),
+            **_assembler(os.environ.get(_PTXAS)),
+        }
         before = {name: os.environ.get(name) for name in places}
         if before == places:
             yield
             return
         os.environ.update(places)
-        _clear_inductor()
+        _forget_places(had_other_ptxas=bool(before.get(_PTXAS)))
         try:
             yield
         finally:
-            _clear_inductor()
             for name, place in before.items():
                 if place is None:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = place
+            _forget_places(had_other_ptxas=bool(before.get(_PTXAS)))
+
+
+def _assembler(chosen: str | None) -> dict[str, str]:
+    """The setting of Triton's own, unless the user has chosen another: a path in torch is Inductor's choice."""
+    is_asked_for = chosen is not None and not chosen.startswith(_TORCH_FOLDER)
+    ours = None if is_asked_for else _assembler_of_triton()
+    return {} if ours is None else {_PTXAS: ours}
+
+
+@functools.cache
+def _assembler_of_triton() -> str | None:
+    """None if there is no Triton, or it has none for NVIDIA's GPUs."""
+    found = importlib.util.find_spec("triton")
+    folders = (found.submodule_search_locations or ()) if found is not None else ()
+    paths = (os.path.join(folder, "backends", "nvidia", "bin", "ptxas") for folder in folders)
+    return next(filter(os.path.exists, paths), None)
 
 
 def settle_kernels(folder: str) -> None:
@@ -225,11 +248,17 @@ def settle_kernels(folder: str) -> None:
         listing.write_text(json.dumps({"child_paths": here}))
 
 
-def _clear_inductor() -> None:
-    """Make Inductor forget in which files things are. Importing it takes seconds, and is for those who need it."""
+def _forget_places(*, had_other_ptxas: bool) -> None:
+    """Make Inductor forget in which files things are, and Triton the version of the ptxas it had until now.
+
+    Importing them takes seconds, and is for those who need it.
+    """
     utils: Any = sys.modules.get("torch._inductor.utils")
     if utils is not None:
         utils.clear_caches()
+    backend: Any = sys.modules.get("triton.backends.nvidia.compiler")
+    if backend is not None and had_other_ptxas:
+        backend.get_ptxas_version.cache_clear()
 
 
 def choose_vector_units() -> None:
@@ -288,6 +317,7 @@ def compiler_settings() -> dict[str, str]:
         if name.startswith(("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TRITON_"))
         and name not in _PLACES
         and not value.startswith(_TORCH_FOLDER)  # Inductor itself sets TRITON_PTXAS_PATH to what comes with torch
+        and value != _assembler_of_triton()  # and so do we, to what comes with Triton
     }
     backends = torch.backends
     return found | {
@@ -303,6 +333,7 @@ def _setting_text(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(parts))
 
 
+_PTXAS = "TRITON_PTXAS_PATH"
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _PLACES = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"})
 """Variables that say where and how fast, not what."""
