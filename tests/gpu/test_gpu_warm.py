@@ -1,0 +1,54 @@
+"""A warm start on a GPU: no kernel is compiled, neither of Inductor's nor of ours."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cases.llms import tiny_model
+
+pytestmark = pytest.mark.gpu
+
+START = """
+import sys
+from triton.backends.nvidia import compiler
+import piecegraph
+
+compiled = []
+make_cubin = compiler.CUDABackend.make_cubin
+def watched(self, src, metadata, *rest):
+    compiled.append(metadata["name"])
+    return make_cubin(self, src, metadata, *rest)
+compiler.CUDABackend.make_cubin = watched
+llm = piecegraph.LLM(sys.argv[1], dtype="bfloat16", max_model_len=128, max_num_seqs=4, max_batch_tokens=32,
+                     memory_fraction=0.3)
+llm.generate([[3, 4, 5], [6]], max_new_tokens=4, ignore_eos=True)
+kind = next(decision.choice for decision in llm.started.decisions if decision.subject == "cache")
+pieces = next(decision.choice for decision in llm.started.decisions if decision.subject == "pieces of decode steps")
+print("FOUND", kind, pieces.replace(" ", "_"), *sorted(compiled))
+"""
+
+
+def start(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("PIECEGRAPH_CACHE", str(cache))
+    run = subprocess.run(
+        [sys.executable, "-c", START, str(folder)], capture_output=True, text=True, timeout=300, check=False
+    )
+    found = [line for line in run.stdout.splitlines() if line.startswith("FOUND")]
+    assert found, run.stderr[-3000:]
+    return found[0].split()[1:]
+
+
+def test_the_second_start_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what begins early (Note [Early launches]): Inductor launches such kernels in another way."""
+    model = tmp_path / "model"
+    tiny_model("qwen3").to(torch.bfloat16).save_pretrained(model)
+    kind, *_ = start(model, tmp_path / "cache", monkeypatch)
+    assert kind == "cold"
+    kind, pieces, *compiled = start(model, tmp_path / "cache", monkeypatch)
+    assert (kind, pieces) == ("warm", "their_own")
+    assert compiled == []
