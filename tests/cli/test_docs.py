@@ -165,6 +165,7 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         *BENCHMARKS,  # test_benchmarks_run_on_a_cpu
         "python benchmarks/explain.py",  # test_the_benchmark_of_explain_runs
         "python benchmarks/attention.py",  # needs a GPU; test_scripts_parse
+        "python benchmarks/layers.py",
         "python benchmarks/serving.py",  # tests/benchmarks/test_serving.py
         "python benchmarks/start.py",  # tests/benchmarks/test_start.py
         "piecegraph env",
@@ -453,7 +454,8 @@ build_model, tokens = Model, torch.ones(5)
 def test_scripts_parse(python: Callable[..., str]) -> None:
     run("bash", "-n", "scripts/gpu_check.sh")
     run("bash", "-n", ".ci/run")
-    assert "--tune" in python("benchmarks/attention.py", "--help")
+    for script in ("attention", "layers"):
+        assert "--tune" in python(f"benchmarks/{script}.py", "--help")
 
 
 @pytest.mark.parametrize("command", BENCHMARKS)
