@@ -441,6 +441,27 @@ def test_texts(words: piecegraph.LLM) -> None:
     assert serve(words, task) == words.generate("ax by", max_new_tokens=12)[0].text
 
 
+@pytest.mark.parametrize("stage", ["_tokens", "prepare"])
+def test_whatever_is_raised_while_a_prompt_is_read_leaves_nothing(
+    words: piecegraph.LLM, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """A place in the queue that is never given back is lost for all, and nobody could wait for its end."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise LookupError("nobody knows")
+
+    async def task(service: piecegraph.AsyncLLM) -> Any:
+        with monkeypatch.context() as broken:
+            broken.setattr(service if stage == "_tokens" else service.llm.running, stage, fail)
+            for _ in range(3):
+                with pytest.raises(RequestError, match="PG650 the prompt could not be read: LookupError: nobody knows"):
+                    await service.generate("ax", n=2)
+        assert service.load().num_waiting == 0
+        return await service.generate("ax by", max_new_tokens=3)
+
+    assert len(serve(words, task, max_queue=2)[0].token_ids) == 3
+
+
 def test_a_tokenizer_that_fails_fails_its_request_alone(words: piecegraph.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = words.generate("ax by", max_new_tokens=12)[0].text
     decode = words.tokenizer.decode

@@ -36,12 +36,12 @@ from typing import Any, Protocol
 import torch
 
 from piecegraph.base.coerce import as_integer
-from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RankError, RequestError
+from piecegraph.errors import ConfigError, PiecegraphError, RankError, RequestError
 from piecegraph.llm.asking import Asked, Asking
 from piecegraph.llm.llm import LLM
 from piecegraph.llm.run.answers import Inbox
 from piecegraph.llm.run.generation import Generation
-from piecegraph.llm.run.prompts import name_prompt
+from piecegraph.llm.run.prompts import name_prompt, refusal_of
 from piecegraph.llm.run.results import Ending, News, TokenLogprob
 
 logger = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ class AsyncLLM(Asking):
         try:
             tokens = self._tokens(prompt, params)
             call.asked = self._for_engine(call.asked)
-        except (RequestError, ConfigError, ModelError) as error:
+        except Exception as error:  # noqa: BLE001 - likewise
             refusal: PiecegraphError | None = self.refuse(call, error)
         else:
             refusal = self.begin(call, tokens, functools.partial(self._open, inbox, prompt, params))
@@ -301,7 +301,7 @@ class AsyncLLM(Asking):
                 arrival_time=asked.arrival_time,
             )
             self.llm.started.engine.scheduler.check_fits(generations[0].request)
-        except (RequestError, ConfigError, ModelError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must give back its place in the queue
             return self.refuse(call, error)
         if on_read is not None:
             on_read(generations[0].request.tokens.tolist())
@@ -311,12 +311,12 @@ class AsyncLLM(Asking):
         self._order(self._begin, call)
         return _gone() if self._has_left else None
 
-    def refuse(self, call: Call, error: PiecegraphError) -> PiecegraphError:
+    def refuse(self, call: Call, error: Exception) -> PiecegraphError:
         """A call that was accepted is not begun; the error in the words of a prompt."""
         with self._mutex:
             self._num_accepted -= call.asked.params.n
         self._order(_wake)  # it may be the last that is waited for
-        return name_prompt(error, None)
+        return refusal_of(error)
 
     def end(self, call: Call) -> None:
         """Nobody wants it any more. Any thread may say so, and a destructor."""

@@ -111,6 +111,15 @@ def name_prompt(error: PiecegraphError, index: int | None) -> PiecegraphError:
     return worded
 
 
+def refusal_of(error: Exception) -> PiecegraphError:
+    """What the only prompt of a call is refused with, whatever was raised while it was read."""
+    if isinstance(error, PiecegraphError):
+        return name_prompt(error, None)
+    found = RequestError("PG650", "the prompt could not be read", why=f"{type(error).__name__}: {error}")
+    found.__cause__ = error
+    return found
+
+
 def refused(prompt: Any, error: PiecegraphError) -> Completion:
     """The answer to a prompt that cannot be served."""
     given = prompt if isinstance(prompt, (list, tuple)) else ()

@@ -10,11 +10,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RequestError
+from piecegraph.errors import ConfigError, PiecegraphError, RequestError
 from piecegraph.llm.asking import Asked, Asking
 from piecegraph.llm.model.tokenizer import read_tokenizer
 from piecegraph.llm.run.answers import Inbox
-from piecegraph.llm.run.prompts import name_prompt, tokenizer_or_error
+from piecegraph.llm.run.prompts import refusal_of, tokenizer_or_error
 from piecegraph.llm.run.results import Completion
 from piecegraph.serve.about import About
 from piecegraph.serve.catalog import Catalog, ModelSpec
@@ -171,12 +171,8 @@ class RemoteLLM(Asking):
         try:
             tokens = list(self._tokens(prompt, asked.params))
             for_engine = self._for_engine(asked)
-        except (RequestError, ConfigError, ModelError) as error:
-            return functools.partial(self._engine.refuse, number, name_prompt(error, None))
         except Exception as error:  # noqa: BLE001 - whoever waits is told
-            why = f"{type(error).__name__}: {error}"
-            failure = RequestError("PG650", "the prompt could not be read", why=why)
-            return functools.partial(self._engine.refuse, number, failure)
+            return functools.partial(self._engine.refuse, number, refusal_of(error))
         self._open(inbox, prompt, asked.params, tokens)
         return functools.partial(self._engine.ask, number, self._name, for_engine, tokens)
 
