@@ -15,6 +15,7 @@ from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.sampling import (
     BAD_LOGITS,
     HOTTEST,
+    NO_TOKEN,
     SamplingMode,
     greedy,
     logprobs,
@@ -132,7 +133,7 @@ def test_a_row_that_is_not_numbers_is_marked_and_the_others_are_not(mode: Sampli
     temperature = torch.zeros(3) if mode == "greedy" else torch.ones(3)
     top_k = torch.full((3,), 3 if mode == "truncated" else 0)
     tokens = sample(logits, temperature, top_k, torch.ones(3), keys(3), mode=mode)
-    assert tokens[1] == BAD_LOGITS
+    assert tokens[1] == (NO_TOKEN if bad is None else BAD_LOGITS)
     assert 0 <= tokens[[0, 2]].min() <= tokens[[0, 2]].max() < VOCAB
 
 

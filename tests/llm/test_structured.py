@@ -192,6 +192,9 @@ def test_in_asyncio(path: Path) -> None:
         ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
         ({"grammar": "start: missing"}, "missing"),
         ({"json": False}, "nsatisfiable"),
+        ({"json": {"$ref": "#"}}, "nothing is of this form"),
+        ({"grammar": "start: start"}, "nothing is of this form"),
+        ({"regex": "[^\\x00-\\U0010ffff]"}, "nothing is of this form"),
     ],
 )
 def test_forms_that_cannot_be(llm: piecegraph.LLM, form: dict[str, Any], why: str) -> None:
@@ -214,6 +217,8 @@ def test_forms_that_cannot_be(llm: piecegraph.LLM, form: dict[str, Any], why: st
         ({"regex": 7}, "it is a text"),
         ({"json": "{"}, "no JSON schema"),
         ({"json": [1]}, "no JSON schema"),
+        ({"regex": "\ud800"}, "half a character"),
+        ({"choice": ["yes", "\udfff"]}, "half a character"),
     ],
 )
 def test_forms_that_are_not_told_clearly(form: Any, why: str) -> None:
@@ -231,6 +236,38 @@ def test_names_of_others(llm: piecegraph.LLM) -> None:
 def test_a_tokenizer_that_is_not_of_bytes() -> None:
     with pytest.raises(RequestError, match="PG660.*decoder"):
         Guides(make_tokenizer(), 128, [2])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("why", ["structured_outputs and bad_words", "structured_outputs and min_tokens", "min_tokens"])
+def test_no_token_may_follow(llm: piecegraph.LLM, why: str, temperature: float) -> None:
+    """Nothing is wrong with the model, and others go on."""
+    last = llm.tokenizer("z").input_ids
+    limits: dict[str, Any] = {
+        "structured_outputs and bad_words": {"structured_outputs": {"choice": ["yes"]}, "bad_words": ["yes"]},
+        "structured_outputs and min_tokens": {
+            "structured_outputs": {"regex": "z{3}"},
+            "stop_token_ids": last,
+            "min_tokens": 3,
+        },
+        "min_tokens": {"stop_token_ids": list(range(llm.started.limits.vocab_size)), "min_tokens": 2},
+    }[why]
+    bad, good = llm.generate(
+        ["x", "y"],
+        [SamplingParams(temperature=temperature, max_new_tokens=9, **limits), SamplingParams(max_new_tokens=9)],
+        on_error="return",
+    )
+    assert str(bad.error).startswith(f"PG660 no token may follow in the answer at prompts[0]: {why} forbid all")
+    assert good.error is None
+
+
+def test_an_answer_that_ends_before_it_is_of_its_form_is_an_error() -> None:
+    tokenizer = make_byte_tokenizer()
+    guide = Guides(tokenizer, 384, [2]).make(StructuredOutputsParams(grammar='start: "a" rest\nrest: rest'))
+    take_tokens([(guide, tokenizer("a").input_ids[0])])
+    assert guide.error is None
+    take_tokens([(guide, 2)])
+    assert str(guide.error).startswith("PG660 the structured output cannot be gone on with")
 
 
 def test_a_form_that_cannot_be_gone_on_with_ends_its_request_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

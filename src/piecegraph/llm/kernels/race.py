@@ -105,16 +105,17 @@ def launch_scores(weights: torch.Tensor, keys: torch.Tensor) -> None:
 
 
 def first_largest(logits: torch.Tensor, bad: int) -> torch.Tensor:
-    """The place of the largest of each row, the first of equals; ``bad`` where it is infinite or no number.
+    """The place of the largest of each row, the first of equals.
 
     Args:
         logits: [rows, vocabulary].
-        bad: what stands for no place.
+        bad: what stands for no place, where the largest is infinite or no number; one less where all are minus
+            infinity.
     """
     if logits.is_cuda and logits.stride(-1) == 1 and _has_triton():
         return launch_first_largest(logits, bad)
     largest, places = logits.max(dim=-1)
-    return torch.where(largest.isfinite(), places, bad)
+    return torch.where(largest.isfinite(), places, torch.where(largest == -math.inf, bad - 1, bad))
 
 
 def launch_first_largest(logits: torch.Tensor, bad: int) -> torch.Tensor:

@@ -52,7 +52,10 @@ def largest_of_parts_kernel(logits, largest, places, count, row_stride, BLOCK: t
 
 @triton.jit
 def first_largest_kernel(largest, places, out, num_parts, BAD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """The place of the largest of all parts, the first of equals; BAD if it is infinite. Grid: rows."""
+    """The place of the largest of all parts, the first of equals. Grid: rows.
+
+    BAD if it is infinite, one less if that is below zero: then all are.
+    """
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -60,7 +63,7 @@ def first_largest_kernel(largest, places, out, num_parts, BAD: tl.constexpr, BLO
     tops = tl.load(largest + row * num_parts + parts, parts < num_parts, float("-inf"))
     top, part = tl.max(tops, 0, return_indices=True)
     place = tl.load(places + row * num_parts + part).to(tl.int64)
-    tl.store(out + row, tl.where(tl.abs(top) < float("inf"), place, BAD))
+    tl.store(out + row, tl.where(tl.abs(top) < float("inf"), place, tl.where(top < 0, BAD - 1, BAD)))
 
 
 @triton.jit

@@ -166,6 +166,12 @@ class SamplingParams:
         return replace(self, bad_words=tuple(dict.fromkeys(ids for ids in listed if ids)))
 
     @property
+    def token_limits(self) -> tuple[str, ...]:
+        """The settings because of which some tokens may not come."""
+        names = ("structured_outputs", "bad_words", "min_tokens", "logit_bias", "logits_processors")
+        return tuple(name for name in names if getattr(self, name))
+
+    @property
     def named_tokens(self) -> dict[str, int]:
         """The largest token of each setting that names some."""
         named = {

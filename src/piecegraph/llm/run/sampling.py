@@ -28,6 +28,8 @@ SamplingMode = Literal["greedy", "plain", "truncated"]
 
 BAD_LOGITS = -1
 """The token of a row whose logits are not numbers."""
+NO_TOKEN = BAD_LOGITS - 1
+"""That of a row whose logits are all minus infinity: no token may come."""
 
 HOTTEST = float(np.finfo(np.float32).max)
 """What a higher temperature is sent to the device as, where it would be infinite. Nothing is lost: at both, all tokens
@@ -45,7 +47,7 @@ def mode_of(params: SamplingParams) -> SamplingMode:
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The most likely token of each row, the first of equals; :data:`BAD_LOGITS` for a row that is not numbers."""
+    """The most likely token of each row, the first of equals; :data:`BAD_LOGITS` or :data:`NO_TOKEN` for none."""
     return first_largest(logits, BAD_LOGITS)
 
 

@@ -47,6 +47,7 @@ from dataclasses import dataclass
 from piecegraph.errors import ConfigError, RequestError
 from piecegraph.llm.cache.paged import PagedCache
 from piecegraph.llm.run.request import FinishReason, Request
+from piecegraph.llm.run.sampling import NO_TOKEN
 from piecegraph.llm.run.step import MAX_PROMPTS, StepPlan, Work
 from piecegraph.llm.run.stop import IncrementalText
 from piecegraph.llm.run.structured import take_tokens
@@ -507,8 +508,8 @@ class Scheduler:
     # ------------------------------------------------------------------ the step has run
 
     def commit(self, plan: StepPlan, tokens: Sequence[int]) -> list[Request]:
-        """Take the tokens of a step, one for each work: ignored where the work does not sample, negative
-        where the logits were not numbers (:data:`piecegraph.llm.run.sampling.BAD_LOGITS`).
+        """Take the tokens of a step, one for each work: ignored where the work does not sample, negative where there is
+        none (:data:`piecegraph.llm.run.sampling.BAD_LOGITS` and :data:`~piecegraph.llm.run.sampling.NO_TOKEN`).
 
         Returns:
             The requests that ended with this step.
@@ -538,7 +539,7 @@ class Scheduler:
                 self.cache.give_back(blocks, computed)
             if samples:
                 if not 0 <= token < vocab_size:
-                    self.finish(request, "error", _bad_logits(request) if token < 0 else _bad_token(request, token))
+                    self.finish(request, "error", _bad_token(request, token))
                     finished.append(request)
                     continue
                 request.tokens.append(token)
@@ -618,16 +619,19 @@ def _keep_rows(last: list[Request], works: list[Work]) -> list[Work]:
     return [work if work is not None else next(rest) for work in rows]
 
 
-def _bad_logits(request: Request) -> RequestError:
-    return RequestError(
-        "PG655",
-        f"the logits of request {request.id!r} are not numbers",
-        why="the model gave NaN or infinity",
-        hint="check the weights, or use another dtype",
-    )
-
-
 def _bad_token(request: Request, token: int) -> RequestError:
+    """Why there is no token, or none of the vocabulary."""
+    limits = request.params.token_limits
+    if token == NO_TOKEN and limits:
+        what, why = f"no token may follow in the answer of request {request.id!r}", f"{' and '.join(limits)} forbid all"
+        return RequestError("PG660", what, why=why, hint="ask for less")
+    if token < 0:
+        return RequestError(
+            "PG655",
+            f"the logits of request {request.id!r} are not numbers",
+            why="the model gave NaN or infinity",
+            hint="check the weights, or use another dtype",
+        )
     return RequestError(
         "PG653",
         f"request {request.id!r} was given token {token}",

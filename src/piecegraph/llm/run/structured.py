@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -24,6 +25,7 @@ from piecegraph.errors import ConfigError, RequestError
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _NUM_KEPT = 256
 """Grammars that stay compiled."""
 _MOST_THREADS = 4
@@ -64,6 +66,8 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError("PG108", f"structured_outputs has {name}={getattr(self, name)!r}", why="it is a text")
+        if any(_LONE_SURROGATE.search(text) for text in (self.regex, self.grammar, *(self.choice or ())) if text):
+            raise ConfigError("PG108", "structured_outputs has half a character", why="a text must be valid Unicode")
         if not isinstance(self.json_object, bool):
             raise ConfigError("PG108", f"structured_outputs has json_object={self.json_object!r}", why="it is True")
 
@@ -130,7 +134,10 @@ class Guides:
         Raises:
             RequestError: PG660, nothing can be of the form that is asked for.
         """
-        text = wanted.grammar_text
+        try:
+            text = wanted.grammar_text
+        except ValueError as error:
+            raise _impossible(str(error)) from error
         with self._mutex:
             matcher = self._compiled.pop(text, None)
         if matcher is None:
@@ -146,15 +153,19 @@ class Guides:
 
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
         if matcher.is_error():
-            why = _in_short(matcher.get_error())
-            raise RequestError("PG660", "the structured output that is asked for is not possible", why=why)
+            raise _impossible(matcher.get_error())
+        if not matcher.is_accepting():  # where nothing may come, the end of an answer is all that a mask allows
+            allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+            if not allowed & ~sum(1 << token for token in self._tokenizer.eos_tokens):
+                raise _impossible("nothing is of this form")
         return matcher
 
 
 def take_tokens(taken: Sequence[tuple[Guide, int]]) -> None:
     """Go on by a token in each of several answers."""
     for guide, token in taken:  # two microseconds for each: threads would take longer
-        if not guide.matcher.consume_token(token):
+        is_taken = guide.matcher.consume_token(token)
+        if not is_taken or guide.matcher.is_error():  # an answer that ends before it is of its form is the second
             what, why = "the structured output cannot be gone on with", _in_short(guide.matcher.get_error())
             guide.error = RequestError("PG660", what, why=why, hint="simplify its form")
 
@@ -179,6 +190,10 @@ def _executor() -> LLExecutor:
     return LLExecutor(num_threads=max(1, min(_MOST_THREADS, num_cores // 2)))
 
 
+def _impossible(why: str) -> RequestError:
+    return RequestError("PG660", "the structured output that is asked for is not possible", why=_in_short(why))
+
+
 def _read_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
     try:
         from llguidance.hf import from_tokenizer
@@ -197,7 +212,7 @@ def _schema_text(given: Any) -> str:
     schema = make_schema() if make_schema is not None else given
     try:
         found = json.loads(schema) if isinstance(schema, str) else json.loads(json.dumps(schema))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError("PG108", "structured_outputs has a json that is no JSON schema", why=str(error)) from error
     if not isinstance(found, dict | bool):
         why = f"it is of type {type(found).__name__}"
