@@ -5,6 +5,7 @@ outside the call. Each is compared with the function itself, call by call, and e
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import MethodType, SimpleNamespace
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import piecegraph
+from piecegraph.errors import TraceError
 
 FRONTENDS = ["trace", "breakable"]
 DEVICES = ["simulated", "auto"]
@@ -1641,3 +1643,151 @@ def test_an_object_gets_a_method_of_its_own(compiled: Any) -> None:
     torch.testing.assert_close(fast(x), x * 2)
     helper.scale = lambda x: x * 5
     torch.testing.assert_close(fast(x), x * 5)
+
+
+# --- ways to pass arguments
+
+
+DEFAULT = torch.ones(4)
+
+
+def adds_by_default(x: Tensor, y: Tensor = DEFAULT) -> Tensor:
+    return x + y
+
+
+def adds_a_list_by_default(x: Tensor, ys: list[Tensor] = [DEFAULT]) -> Tensor:  # noqa: B006
+    return x + ys[0]
+
+
+def adds_by_place(x: Tensor, scale: float = 2.0, y: Tensor = DEFAULT, /, *, z: Tensor = DEFAULT) -> Tensor:
+    return scale * x + y + 10 * z
+
+
+@pytest.mark.parametrize("function", [adds_by_default, adds_a_list_by_default, adds_by_place])
+def test_a_tensor_that_is_passed_where_a_default_was(compiled: Any, function: Any) -> None:
+    fast, x, other = compiled(function), torch.rand(2, 4), torch.full((4,), 9.0)
+    given: Any = [other] if function is adds_a_list_by_default else other
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((x,), {}), ((x,), {})]
+    if function is adds_by_place:
+        calls += [((x, 2.0, other), {}), ((x, 2.0), {"z": other}), ((x, 2.0, other), {"z": x[0]})]
+    else:
+        name = "y" if function is adds_by_default else "ys"
+        calls += [((x, given), {}), ((x,), {name: given}), ((x,), {})]
+    for args, kwargs in calls:
+        torch.testing.assert_close(fast(*args, **kwargs), function(*args, **kwargs))
+
+
+def joins(**parts: Tensor) -> Tensor:
+    return torch.cat(list(parts.values()))
+
+
+def test_the_order_of_keywords(compiled: Any) -> None:
+    fast, one, zero = compiled(joins), torch.ones(1), torch.zeros(1)
+    assert fast(b=zero, a=one).tolist() == [0, 1]
+    assert fast(a=one, b=zero).tolist() == [1, 0]
+
+
+def test_a_static_input_that_lies_otherwise_at_its_address() -> None:
+    def writes_a_row(x: Tensor, cache: Tensor) -> Tensor:
+        cache[0] = x
+        return cache.sum(1)
+
+    cache, x = torch.zeros(3, 3), torch.tensor([1.0, 2.0, 3.0])
+    options = {"graph_device": "simulated", "static_inputs": ["cache"]}
+    fast = piecegraph.compile(writes_a_row, backend="eager", on_fallback="ignore", options=options)
+    assert fast(x, cache).tolist() == [6, 0, 0]
+    cache.zero_()
+    assert fast(x, cache.t()).tolist() == [6, 0, 0]
+    assert cache[:, 0].tolist() == [1, 2, 3]
+
+
+def test_a_weight_that_lies_otherwise_at_its_address(compiled: Any) -> None:
+    model, x = nn.Linear(4, 4), torch.rand(2, 4)
+    fast = compiled(model)
+    fast(x)
+    model.weight.data = model.weight.data.t()
+    torch.testing.assert_close(fast(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("make", [Tensor.to_sparse, lambda x: torch.nested.nested_tensor([x, x])])
+def test_a_tensor_that_is_not_dense_where_one_was(compiled: Any, make: Any) -> None:
+    fast = compiled(lambda x: x * 2)
+    fast(torch.eye(3))
+    with pytest.raises(TraceError, match="PG203 x is a Tensor of layout"):
+        fast(make(torch.eye(3)))
+
+
+# --- what comes with the function that is called
+
+
+class Held:
+    """An object that is called, or whose method is, and what is done to it between calls."""
+
+    offset: Any = 1.0
+
+    def __init__(self) -> None:
+        self.factor = 2.0
+        self.table: Any = {"bias": torch.ones(3)}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.factor + self.table["bias"] + self.offset
+
+    def method(self, x: Tensor) -> Tensor:
+        return self(x)
+
+    @torch.no_grad()
+    def decorated(self, x: Tensor) -> Tensor:
+        return x * self.factor + self.table["bias"] + self.offset
+
+    def branching(self, x: Tensor) -> Tensor:
+        return self(x) if x.sum() > 0 else x
+
+
+def adds_held(x: Tensor, held: Held, more: Any = None) -> Tensor:
+    return held(x)
+
+
+HELD: dict[str, Callable[[Held], Callable[[Tensor], Tensor]]] = {
+    "an object": lambda held: held,
+    "a method": lambda held: held.method,
+    "a decorated method": lambda held: held.decorated,
+    "a method that reads data": lambda held: held.branching,
+    "a function that was bound": lambda held: MethodType(lambda self, x: held_of(self)(x), held),
+    "a partial": lambda held: functools.partial(adds_held, held=held),
+    "a partial of a list": lambda held: functools.partial(lambda x, held: held[0](x), held=[held]),
+    "a partial of a method": lambda held: functools.partial(held.method),
+    "a method in a list": lambda held: lambda x, methods=(held.method,): methods[0](x),
+    "a default of a function that is called": lambda held: calls_with_default(held),
+}
+
+
+def held_of(held: Held) -> Held:
+    return held
+
+
+def calls_with_default(held: Held) -> Callable[[Tensor], Tensor]:
+    def inner(x: Tensor, *, held: Any = [held]) -> Tensor:  # noqa: B006
+        return held[0](x)
+
+    return lambda x: inner(x)
+
+
+@pytest.mark.parametrize("frontend", ["auto", "breakable"])
+@pytest.mark.parametrize("name", HELD)
+def test_what_a_function_holds_changes(name: str, frontend: Any) -> None:
+    held = Held()
+    function, x = HELD[name](held), torch.ones(3)
+    fast = piecegraph.compile(function, frontend=frontend, backend="eager", options={"graph_device": "simulated"})
+    changes: list[Callable[[], Any]] = [
+        lambda: None,
+        lambda: setattr(held, "factor", 5.0),
+        lambda: setattr(held, "table", {"bias": torch.zeros(3)}),
+        lambda: held.table.update(bias=torch.full((3,), 4.0)),
+        lambda: setattr(held, "offset", 7.0),
+    ]
+    for change in changes:
+        change()
+        for _ in range(2):
+            torch.testing.assert_close(fast(x), function(x))
+    assert fast.stats()["coverage"] == 1.0

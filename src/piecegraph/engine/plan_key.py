@@ -141,7 +141,7 @@ def _call(example: Example, describer: Describer) -> Iterator[tuple[str, str]]:
             if isinstance(leaf, TensorLeaf):
                 moving = {dim for dim, _ in leaf.dynamic}
                 shape = ["*" if dim in moving else size for dim, size in enumerate(leaf.shape)]
-                static = " static" if leaf.address is not None else ""
+                static = f" static {leaf.strides}" if leaf.address is not None else ""
                 yield leaf.name, f"{leaf.dtype} {shape} {leaf.device} order {leaf.dim_order}{static}"
             else:
                 yield leaf.name, describer.text(leaf.value, leaf.name)

@@ -87,7 +87,7 @@ class TapeRoute:
             self._device.use_caller_stream()
             if self._addresses is not None:
                 for weight in next(self._addresses.turns):
-                    if weight.tensor.data_ptr() != weight.address:
+                    if not weight.is_at(weight.tensor):
                         raise weight.moved()
         if self._targets:
             torch_compat.copy_all(

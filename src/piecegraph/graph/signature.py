@@ -22,6 +22,7 @@ from piecegraph.errors import TraceError
 from piecegraph.graph.dims import DimRequest, EarlierShape
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
 _MAX_KNOWN = 4096
 _CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, type, types.FunctionType,
@@ -75,6 +76,8 @@ class TensorLeaf:
     """(dimension, size) of all others."""
     address: int | None = None
     """Where the data must lie, for inputs declared static."""
+    strides: tuple[int, ...] | None = None
+    """And how."""
     layout_reader: LayoutReader | None = None
     """Tensors must lie in memory as the buffers do, because of this."""
     is_plain: bool = True
@@ -141,13 +144,26 @@ class Binder:
     def unbind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Other values in place of those :meth:`bind` found, passed the same way as in this call."""
-        _, order, _ = self._orders[(len(args), tuple(kwargs)) if kwargs else len(args)]
+        """Other values in place of those :meth:`bind` found, passed the same way as in this call, and in place of
+        defaults.
+        """
+        names, order, defaults = self._orders[(len(args), tuple(kwargs)) if kwargs else len(args)]
         given: list[Any] = [*args, *kwargs.values()]
-        for index, value in zip(range(len(values)) if order is None else order, values, strict=True):
-            if index < len(given):  # not a default
+        others: dict[str, Any] = {}
+        for name, index, value in zip(names, order or range(len(values)), values, strict=True):
+            if index < len(given):
                 given[index] = value
-        return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
+            elif value is not defaults[index - len(given)]:
+                others[name] = value
+        by_place = [others.pop(name, default) for name, default in self._placed_defaults(len(args), others)]
+        by_name = dict(zip(kwargs, given[len(args) :], strict=True))
+        return (*given[: len(args)], *by_place), by_name | others
+
+    def _placed_defaults(self, num_args: int, others: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Defaults of parameters that have no name for callers, up to the last that is to have another value."""
+        placed = [each for each in self._parameters.values() if each.kind is each.POSITIONAL_ONLY][num_args:]
+        num_needed = max((number + 1 for number, each in enumerate(placed) if each.name in others), default=0)
+        return [(each.name, each.default) for each in placed[:num_needed]]
 
     def _order(
         self, num_args: int, keywords: tuple[str, ...]
@@ -166,9 +182,9 @@ class Binder:
                 names += [f"{name}[{i}]" for i in range(len(indices))]
                 order += indices
             elif parameter.kind is parameter.VAR_KEYWORD:
-                extra = sorted(bound.arguments.get(name, {}).items())
-                names += [key for key, _ in extra]
-                order += [index for _, index in extra]
+                extra = bound.arguments.get(name, {})  # in the order they were passed in, which the function sees
+                names += extra
+                order += extra.values()
             elif name in bound.arguments:
                 names.append(name)
                 order.append(bound.arguments[name])
@@ -237,6 +253,8 @@ class Signature:
             for (dtype, device), value in zip(self._plain, values, strict=True):
                 if type(value) not in _PLAIN_TENSORS or value.dtype is not dtype or value.device != device:
                     break
+                if value.layout is not _STRIDED or value.is_nested:
+                    break
                 shapes.append(value.shape)
             sizes = self._known.get(tuple(shapes))
             if sizes is not None:
@@ -296,6 +314,8 @@ def _misfit(leaf: Leaf, value: Any, sizes: list[int]) -> str | None:
     assert type(leaf) is TensorLeaf
     if type(value) not in _PLAIN_TENSORS:
         return f"{leaf.name} is a {type(value).__name__}, planned for a Tensor"
+    if value.layout is not _STRIDED or value.is_nested:
+        return f"{leaf.name} is {'nested' if value.is_nested else value.layout}, planned for a dense tensor"
     if value.dtype is not leaf.dtype:
         return f"{leaf.name} is {value.dtype}, planned for {leaf.dtype}"
     if value.device != leaf.device:
@@ -311,8 +331,8 @@ def _misfit(leaf: Leaf, value: Any, sizes: list[int]) -> str | None:
             sizes[index] = shape[dim]
         elif sizes[index] != shape[dim]:
             return f"{leaf.name}.shape[{dim}] is {shape[dim]}, but the same size is {sizes[index]} elsewhere"
-    if leaf.address is not None and value.data_ptr() != leaf.address:
-        return f"{leaf.name} is declared static but lies at another address than planned"
+    if leaf.address is not None and (value.data_ptr() != leaf.address or value.stride() != leaf.strides):
+        return f"{leaf.name} is declared static but lies at another address than planned, or with other strides"
     if leaf.layout_reader is not None:
         return leaf.layout_reader.misfit(leaf.name, value, dense_strides(shape, leaf.dim_order))
     return None
@@ -345,10 +365,11 @@ def make_signature(
 
 def _leaf(name: str, value: Any, dynamic: dict[int, int], is_static: bool) -> Leaf:
     if isinstance(value, torch.Tensor):
-        if type(value) not in _PLAIN_TENSORS or value.layout is not torch.strided or value.is_quantized:
+        is_dense_kind = value.layout is _STRIDED and not value.is_quantized and not value.is_nested
+        if type(value) not in _PLAIN_TENSORS or not is_dense_kind:
             raise TraceError(
                 "PG203",
-                f"{name} is a {type(value).__name__} of layout {value.layout}",
+                f"{name} is a {type(value).__name__} of layout {'nested' if value.is_nested else value.layout}",
                 why="only plain dense tensors have fixed addresses",
             )
         shape = tuple(value.shape)
@@ -363,6 +384,7 @@ def _leaf(name: str, value: Any, dynamic: dict[int, int], is_static: bool) -> Le
             dynamic=tuple(dynamic.items()),
             fixed=tuple((d, n) for d, n in enumerate(shape) if d not in dynamic),
             address=value.data_ptr() if is_static else None,
+            strides=strides if is_static else None,
             is_plain=not is_static,
         )
     if is_constant(value):

@@ -205,8 +205,9 @@ class TracedBody:
 
 def watch_weight(weight: Weight, reader: str, current: Callable[[str, torch.Tensor], torch.Tensor]) -> WatchedWeight:
     """A weight that must stay where it is, and how to find out where it is now."""
-    address = weight.tensor.data_ptr()
-    return WatchedWeight(weight.name, weight.tensor, lambda: current(weight.name, weight.tensor), address, reader)
+    tensor = weight.tensor
+    found, address = lambda: current(weight.name, tensor), tensor.data_ptr()
+    return WatchedWeight(weight.name, tensor, found, address, tensor.stride(), reader)
 
 
 def can_cut(body: Body, recorded: tuple[int, ...], sizes: tuple[int, ...]) -> bool:

@@ -195,15 +195,24 @@ class WatchedWeight:
     current: Callable[[], torch.Tensor]
     """Finds the tensor that bears the name now, which may be another one."""
     address: int
+    strides: tuple[int, ...]
     reader: str
+
+    def is_at(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies where the weight was recorded, and as it did."""
+        return tensor.data_ptr() == self.address and tensor.stride() == self.strides
 
     def moved(self) -> WeightMovedError:
         """The error to raise when it is somewhere else."""
+        now = self.current()
+        places = [f"{address:#x}" for address in (self.address, now.data_ptr())]
+        if places[0] == places[1]:
+            places = [f"strides {strides}" for strides in (self.strides, now.stride())]
         return WeightMovedError(
             "PG520",
             f"weight {self.name!r} has moved",
             where=f"input of {self.reader}",
-            why=f"the graph reads {self.address:#x}, the weight is now at {self.current().data_ptr():#x}",
+            why=f"the graph reads {places[0]}, the weight is now at {places[1]}",
             hint="change weights in place (copy_, load_state_dict), or compile again after moving them",
         )
 
@@ -297,7 +306,7 @@ class Tape:
 
     def _check_weights(self) -> None:
         for weight in self._weights:
-            if weight.current().data_ptr() != weight.address:
+            if not weight.is_at(weight.current()):
                 raise weight.moved()
 
 
