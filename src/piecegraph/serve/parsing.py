@@ -2,7 +2,8 @@
 
 Models mark them each in their own way. transformers has a parser for it, which reads a description of the marks: that
 of the tokenizer, the one that transformers keeps for the model's family, or one of ours. Without any, all text is the
-answer.
+answer. A call that cannot be read is text, from the beginning of its opening mark to the end of its closing one, or of
+the answer; what follows is read on. So what an answer says depends on its text alone, not on how it was cut.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 from piecegraph.serve.families import family_template
@@ -18,6 +20,8 @@ from piecegraph.serve.families import family_template
 _TOOL_CALLS = "tool_calls"
 _CONTENT = "content"
 _NO_CALL = "no_call"
+_MOST_LEVELS = 200
+"""Of lists and objects in each other that a call may have."""
 
 
 def response_template_of(tokenizer: Any, model: Any) -> dict[str, Any] | None:
@@ -89,74 +93,107 @@ class AnswerParser:
     """
 
     def __init__(self, template: dict[str, Any], prompt: str, tools: Sequence[dict[str, Any]]) -> None:
-        from transformers.utils.chat_parsing import ResponseParser
-
-        self._without_calls = {**template, "fields": _without_calls(template["fields"])}
-        self._make = ResponseParser
-        self._parser: Any = ResponseParser(
-            template if tools else self._without_calls, prefix=prompt, tools=list(tools) or None
-        )
-        # Since the last call, or since the beginning.
-        self._before, self._read, self._told = prompt, "", ""
-        self._is_broken = False
+        fields = template["fields"] if tools else _without_calls(template["fields"])
+        # An answer that is cut off, or lacks a field, is told all the same.
+        fields = {name: {**spec, "optional": True} for name, spec in fields.items()}
+        self._parser: Any = _calls_or_text()({**template, "fields": fields}, prompt, list(tools) or None)
         self.num_calls = 0
 
     def feed(self, text: str) -> list[dict[str, Any]]:
         """What new text adds to the message: each is a ``delta`` of OpenAI's."""
-        if self._is_broken:
-            return [{"content": text}] if text else []
-        self._read += text
-        try:
-            return self._noted(self._deltas(self._parser.feed(text)))
-        except (ValueError, KeyError):  # of what is no JSON, and of what JSON lacks
-            return self._give_up()
+        return self._deltas(self._parser.feed(text))
 
     def finish(self) -> list[dict[str, Any]]:
         """The same, at the end. What was begun and never ended is text."""
-        if self._is_broken:
-            return []
-        try:
-            _, events = self._parser.finalize()
-            return self._deltas(events)
-        except (ValueError, KeyError):  # of what is no JSON, and of what JSON lacks
-            return self._give_up()
-
-    def _noted(self, deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if any("tool_calls" in delta for delta in deltas):
-            self._before, self._read, self._told = "", "", ""
-        else:
-            self._told += "".join(delta.get("content", "") for delta in deltas)
-        return deltas
-
-    def _give_up(self) -> list[dict[str, Any]]:
-        """What is no call, though it began like one, is text, and so is the rest."""
-        self._is_broken = True
-        plain: Any = self._make(self._without_calls, prefix=self._before)
-        events = [*plain.feed(self._read), *plain.finalize()[1]]
-        content = "".join(delta.get("content", "") for delta in self._deltas(events))[len(self._told) :]
-        return [{"content": content}] if content else []
+        return self._deltas(self._parser.finalize()[1])
 
     def _deltas(self, events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         for event in events:
             name, kind = event["field"], event["type"]
             if name == _TOOL_CALLS and kind == "region_close":
-                values = event["value"] if isinstance(event["value"], list) else [event["value"]]
-                found += [{"tool_calls": [self._call(value)]} for value in values]
+                found += [{"tool_calls": [self._call(function)]} for function in event["value"]]
             elif name != _TOOL_CALLS and kind == "region_chunk":
                 is_said = name in (_CONTENT, _NO_CALL)
                 found.append({"content" if is_said else "reasoning_content": event["text"]})
         return found
 
-    def _call(self, value: Any) -> dict[str, Any]:
-        function = value.get("function") if isinstance(value, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError("no function is named")
-        given = function.get("arguments", function.get("parameters", {}))
-        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    def _call(self, function: dict[str, str]) -> dict[str, Any]:
         index, self.num_calls = self.num_calls, self.num_calls + 1
-        called = {"name": function["name"], "arguments": arguments}
-        return {"index": index, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": called}
+        return {"index": index, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
+@cache
+def _calls_or_text() -> Any:
+    """transformers' parser, but what is no call is text.
+
+    Its own raises there, and with that forgets all that it read in the same ``feed``: what an answer said would depend
+    on how it was cut. A call that cannot be read has to be told where the parser closes it, for only there it is known
+    where its marks begin and end. That takes private methods, the same in transformers 5.17 and 5.22; the tests of
+    families fail without them.
+    """
+    from transformers.utils.chat_parsing import ResponseParser
+
+    class CallsOrText(ResponseParser):
+        _prompt_end = _mark_start = 0
+
+        def __init__(self, template: dict[str, Any], prompt: str, tools: list[dict[str, Any]] | None) -> None:
+            super().__init__(template, prefix=prompt, tools=tools)
+            self._prompt_end = len(self._buffer)
+
+        def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
+            super()._open_explicit(events, field, m)
+            self._mark_start = m.start()
+
+        def _close_current(self, events: list[dict[str, Any]]) -> None:
+            text = self._text_of_call() if self._current == _TOOL_CALLS else None
+            closed: list[dict[str, Any]] = []
+            try:
+                super()._close_current(closed)
+                if text is not None:
+                    closed[-1]["value"] = _functions(closed[-1]["value"])
+            except (ValueError, KeyError, RecursionError):  # of what is no JSON, of what it lacks, of what is too deep
+                self._reset_to_implicit()
+                closed = [{"type": "region_chunk", "field": _NO_CALL, "text": text}] if text else []
+            events += closed
+
+        def _text_of_call(self) -> str:
+            """With its marks, unless all that is said is between marks, which are never told then."""
+            if self._implicit_name is None:
+                return str(self._body)
+            return str(self._buffer[max(self._mark_start, self._prompt_end) : self._pos])
+
+    return CallsOrText
+
+
+def _functions(calls: Any) -> list[dict[str, str]]:
+    """The functions that are called between two marks, as a client is given them.
+
+    Raises:
+        ValueError: one of them is no call, or there are none; then all of it is text.
+    """
+    found = [_function(call) for call in (calls if isinstance(calls, list) else [calls])]
+    if not found or _is_too_deep(calls):
+        raise ValueError("no function is called, or with too much in each other")
+    return found
+
+
+def _function(call: Any) -> dict[str, str]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("no function is named")
+    given = function.get("arguments", function.get("parameters", {}))
+    arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
+    return {"name": function["name"], "arguments": arguments}
+
+
+def _is_too_deep(value: Any) -> bool:
+    """Python reads as deep as its stack is free, which is not the same wherever an answer is read; this is."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list))]
+        level = [each for values in inner for each in values]
+    return bool(level)
 
 
 def _without_calls(fields: dict[str, Any]) -> dict[str, Any]:
