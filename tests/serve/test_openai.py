@@ -17,6 +17,12 @@ from tests.cases.tiny_llm import tiny_model
 MESSAGES: Any = [{"role": "user", "content": "ax by"}]
 
 
+def called(arguments: str) -> dict[str, Any]:
+    """A turn in which a function was called."""
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+
+
 @pytest.fixture(scope="module")
 def client(running: Served) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{running.address}/v1", api_key="none", max_retries=0, timeout=60) as found:
@@ -188,7 +194,9 @@ def test_what_vllm_has_beside_it(client: openai.OpenAI, tiny: piecegraph.LLM) ->
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "are one"),
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only for streams"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options", "is not supported"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "by token ids"),
+        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias", "by token ids"),
         ({"logit_bias": {"999": 1}}, None, "logit_bias names token 999"),
         ({"functions": []}, "functions", "functions is not supported"),
         ({"audio": {}}, "audio", "audio is not supported"),
@@ -196,6 +204,9 @@ def test_what_vllm_has_beside_it(client: openai.OpenAI, tiny: piecegraph.LLM) ->
         ({"extra_body": {"guided_json": {}}}, "guided_json", "guided_json is not supported"),
         ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template", "no template of its own"),
         ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, None, "the chat template does not read"),
+        ({"extra_body": {"chat_template_kwargs": {"self": 1}}}, "chat_template_kwargs", "cannot hold self"),
+        ({"extra_body": {"chat_template_kwargs": {"conversation": 1}}}, "chat_template_kwargs", "cannot hold"),
+        ({"messages": [*MESSAGES, called("[" * 100_000)]}, "messages", "the arguments of c are not JSON"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0", "'text'"),
         ({"messages": [{"role": "user", "content": "ax " * 70}]}, None, "70|72 tokens"),
@@ -207,6 +218,15 @@ def test_what_is_refused_by_name(client: openai.OpenAI, arguments: dict[str, Any
         client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES, **arguments})
     assert (raised.value.param or "").startswith(param or "")
     assert raised.value.type == "invalid_request_error"
+
+
+def test_a_prompt_alone_says_the_same_streamed_or_not(client: openai.OpenAI) -> None:
+    """Whatever the token is that has to be made: here one that would end an answer."""
+    given: Any = {"model": "tiny", "prompt": "ax by", "max_tokens": 0, "echo": True, "logit_bias": {"2": 100}}
+    whole = client.completions.create(**given).choices[0]
+    *_, last = client.completions.create(**given, stream=True)
+    assert (whole.finish_reason, whole.text) == ("length", "ax by")
+    assert last.choices[0].finish_reason == "length"
 
 
 def test_what_completions_refuse(client: openai.OpenAI) -> None:

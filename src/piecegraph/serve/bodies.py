@@ -38,6 +38,8 @@ _SAMPLING = (
 
 _MOST_STOPS = 64
 """Texts that are looked for at every token."""
+_MOST_DIGITS = 20
+"""Of a token's number."""
 _MOST_TOKENS = 1024
 """Tokens that a request names."""
 
@@ -52,7 +54,6 @@ class StreamOptions(Body):
     """What else a stream tells."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False
 
 
 class SamplingBody(Body):
@@ -118,7 +119,7 @@ def sampling_params(defaults: dict[str, Any], given: dict[str, Any], **others: A
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:
-    if not all(token.isdecimal() for token in given):
+    if not all(token.isascii() and token.isdecimal() and len(token) < _MOST_DIGITS for token in given):
         raise ApiError(400, "logit_bias must be by token ids", code="invalid_value", param="logit_bias")
     return {int(token): bias for token, bias in given.items()}
 
@@ -187,7 +188,7 @@ class ToolCall(Body):
         """As chat templates have it: with arguments by name."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the second if they are too deep in each other
             message = f"the arguments of {self.id} are not JSON"
             raise ApiError(400, message, code="invalid_value", param="messages") from error
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}

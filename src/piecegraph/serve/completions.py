@@ -83,8 +83,7 @@ class CompletionCall:
             "index": index,
             "text": (self._echo(index) if self._body.echo else "") + ((answer.text or "") if has_new else ""),
             "logprobs": None if answer.logprobs is None else self._texts.for_completions(tokens, entries, 0)[0],
-            "finish_reason": answer.finish_reason if has_new else "length",
-            "stop_reason": answer.stop_reason if has_new else None,
+            **self._end(answer),
         }
 
     def _part(self, index: int, chunk: Chunk, offsets: dict[int, int]) -> dict[str, Any]:
@@ -94,12 +93,18 @@ class CompletionCall:
             logprobs, offsets[index] = self._texts.for_completions(chunk.token_ids, chunk.logprobs, offsets[index])
         part = _choice_part(index, before + (chunk.text if self._body.max_tokens else ""), logprobs)
         if chunk.finished is not None:
-            part |= {"finish_reason": chunk.finished.finish_reason, "stop_reason": chunk.finished.stop_reason}
+            part |= self._end(chunk.finished)
         return part
+
+    def _end(self, answer: Completion) -> dict[str, Any]:
+        """Of a prompt alone nothing follows, whatever the token was that had to be made."""
+        if not self._body.max_tokens:
+            return {"finish_reason": "length", "stop_reason": None}
+        return {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
 
     def _echo(self, index: int) -> str:
         prompt = self._prompts[index // self._each]
-        return prompt if isinstance(prompt, str) else "".join(map(self._texts, prompt))
+        return prompt if isinstance(prompt, str) else self._texts.of_all(prompt)
 
     def _usage(self, answers: list[Completion]) -> dict[str, Any]:
         found = Usage.of(answers, self._each)

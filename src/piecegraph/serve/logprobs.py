@@ -17,6 +17,12 @@ class TokenTexts:
     def __call__(self, token: int) -> str:
         return str(self._tokenizer.decode([token])) if self._tokenizer is not None else f"token_id:{token}"
 
+    def of_all(self, tokens: Sequence[int]) -> str:
+        """Of all of them together: a character may have several."""
+        if self._tokenizer is None:
+            return "".join(map(self, tokens))
+        return str(self._tokenizer.decode(list(tokens)))
+
     def for_chat(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         """As ``/v1/chat/completions`` has them."""
         content = []
@@ -49,7 +55,9 @@ class TokenTexts:
             "tokens": texts,
             "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
             "top_logprobs": [
-                None if entry is None else {self(token): logprob for token, logprob in entry.top} for entry in entries
+                # Parts of characters all have the same text: the most likely, which comes first, has its name.
+                None if entry is None else {self(token): logprob for token, logprob in reversed(entry.top)}
+                for entry in entries
             ],
             "text_offset": offsets,
         }, offset

@@ -20,6 +20,9 @@ from piecegraph.serve.record import Record
 from piecegraph.serve.settings import ServeSettings
 from piecegraph.serve.tool_choice import ToolUse
 
+_OURS = frozenset({"self", "conversation", "tools"})
+"""Values of a template that are not the client's to set there."""
+
 State = Literal["loading", "ready", "draining"]
 
 
@@ -97,6 +100,9 @@ class Service:
         """
         if "chat_template" in values:
             raise ApiError(400, "a request brings no template of its own", code="invalid_value", param="chat_template")
+        for name in _OURS & values.keys():
+            message = f"chat_template_kwargs cannot hold {name}: it is said elsewhere"
+            raise ApiError(400, message, code="invalid_value", param="chat_template_kwargs")
         if "reasoning_effort" in values and "reasoning_effort" not in str(self.llm.tokenizer.chat_template):
             raise unsupported("reasoning_effort", "the chat template of this model has no such setting")
         if use is not None and use.values:
@@ -108,6 +114,8 @@ class Service:
             return await self.llm.chat_prompt(messages, **values)
         except PiecegraphError as error:
             raise of_piecegraph(error) from error
+        except RecursionError as error:
+            raise ApiError(400, "the messages have too much in each other", code="invalid_value") from error
 
     def reader(self, use: ToolUse, prompt: list[int], *, has_form: bool) -> Reader | None:
         """What reads an answer: see :meth:`ToolUse.reader`."""
