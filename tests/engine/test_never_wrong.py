@@ -1744,7 +1744,7 @@ class Held:
         return self(x) if x.sum() > 0 else x
 
 
-def adds_held(x: Tensor, held: Held, more: Any = None) -> Tensor:
+def adds_held(x: Tensor, held: Held) -> Tensor:
     return held(x)
 
 
@@ -1757,9 +1757,13 @@ HELD: dict[str, Callable[[Held], Callable[[Tensor], Tensor]]] = {
     "a partial": lambda held: functools.partial(adds_held, held=held),
     "a partial of a list": lambda held: functools.partial(lambda x, held: held[0](x), held=[held]),
     "a partial of a method": lambda held: functools.partial(held.method),
-    "a method in a list": lambda held: lambda x, methods=(held.method,): methods[0](x),
+    "a method in a list": lambda held: calls_first([held.method]),
     "a default of a function that is called": lambda held: calls_with_default(held),
 }
+
+
+def calls_first(functions: list[Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Tensor]:
+    return lambda x: functions[0](x)
 
 
 def held_of(held: Held) -> Held:
@@ -1791,3 +1795,17 @@ def test_what_a_function_holds_changes(name: str, frontend: Any) -> None:
         for _ in range(2):
             torch.testing.assert_close(fast(x), function(x))
     assert fast.stats()["coverage"] == 1.0
+
+
+def adds_one(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def test_a_result_that_is_not_cloned_is_given_to_a_call_of_another_size() -> None:
+    """It is valid until then."""
+    options = {"graph_device": "simulated", "clone_outputs": False}
+    fast = piecegraph.compile(adds_one, backend="eager", options=options)
+    result = fast(torch.zeros(5, 2))
+    for size in (3, 2, 1):
+        result = fast(result[:size])
+    assert result.tolist() == [[4, 4]]

@@ -104,11 +104,18 @@ class PlanRunner:
             self.routes.clear()
         found: Route | Refusal | None = self._why_invalid(call.sizes)
         if found is None:
-            with self._recording():
+            with self._recording(), preserved(self._of_pool(call.tensors)):
                 self.body.learn(call.tensors, call.sizes)
                 found = self._why_invalid(call.sizes) or self._compared_route(call)
         self.routes[call.sizes] = found
         return found
+
+    def _of_pool(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Results of the call before, if they are not cloned: recording takes their memory before they are read."""
+        device = self._device
+        if device is None or self._config.options.clone_outputs:
+            return []
+        return [tensor for tensor in tensors if device.owns(tensor)]
 
     def capture(self, call: Call) -> None:
         """Record sizes before they are asked for."""
