@@ -358,6 +358,40 @@ def test_random_numbers_after_a_padded_call_are_those_after_the_function() -> No
     assert "it draws random numbers" in fast.explain()
 
 
+@pytest.mark.parametrize("frontend", ["auto", "breakable"])
+@pytest.mark.parametrize("device", ["auto", "simulated"])
+def test_random_numbers_of_a_generator_of_ones_own(frontend: str, device: str) -> None:
+    generator = torch.Generator()
+
+    def forward(x: Tensor) -> Tensor:
+        return x + torch.rand(x.shape, generator=generator)
+
+    fast = compile_eager(forward, frontend=frontend, options={"graph_device": device})
+    drawn = []
+    for function in (forward, fast):
+        generator.manual_seed(3)
+        drawn.append([function(torch.zeros(size)) for size in (4, 4, 6, 1, 4)])
+    for found, expected in zip(*drawn, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_rows_are_not_padded_that_a_generator_of_ones_own_draws_for() -> None:
+    generator = torch.Generator()
+
+    def forward(x: Tensor) -> Tensor:
+        torch.rand(x.shape[0], 3, generator=generator)
+        return x + 1
+
+    fast = compile_eager(forward, frontend="breakable", capture_sizes=[8])
+    drawn = []
+    for function in (forward, fast):
+        generator.manual_seed(0)
+        function(torch.ones(5, 4))
+        drawn.append(torch.rand(2, generator=generator))
+    assert torch.equal(*drawn)
+    assert "it draws random numbers" in fast.explain()
+
+
 def test_random_numbers_that_nobody_reads_are_drawn_all_the_same() -> None:
     def forward(x: Tensor) -> Tensor:
         nn.functional.dropout(x, 0.5, training=True)

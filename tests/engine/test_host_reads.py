@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import piecegraph
-from piecegraph.errors import FallbackError
+from piecegraph.engine import breakable
+from piecegraph.errors import FallbackError, RecordError
 from piecegraph.tape import reads
 from tests.cases.check import assert_same
 from tests.cases.reads import FUNCTIONS, Counts, X, branch, check_calls, check_tiny, draws, paths_of
@@ -38,6 +39,97 @@ def test_what_is_read(name: str) -> None:
     function = FUNCTIONS[name]
     fast = compile_reading(function)
     check_calls(fast, function, X, X, X + 2, X, X + 2, X + 9, X + 9, X)
+    assert fast.stats()["coverage"] == 1.0
+
+
+MADE_OF_OTHERS: dict[str, Any] = {
+    "bool": lambda x: x * 2 if x.sum() > 0 else x * 3,
+    "any": lambda x: x * 2 if (x == 0).any() else x * 3,
+    "where": lambda x: torch.where(x > 0)[0] * 2,
+    "repeat_interleave": FUNCTIONS["repeat_interleave"],
+    "contains": lambda x: x * 2 if 3 in x else x * 3,
+}
+"""They read by ops that are made of others, which modes see whole in inference mode."""
+
+
+@pytest.mark.parametrize("name", MADE_OF_OTHERS)
+def test_what_is_read_in_inference_mode(name: str) -> None:
+    function = MADE_OF_OTHERS[name]
+    fast = compile_reading(function)
+    with torch.inference_mode():
+        for x in (X, X + 2, X - 9, X + 0.5, X):
+            assert_same(fast(x), function(x))
+    assert fast.stats()["coverage"] == 1.0
+    assert paths_of(fast)["recorded"] > 1
+
+
+def test_weights_of_inference_mode_are_read_as_others() -> None:
+    with torch.inference_mode():
+        weight = torch.zeros(())
+
+    def function(x: Tensor) -> Tensor:
+        return x * 2 if weight else x * 3
+
+    fast = compile_reading(function)
+    for value in (0.0, 1.0, 0.0):
+        with torch.inference_mode():
+            weight.fill_(value)
+        check_calls(fast, function, X)
+    assert fast.stats()["coverage"] == 1.0
+
+
+def test_padded_rows_decide_nothing_in_inference_mode() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x * 2 if (x == 0).any() else x * 3
+
+    fast = compile_reading(function, capture_sizes=[4], on_fallback="ignore")
+    with torch.inference_mode():
+        for x in (torch.zeros(4, 2), torch.zeros(3, 2), torch.ones(3, 2)):
+            assert_same(fast(x), function(x))
+    assert "padded rows would be part of what the host reads" in fast.explain()
+
+
+def test_ops_are_taken_apart_by_the_code_that_would_run() -> None:
+    def function(x: Tensor) -> Tensor:
+        return torch.dropout(x, 0.5, True)
+
+    fast = piecegraph.compile(function, frontend="breakable", on_fallback="raise")
+    with torch.inference_mode():
+        for seed in range(3):
+            torch.manual_seed(seed)
+            expected = function(X)
+            torch.manual_seed(seed)
+            assert_same(fast(X), expected)
+
+
+def test_a_read_that_was_not_seen_before_recording_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = compile_reading(branch)
+    monkeypatch.setattr(breakable.BreakableBody, "reads_data", lambda self, sizes: False)
+    with torch.no_grad(), pytest.raises(RecordError, match="PG403.*the host reads data"):
+        fast(X)
+
+
+READ_ARGUMENTS: dict[str, Any] = {
+    "tensor_split": lambda x, i: torch.tensor_split(x * 2, i)[0] + 1,
+    "by name": lambda x, i: torch.tensor_split(x * 2, tensor_indices_or_sections=i)[0] + 1,
+    "method": lambda x, i: (x * 2).tensor_split(i + 1)[1] + 1,
+    "op": lambda x, i: torch.ops.aten.tensor_split.tensor_indices_or_sections(x * 2, i)[0] + 1,
+    "ops": lambda x, i: torch.ops.aten.tensor_split(x * 2, torch.cat([i, i + 1]))[0] + 1,
+    "tensordot": lambda x, i: torch.tensordot(x.outer(x), x.outer(x + 1), dims=torch.stack([i % 2, i % 3])) + 1,
+    "repr": lambda x, i: (x * 2, repr(i)),
+}
+"""They read an argument in C++, or in Python that modes do not see."""
+
+
+@pytest.mark.parametrize("name", READ_ARGUMENTS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_arguments_that_are_read_without_an_op(name: str, mode: Any) -> None:
+    function = READ_ARGUMENTS[name]
+    fast = compile_reading(function)
+    with mode():
+        for index in (0, 1, 3, 1, 0):
+            i = torch.tensor([index])
+            assert_same(fast(X, i), function(X, i))
     assert fast.stats()["coverage"] == 1.0
 
 

@@ -255,6 +255,13 @@ class BreakableBody:
         with breaker.recording(), stacks_from_here():
             leaves = self.run(tensors, sizes)
         self.cuts, self.reads = tuple(breaker.cuts), breaker.reads
+        if self.reads.answers and not self.reads_data(sizes):
+            raise RecordError(
+                "PG403",
+                f"the host reads data at size {sizes}, and did not when the function was looked at",
+                why="what is read may lead another way, and only sizes that were seen to read have a tape for each",
+                hint="mark what reads with @piecegraph.eager_op",
+            )
         return recorder.outputs(leaves)
 
     def output_shape(self, index: int, sizes: Sizes) -> tuple[int, ...] | None:

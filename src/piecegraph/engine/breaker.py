@@ -27,6 +27,7 @@ from piecegraph.tape.reads import (
     PathLeft,
     all_visible,
     other_than_tensors,
+    reads_argument,
     reads_data,
     show_answer,
     why_between,
@@ -169,12 +170,15 @@ class Breaker:
             _recording.reset(token)
 
     def _run_or_break(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch_compat.is_whole(function, args, kwargs) and not reads_argument(function, args, kwargs):
+            # What breaks a capture must be the same in every mode.
+            return torch_compat.run_parts(self._run_or_break, function, args, kwargs)
         if self._rules is not None:
             self._notice(function, args, kwargs)
         if _recording.get() is not self:  # inside of a call that broke the capture
             return function(*args, **kwargs)
         rules, chain = self._rules, wanting(self._interceptions, function)
-        if rules is not None and not chain and reads_data(function, args):
+        if rules is not None and not chain and reads_data(function, args, kwargs):
             return self._read(function, args, kwargs)
         wish = rules.ops.reason(function) if rules is not None else None
         if wish is not None or chain:

@@ -154,12 +154,17 @@ class _Watch:
         """Storages that the run itself has made."""
         self.saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Storages that were written to, with what they held before."""
+        self._drawn: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        """Generators that an op was given, with where they were before."""
         self.layout_reader: LayoutReader | None = None
         self._views_or_copies: list[tuple[int, int, str, bool]] = []
         """What was given and what came of it, as storages, the line, and whether it did nothing."""
         self.views: dict[tuple[Any, ...], tuple[tuple[Any, ...], ViewOp]] = {}
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._save_generators(args, kwargs)
+        if torch_compat.is_whole(function, args, kwargs):
+            return torch_compat.run_parts(self.run, function, args, kwargs)
         if function in _LAYOUT_READS or function in _LAYOUT_OPS:
             self._note_reader(str(user_line() or function.__name__), reads_numbers=True)
         if not torch_compat.is_op(function):
@@ -265,6 +270,13 @@ class _Watch:
         memory = torch_compat.memory_of(tensor)
         self.saved.setdefault(torch_compat.storage_id(tensor), (memory, memory.clone()))
 
+    def _save_generators(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Those of devices are put back around a run. One that the user made is known when it is first drawn from."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Generator) and id(value) not in self._drawn:
+                self._drawn[id(value)] = value, value.get_state()
+                torch_compat.note_generator(value)
+
     def first_unknown(self, known: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Memory that was written to and belongs to none of these tensors."""
         expected = self._inputs | {torch_compat.storage_id(tensor) for tensor in known}
@@ -273,6 +285,8 @@ class _Watch:
     def restore(self) -> None:
         for memory, value in self.saved.values():
             memory.copy_(value)
+        for generator, state in self._drawn.values():
+            generator.set_state(state)
 
 
 def _view_op(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: torch.Tensor, number: int) -> ViewOp:

@@ -11,7 +11,8 @@ that Python can see of data passes through such a step, so two runs with the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,8 +22,15 @@ from piecegraph.base.structure import LEAF, Structure, atoms, flatten
 
 _aten = torch.ops.aten
 
-_TO_PYTHON = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+_TO_PYTHON = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__)
 """They read memory of the host without an op."""
+
+_SPLIT = (torch.tensor_split, torch.Tensor.tensor_split, _aten.tensor_split)
+_READ_ARGUMENTS = {
+    **dict.fromkeys((*_SPLIT, _aten.tensor_split.tensor_indices_or_sections), (1, "tensor_indices_or_sections")),
+    torch.tensordot: (2, "dims"),
+}
+"""They read one argument without an op that modes see, if it is a tensor: where it is, and its name."""
 
 _FROM_PYTHON = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 """They write memory of the host without an op that modes see, and copy it to the device."""
@@ -109,14 +117,22 @@ def show_answer(answer: tuple[Structure, list[Any]]) -> str:
     return ", ".join([*shown, "..."] if len(answer[1]) > 4 else shown)
 
 
-def reads_data(function: Any, args: tuple[Any, ...]) -> bool:
+def reads_data(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})) -> bool:
     """Whether what Python sees of a call's result depends on data."""
     if function in _INDEXING:
         return _has_mask(args[1])
     tags = torch_compat.tags_of(function) or ()
     if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
         return True
-    return any(function is known for known in (*_TO_PYTHON, *_UNTAGGED))
+    return any(function is known for known in (*_TO_PYTHON, *_UNTAGGED)) or reads_argument(function, args, kwargs)
+
+
+def reads_argument(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call reads data where none of the ops that it is made of shows it."""
+    if function not in _READ_ARGUMENTS:
+        return False
+    position, name = _READ_ARGUMENTS[function]
+    return isinstance(args[position] if position < len(args) else kwargs.get(name), torch.Tensor)
 
 
 def _has_mask(indices: Sequence[Any]) -> bool:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -50,6 +53,46 @@ def _set_dispatch_modes(modes: Sequence[Any]) -> None:
         torch._C._pop_torch_dispatch_stack(None)
     for mode in modes:
         torch._C._push_on_torch_dispatch_stack(mode)
+
+
+class _Parts(TorchDispatchMode):
+    """Hands every op of this thread to a function."""
+
+    def __init__(self, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return self._run(func, args, kwargs or {})
+
+
+def is_whole(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a dispatch mode was shown an op that is made of others, and not those.
+
+    Autograd's keys take such ops apart before any mode sees them. Tensors of inference mode do not have these keys, and
+    inside of it no tensor does: ``bool(x)`` is one ``aten.is_nonzero`` then, which has no tag that says it reads.
+    """
+    if not isinstance(target, OpOverload) or not _has_kernel(target, "CompositeImplicitAutograd"):
+        return False
+    if any(_has_kernel(target, key) for key in ("CPU", "CUDA", "CompositeExplicitAutograd")):
+        return False  # autograd's keys leave these as they are, too
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return all(t.layout is torch.strided and not t.is_nested and not t.is_quantized for t in tensors)
+
+
+def _has_kernel(op: OpOverload, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+
+
+def run_parts(
+    run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any], op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run an op that :func:`is_whole`, and have ``run`` called for each op that it is made of.
+
+    Not by ``op.decompose()``: that prefers decompositions in Python, and the one of ``dropout`` draws other numbers.
+    """
+    with _Parts(run):
+        return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def unseen() -> contextlib.AbstractContextManager[Any]:
@@ -122,15 +165,31 @@ def without_trace(devices: Iterable[torch.device]) -> Iterator[None]:
 @contextlib.contextmanager
 def drawn_again(devices: Iterable[torch.device]) -> Iterator[None]:
     """Random numbers drawn inside are drawn again afterwards: those of the CPU, of these devices and of the current
-    one, where a function of no tensors makes some.
+    one, where a function of no tensors makes some, and those of all generators that were noted.
     """
-    with torch.random.fork_rng(_cuda_indices(devices)):
-        yield
+    saved = [(generator, generator.get_state()) for generator in _noted_generators]
+    try:
+        with torch.random.fork_rng(_cuda_indices(devices)):
+            yield
+    finally:
+        for generator, state in saved:
+            generator.set_state(state)
+
+
+_noted_generators: weakref.WeakSet[torch.Generator] = weakref.WeakSet()
+
+
+def note_generator(generator: torch.Generator) -> None:
+    """A call was seen to draw from a generator of the user's: from now on it is put back as those of devices are."""
+    _noted_generators.add(generator)
 
 
 def random_states(devices: Iterable[torch.device]) -> list[bytes]:
-    """Where the random number generators of the CPU and of these devices are: equal if nothing was drawn between."""
-    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, _cuda_indices(devices))]
+    """Where the random number generators of the CPU and of these devices are, and those that were noted: equal if
+    nothing was drawn between.
+    """
+    noted = [generator.get_state() for generator in sorted(_noted_generators, key=id)]
+    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, _cuda_indices(devices)), *noted]
     return [bytes(state.tolist()) for state in states]
 
 
