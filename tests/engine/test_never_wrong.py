@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import MethodType, SimpleNamespace
 from typing import Any, cast
 
@@ -1501,6 +1502,11 @@ class State:
         self.nested = (1.0, [2.0])
         self.part: Any = Scaled()
         self.none: Any = None
+        self.same_numbers = self.numbers
+        self.scale = self.same_scale = torch.ones(3)
+        self.array = np.array([1.0, 2.0], np.float32)
+        self.number = np.float32(2)
+        self.recent = deque([1.0, 2.0])
 
 
 class Other:
@@ -1524,6 +1530,23 @@ QUESTIONS: dict[str, tuple[Callable[[State, Tensor], Any], Callable[[State], Any
     "is not none": (lambda s, x: x * (2 if s.part is not None else 3), lambda s: setattr(s, "part", None)),
     "class": (lambda s, x: x * (2 if isinstance(s.part, Scaled) else 3), lambda s: setattr(s, "part", Other())),
     "module in an attribute": (lambda s, x: s.part(x), lambda s: setattr(s, "part", nn.Tanh())),
+    "list by two names": (
+        lambda s, x: x * s.numbers[0] + s.same_numbers[0],
+        lambda s: setattr(s, "same_numbers", [9.0, 2.0]),
+    ),
+    "tensor by two names": (
+        lambda s, x: x * s.scale + s.same_scale,
+        lambda s: setattr(s, "same_scale", torch.full((3,), 5.0)),
+    ),
+    "key of __dict__": (lambda s, x: x * s.__dict__.get("late", 3), lambda s: setattr(s, "late", 1)),
+    "key of vars": (lambda s, x: x * (2 if "late" in vars(s) else 3), lambda s: setattr(s, "late", 1)),
+    "array": (lambda s, x: x * float(s.array[0]), lambda s: s.array.__setitem__(0, 5.0)),
+    "another array": (
+        lambda s, x: x[:2] * torch.from_numpy(s.array),
+        lambda s: setattr(s, "array", np.array([4.0, 4.0], np.float32)),
+    ),
+    "number of NumPy": (lambda s, x: x * s.number, lambda s: setattr(s, "number", np.float32(3))),
+    "deque": (lambda s, x: x * s.recent[0], lambda s: s.recent.appendleft(7.0)),
 }
 
 
@@ -1546,6 +1569,104 @@ def test_what_is_asked_of_values_outside(compiled: Any, ask: Any, change: Any, w
     change(state if where == "closure" else asks.state)
     for _ in range(2):
         torch.testing.assert_close(fast(x), subject(x))
+
+
+class Tied(nn.Module):
+    """A buffer that has another name, and a list of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("scale", torch.ones(3))
+        self.same_scale = self.scale
+        self.weights = [self.linear.weight, self.linear.bias]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, *self.weights) * self.scale + self.same_scale
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "same_scale", torch.full((3,), 5.0)),
+        lambda model: setattr(model, "scale", torch.full((3,), 5.0)),
+        lambda model: model.weights.__setitem__(0, torch.zeros(3, 3)),
+        lambda model: setattr(model.linear, "weight", nn.Parameter(torch.zeros(3, 3))),
+    ],
+)
+def test_weights_by_two_names(compiled: Any, change: Callable[[Tied], None]) -> None:
+    model, x = Tied(), torch.ones(3)
+    fast = compiled(model)
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), model(x))
+    change(model)
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), model(x))
+
+
+def test_a_global_that_is_in_the_module_too(monkeypatch: pytest.MonkeyPatch, compiled: Any) -> None:
+    """Dynamo itself has no guard for an object that is both."""
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = table
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.own + table
+
+    model, x = Holds(), torch.ones(3)
+    fast = compiled(model)
+    torch.testing.assert_close(fast(x), model(x))
+    monkeypatch.setitem(globals(), "table", torch.zeros(3))
+    torch.testing.assert_close(fast(x), model(x))
+
+
+def test_attributes_that_functions_and_classes_come_to_have() -> None:
+    class Late:
+        pass
+
+    def late() -> None:
+        pass
+
+    def asks(x: Tensor) -> Tensor:
+        return x * getattr(late, "factor", 2) + Late.__dict__.get("offset", 0)
+
+    fast, x = piecegraph.compile(asks, frontend="trace", options={"graph_device": "simulated"}), torch.ones(3)
+    torch.testing.assert_close(fast(x), x * 2)
+    late.factor = 3  # type: ignore[attr-defined]
+    torch.testing.assert_close(fast(x), x * 3)
+    Late.offset = 1  # type: ignore[attr-defined]
+    torch.testing.assert_close(fast(x), x * 3 + 1)
+
+
+def test_context_variables() -> None:
+    factor: ContextVar[Any] = ContextVar("factor", default=2.0)
+    unset: ContextVar[Any] = ContextVar("unset")
+
+    def asks(x: Tensor) -> Tensor:
+        return x * factor.get() + unset.get(1.0)
+
+    fast, x = piecegraph.compile(asks, options={"graph_device": "simulated"}), torch.ones(3)
+    torch.testing.assert_close(fast(x), asks(x))
+    for variable, value in ((factor, 3.0), (unset, 5.0), (factor, torch.full((3,), 7.0))):
+        variable.set(value)
+        for _ in range(2):
+            torch.testing.assert_close(fast(x), asks(x))
+
+
+STATE: ContextVar[State] = ContextVar("STATE")
+
+
+@pytest.mark.parametrize("held", [STATE, np.ones(1 << 20)], ids=["object", "large array"])
+def test_what_python_reads_and_nobody_can_compare_is_refused(held: Any) -> None:
+    def asks(x: Tensor) -> Tensor:
+        return x * float(held[0] if isinstance(held, np.ndarray) else held.get().numbers[0])
+
+    STATE.set(State())
+    fast = piecegraph.compile(asks, frontend="breakable", on_fallback="raise", options={"graph_device": "simulated"})
+    with pytest.raises(TraceError, match="PG203.*held"):
+        fast(torch.ones(3))
 
 
 def test_an_attribute_that_a_module_comes_to_have(compiled: Any) -> None:
@@ -1809,3 +1930,16 @@ def test_a_result_that_is_not_cloned_is_given_to_a_call_of_another_size() -> Non
     for size in (3, 2, 1):
         result = fast(result[:size])
     assert result.tolist() == [[4, 4]]
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x, n: x[:n], lambda x, n: x[n:], lambda x, n: x.narrow(0, 0, n)], ids=["to", "from", "narrow"]
+)
+def test_a_view_of_an_argument_of_a_size_that_is_read(view: Callable[[Tensor, int], Tensor]) -> None:
+    def forward(x: Tensor) -> Tensor:
+        return view(x, int((x[:, 0] > 0).sum().item()))
+
+    fast = piecegraph.compile(forward, backend="eager", on_fallback="ignore", options={"graph_device": "simulated"})
+    for _ in range(4):
+        x = torch.randn(6, 2)
+        torch.testing.assert_close(fast(x), forward(x))

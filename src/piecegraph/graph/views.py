@@ -109,6 +109,9 @@ def _build(source: FromCall | Weight, root: torch.fx.Node, chain: list[torch.fx.
     graph = torch.fx.Graph()
     base = graph.placeholder("base")
     symbols = tuple(dict.fromkeys(s for node in chain for s in _symbols_used(node)))
+    if any(map(torch_compat.is_unbacked, symbols)):
+        what = "the result is a view of an argument, of a size computed from data"
+        raise TraceError("PG204", what, hint="return a copy of it")
     symbol_nodes = {symbol: graph.placeholder(str(symbol)) for symbol in symbols}
     copies: dict[torch.fx.Node, torch.fx.Node] = {root: base}
 
