@@ -1865,7 +1865,7 @@ class Held:
         return self(x) if x.sum() > 0 else x
 
 
-def adds_held(x: Tensor, held: Held) -> Tensor:
+def adds_held(held: Held, x: Tensor) -> Tensor:
     return held(x)
 
 
@@ -1875,7 +1875,7 @@ HELD: dict[str, Callable[[Held], Callable[[Tensor], Tensor]]] = {
     "a decorated method": lambda held: held.decorated,
     "a method that reads data": lambda held: held.branching,
     "a function that was bound": lambda held: MethodType(lambda self, x: held_of(self)(x), held),
-    "a partial": lambda held: functools.partial(adds_held, held=held),
+    "a partial": lambda held: functools.partial(adds_held, held),
     "a partial of a list": lambda held: functools.partial(lambda x, held: held[0](x), held=[held]),
     "a partial of a method": lambda held: functools.partial(held.method),
     "a method in a list": lambda held: calls_first([held.method]),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -188,3 +190,121 @@ def test_walking_ends() -> None:
     assert state.change() is None
     knot.append(1)
     assert state.change() == "knot[1]"
+
+
+# --- what is reached through other code
+
+
+def counting() -> tuple[Callable[[Tensor], Tensor], list[int]]:
+    numbers = [0]
+
+    def bump() -> int:
+        numbers[0] += 1
+        return numbers[0]
+
+    return lambda x: x * bump(), numbers
+
+
+@pytest.mark.parametrize("frontend", ["auto", "breakable"])
+def test_a_counter_of_a_function_that_is_named(frontend: Any) -> None:
+    function, numbers = counting()
+    fast = piecegraph.compile(function, frontend=frontend, backend="eager", options={"graph_device": "simulated"})
+    with torch.no_grad(), pytest.raises(TraceError, match="PG202"):
+        fast(torch.ones(2))
+    assert numbers == [0]
+
+
+def test_a_hook_of_a_submodule() -> None:
+    model, noted_sums = nn.Sequential(nn.Identity()), list[float]()
+    model[0].register_forward_hook(lambda module, args, result: noted_sums.append(result.sum().item()))
+    with torch.no_grad(), pytest.raises(TraceError, match=r"PG202.*noted_sums\[0\]"):
+        compile_as_it_is(model)(torch.ones(2))
+    assert not noted_sums
+
+
+total_calls = 0
+
+
+def test_a_global_that_is_another_number() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x * count_globally()
+
+    with torch.no_grad(), pytest.raises(TraceError, match="PG202.*total_calls"):
+        compile_as_it_is(function)(torch.ones(2))
+    assert total_calls == 0
+
+
+def count_globally() -> int:
+    global total_calls
+    total_calls += 1
+    return total_calls
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+    def method(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
+@pytest.mark.parametrize("pick", [lambda counts: counts, lambda counts: counts.method, functools.partial])
+def test_the_object_that_is_called(pick: Callable[[Counts], Any]) -> None:
+    counts = Counts()
+    with torch.no_grad(), pytest.raises(TraceError, match=r"PG202.*calls"):
+        compile_as_it_is(pick(counts))(torch.ones(2))
+    assert counts.calls == 0
+
+
+def forever() -> Iterator[int]:
+    number = 0
+    while True:
+        yield number
+        number += 1
+
+
+def spent(source: Iterator[int]) -> Iterator[int]:
+    list(itertools.islice(source, 4))
+    return source
+
+
+@pytest.mark.parametrize(
+    "make", [itertools.count, forever, lambda: iter([0, 1, 2, 3]), lambda: spent(itertools.cycle([0, 1, 2]))]
+)
+def test_an_iterator_goes_on(make: Callable[[], Iterator[int]]) -> None:
+    source = make()
+    with torch.no_grad(), pytest.raises(TraceError, match="PG202.*source"):
+        compile_as_it_is(lambda x: x * next(source))(torch.ones(2))
+
+
+@pytest.mark.parametrize("make", [itertools.count, forever, lambda: spent(itertools.cycle([0, 1, 2]))])
+def test_an_iterator_that_stays_where_it_is(make: Callable[[], Iterator[int]]) -> None:
+    source = make()
+    assert PythonState({"source": source}).change() is None
+
+
+@pytest.mark.parametrize("make", [random.Random, np.random.default_rng, np.random.RandomState])
+def test_a_generator_of_random_numbers_is_put_back(make: Callable[[int], Any]) -> None:
+    source, draw = make(3), make(3).random
+    with torch.no_grad(), pytest.raises(TraceError, match=r"PG202.*source\.state"):
+        compile_as_it_is(lambda x: x * source.random())(torch.ones(2))
+    assert source.random() == draw()
+    drawing = make(3).random
+    with torch.no_grad(), pytest.raises(TraceError, match=r"PG202.*state"):
+        compile_as_it_is(lambda x: x * drawing())(torch.ones(2))
+    assert drawing() == make(3).random()
+
+
+def test_code_that_is_named_and_changes_nothing() -> None:
+    source, generator = itertools.count(), random.Random(3)
+    model = nn.Sequential(nn.Identity())
+    model[0].register_forward_hook(lambda module, args, result: result * (1 if source and generator else 0))
+    fast = compile_as_it_is(model)
+    with torch.no_grad():
+        for number in range(3):
+            assert fast(torch.full((2,), float(number))).tolist() == [number] * 2
+    assert fast.stats()["coverage"] == 1.0

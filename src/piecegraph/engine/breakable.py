@@ -191,7 +191,7 @@ class BreakableBody:
         watched = watch(call, tensors)
         run = _Run(watched, *looked[0], self.outside.first_changed())
         if self._code.num_codes > num_codes:
-            self.outside.renew(*self._code.names(self._module, self._modules()))
+            self.outside.renew(*self._code.names(self._function, self._module, self._modules()))
         return run
 
     def _reachable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

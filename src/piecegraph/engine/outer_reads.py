@@ -2,20 +2,23 @@
 
 Such code runs as it is when it is recorded, and a replay goes on with what it read then. Which values those are, nobody
 says; but which code ran does: what it can read outside is named in it, as a global, an outer variable or an attribute.
-All that bears such a name is looked at before every call. Eager ops read at every replay, so their code does not count.
+All that bears such a name is looked at before every call, and so is what a function has with it: the owner of a method,
+arguments of a partial, defaults. Eager ops read at every replay, so their code does not count.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
+from piecegraph.engine.reach import FIXED, package_of
 from piecegraph.graph.code_used import classes_at
 from piecegraph.graph.signature import is_constant
 
@@ -24,10 +27,8 @@ _MAX_DEPTH = 4
 """Where walking ends: a global may hold a whole data set, or a library's own state."""
 _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter", "hasattr"}
 """What reads attributes whose names are not in the code."""
-_OURS = {"piecegraph", *sys.stdlib_module_names}
+_OURS = FIXED - {"torch"}
 """Whose code runs because it is looked at; the standard library's, for both."""
-_FIXED = {"torch", *_OURS}
-"""In whose modules nobody replaces anything."""
 _EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
@@ -62,7 +63,7 @@ class CodeLog:
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         is_new = event == "call" and frame.f_code not in self._ran
-        if is_new and _package_of(frame.f_globals) not in _OURS and self._is_recorded():
+        if is_new and package_of(frame.f_globals) not in _OURS and self._is_recorded():
             self._ran[frame.f_code] = frame.f_globals
 
     def classes(self) -> tuple[type, ...]:
@@ -73,19 +74,23 @@ class CodeLog:
     def num_codes(self) -> int:
         return len(self._ran)
 
-    def names(self, module: torch.nn.Module | None, others: Iterable[torch.nn.Module]) -> OuterNames:
-        """What the code can read outside of the call: in a module and its submodules, in other modules, in globals and
-        in outer variables.
+    def names(
+        self, function: Callable[..., Any], module: torch.nn.Module | None, others: Iterable[torch.nn.Module]
+    ) -> OuterNames:
+        """What the code can read outside of the call: in a module and its submodules, in other modules, in what the
+        function has with it, in globals and in outer variables.
         """
-        theirs = {code: scope for code, scope in self._ran.items() if _package_of(scope) != "torch"}
+        theirs = {code: scope for code, scope in self._ran.items() if package_of(scope) != "torch"}
         names = {name for code in self._ran for name in (*code.co_names, *code.co_consts) if isinstance(name, str)}
         is_any = any(not _BY_ANY_NAME.isdisjoint(code.co_names) for code in theirs)
         reader = _Reader(names, is_any=is_any)
         reader.walk_modules(module, others)
         for scope in {id(scope): scope for scope in theirs.values()}.values():
             reader.walk_scope(scope, [name for code in theirs if theirs[code] is scope for name in code.co_names])
-        for function in _functions_of([code for code in theirs if code.co_freevars]):
+        reader.walk_held(_held_by(function))
+        for function in _functions_of(theirs):
             reader.walk_closure(function)
+            reader.walk_defaults(function)
         return OuterNames(reader.tensors, reader.constants, reader.scopes)
 
 
@@ -125,11 +130,27 @@ class _Reader:
 
     def walk_closure(self, function: FunctionType) -> None:
         """Write down outer variables."""
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        if not function.__closure__:
+            return
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
         self.scopes[root := f"C{len(self.scopes)}"] = cells
         for name, cell in cells.items():
             with contextlib.suppress(ValueError):  # it is empty
                 self._walk(f"{root}[{name!r}].cell_contents", cell.cell_contents)
+
+    def walk_defaults(self, function: FunctionType) -> None:
+        """Write down what defaults hold; they themselves are as good as never replaced."""
+        for name in ("__defaults__", "__kwdefaults__"):
+            defaults = getattr(function, name) or ()
+            if not all(map(is_constant, defaults.values() if isinstance(defaults, dict) else defaults)):
+                self.scopes[root := f"D{len(self.scopes)}"] = function
+                self._walk(f"{root}.{name}", defaults)
+
+    def walk_held(self, held: dict[str, Any]) -> None:
+        """Write down what is in objects that stay the same, by their names."""
+        self.scopes |= held
+        for name, value in held.items():
+            self._walk(name, value)
 
     def _walk(self, path: str, value: Any, above: tuple[int, ...] = ()) -> None:
         """Write down a value, or what it holds."""
@@ -141,7 +162,7 @@ class _Reader:
             self.constants.append(path)
             if isinstance(value, FunctionType):
                 self.constants.append(f"{path}.__code__")
-            elif isinstance(value, type) and value.__module__.split(".")[0] not in _FIXED:
+            elif isinstance(value, type) and value.__module__.split(".")[0] not in FIXED:
                 for name in _data_of(value):
                     if name in self._names:
                         self._walk(f"{path}.{name}", getattr(value, name), (*above, id(value)))
@@ -163,7 +184,11 @@ class _Reader:
                     yield _Part(f"{path}[{key!r}]", part)
         elif isinstance(value, set):
             self.constants.append(f"frozenset({path})")
-        elif not isinstance(value, ModuleType) or value.__name__.split(".")[0] not in _FIXED:
+        elif isinstance(value, MethodType):
+            yield _Part(f"{path}.__self__", value.__self__)
+        elif isinstance(value, functools.partial):
+            yield from (_Part(f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
+        elif not isinstance(value, ModuleType) or value.__name__.split(".")[0] not in FIXED:
             yield from self._attributes(path, value)
 
     def _attributes(self, path: str, value: Any) -> Iterator[_Part]:
@@ -201,11 +226,25 @@ def _is_data(name: str, held: Any) -> bool:
     )
 
 
-def _package_of(scope: dict[str, Any]) -> str:
-    return str(scope.get("__name__", "")).split(".")[0]
-
-
-def _functions_of(codes: list[CodeType]) -> list[FunctionType]:
+def _functions_of(codes: Iterable[CodeType]) -> list[FunctionType]:
     """The functions with these codes: a frame does not say whose it is."""
-    found = gc.get_referrers(*codes) if codes else []
-    return [each for each in found if isinstance(each, FunctionType) and each.__code__ in codes]
+    wanted = {id(code) for code in codes}
+    return [each for each in _alive(FunctionType) if id(each.__code__) in wanted]
+
+
+def _alive(*kinds: type) -> list[Any]:
+    """All objects of some types. ``isinstance`` would ask each one, and a proxy of something that is gone raises."""
+    return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+
+
+def _held_by(function: Any) -> dict[str, Any]:
+    """What comes with a function and not with its calls: the owner of a method, an object that is called itself, what
+    a partial hands on. Modules are looked at elsewhere.
+    """
+    held: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        held |= {f"A{len(held)}": function.args, f"K{len(held)}": function.keywords}
+        function = function.func
+    owner = function.__self__ if isinstance(function, MethodType) else function
+    is_code = isinstance(owner, (FunctionType, BuiltinFunctionType, torch.nn.Module))
+    return held if is_code else {**held, "self": owner}

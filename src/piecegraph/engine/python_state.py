@@ -1,17 +1,20 @@
 """What a run of the user's code changes in Python: a replay runs no Python, so such a change would happen only once.
 
-The objects that a function can reach are walked before the run and compared after it, one level of each at a time.
-What is not found that way (files, clocks, objects that only C knows) is not noticed.
+The objects that a function can reach are walked before the run and compared after it, one level of each at a time. A
+function is made of what it names outside of itself, so the walk goes on through those that it calls, and through hooks.
+What is not found that way (files, clocks, class attributes, objects that only C knows) is not noticed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
+import functools
 import logging
+import pickle
 import random
 import sys
 import types
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,13 +22,19 @@ from typing import Any
 import torch
 
 from piecegraph.base import torch_compat
+from piecegraph.engine.reach import FIXED, methods_that_run, outer_variables, package_of
 from piecegraph.graph.signature import is_constant, is_same_constant
 
 _MAX_OBJECTS = 500_000
 """Where walking ends: a module may hold a whole data set."""
-_OPAQUE = (torch.Generator, type, types.ModuleType, types.FunctionType, types.MethodType, logging.Logger)
+_BOUND = (types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType)
+_CODE = (types.FunctionType, *_BOUND, functools.partial)
+"""What leads to other objects."""
+_OPAQUE = (torch.Generator, type, types.ModuleType, *_BOUND, functools.partial, logging.Logger)
 _OWN = ("piecegraph.", "torch._")
 """Whose objects keep books about calls."""
+_ITERATORS = ("builtins", "itertools", "_collections")
+"""Whose iterators tell how far they are, and nothing else of themselves."""
 _MANY = (list, tuple, set, frozenset, deque)
 
 
@@ -65,7 +74,7 @@ class PythonState:
         with torch_compat.unseen():
             for name, value, before in self._before:
                 for key in _differing(before, _parts(value)):
-                    return f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]"
+                    return _name_of_part(name, value, key)
         return None
 
     @property
@@ -87,12 +96,8 @@ class PythonState:
 
 
 def outer_objects(function: Callable[..., Any]) -> dict[str, Any]:
-    """The outer names that a function uses: globals, and locals of what is around it."""
-    plain = inspect.unwrap(getattr(function, "__func__", function))
-    if not isinstance(plain, types.FunctionType):
-        return {}
-    found = inspect.getclosurevars(plain)
-    return {**found.globals, **found.nonlocals}
+    """Where walking begins for a function: at itself, or at the object that is called."""
+    return {"the function" if isinstance(function, _CODE) else "self": function}
 
 
 def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[Any, Any]]]:
@@ -101,21 +106,48 @@ def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[Any, Any]]]
     ahead: deque[tuple[str, Any]] = deque(roots.items())
     while ahead and len(seen) < _MAX_OBJECTS:
         name, value = ahead.popleft()
-        if id(value) in seen or (is_constant(value) and not isinstance(value, torch.nn.Module)):
+        if id(value) in seen or (is_constant(value) and not isinstance(value, (torch.nn.Module, *_CODE))):
             continue
         seen.add(id(value))
         parts = _parts(value)
         yield name, value, parts
-        for key, part in parts.items():
-            ahead.append((f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]", part))
+        ahead.extend((_name_of_part(name, value, key), part) for key, part in parts.items())
+        ahead.extend(_led_to(name, value))
+
+
+def _name_of_part(name: str, value: Any, key: Any) -> str:
+    if isinstance(value, types.FunctionType):  # a variable has a name of its own
+        return str(key)
+    return f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]"
+
+
+def _led_to(name: str, value: Any) -> list[tuple[str, Any]]:
+    """What an object leads to that is no part of it and cannot be replaced: code, and what code is bound to."""
+    if isinstance(value, functools.partial):
+        return [(name, value.func), (f"{name}.args", value.args), (f"{name}.keywords", value.keywords)]
+    if isinstance(value, _BOUND):
+        function = getattr(value, "__func__", None)
+        return [("self" if function else f"{name}.__self__", value.__self__), (name, function)]
+    if isinstance(value, types.FunctionType):
+        is_theirs = package_of(value.__globals__) not in FIXED
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()] if is_theirs else []
+        decorated = (value.__qualname__, getattr(value, "__wrapped__", None))
+        return [*((f"a default of {value.__qualname__}", each) for each in defaults), decorated]
+    return [(method.__qualname__, method) for method in methods_that_run(value)] if callable(value) else []
 
 
 def _parts(value: Any) -> dict[Any, Any]:
     """What an object is made of, one level deep."""
     if isinstance(value, _OPAQUE) or type(value).__module__.startswith(_OWN):
         return {}
+    if isinstance(value, types.FunctionType):
+        return _outer_values(value)
     if isinstance(value, torch.Tensor):
         return {"layout": _layout(value)}
+    if _draws_numbers(value):
+        return {"state": pickle.dumps(_number_state(value))}
+    if isinstance(value, Iterator) and type(value).__module__ in _ITERATORS:
+        return _iterator_state(value)
     if isinstance(value, dict):
         return {**value, **getattr(value, "__dict__", {})}
     if isinstance(value, _MANY):
@@ -124,6 +156,59 @@ def _parts(value: Any) -> dict[Any, Any]:
         return {"data": value.tobytes()} if value.nbytes <= 1 << 20 else {}
     slots = [name for cls in type(value).__mro__ for name in _slots_of(cls) if hasattr(value, name)]
     return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
+
+
+def _outer_values(function: types.FunctionType) -> dict[str, Any]:
+    """What a function finds outside. In code that nobody replaces, only other code: a decorator keeps its own books."""
+    found: dict[str, Any] = {}
+    for name, variable in outer_variables(function).items():
+        with contextlib.suppress(LookupError):  # it is empty
+            found[name] = variable.get()
+    if package_of(function.__globals__) in FIXED:
+        return {name: value for name, value in found.items() if isinstance(value, _CODE)}
+    return found
+
+
+def _draws_numbers(value: Any) -> bool:
+    """Whether it is a generator of random numbers, Python's or numpy's; those of torch are replayed."""
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    return type(value).__module__.startswith("numpy.random.")
+
+
+def _number_state(source: Any) -> Any:
+    if isinstance(source, random.Random):
+        return source.getstate()
+    source = getattr(source, "bit_generator", source)
+    return source.get_state() if hasattr(source, "get_state") else getattr(source, "state", None)
+
+
+def _set_number_state(source: Any, state: Any) -> None:
+    if isinstance(source, random.Random):
+        source.setstate(state)
+        return
+    source = getattr(source, "bit_generator", source)
+    if hasattr(source, "set_state"):
+        source.set_state(state)
+    elif state is not None:
+        source.state = state
+
+
+def _iterator_state(iterator: Any) -> dict[Any, Any]:
+    """How far an iterator is. That it went on is seen; no iterator can be put back."""
+    if isinstance(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        return {} if frame is None else {**frame.f_locals, "next instruction": frame.f_lasti}
+    if hasattr(iterator, "__length_hint__"):
+        return {"left": iterator.__length_hint__()}
+    with warnings.catch_warnings():  # that newer versions of Python will not tell
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            _, *state = iterator.__reduce__()
+        except TypeError:
+            return {}
+    parts = [part for group in state for part in (group if isinstance(group, tuple) else (group,))]
+    return dict(enumerate(part.__length_hint__() if hasattr(part, "__length_hint__") else part for part in parts))
 
 
 def _layout(tensor: torch.Tensor) -> str:
@@ -154,7 +239,11 @@ def _is(old: Any, new: Any) -> bool:
 
 
 def _refill(value: Any, before: Mapping[Any, Any]) -> None:
-    if isinstance(value, (list, deque)):
+    if isinstance(value, types.FunctionType):
+        _reset_variables(value, before)
+    elif _draws_numbers(value):
+        _set_number_state(value, pickle.loads(before["state"]))
+    elif isinstance(value, (list, deque)):
         value.clear()
         value.extend(before.values())
     elif isinstance(value, set):
@@ -170,6 +259,14 @@ def _refill(value: Any, before: Mapping[Any, Any]) -> None:
     elif hasattr(type(value), "__slots__"):
         for name, part in before.items():
             setattr(value, name, part)
+
+
+def _reset_variables(function: types.FunctionType, before: Mapping[str, Any]) -> None:
+    """Put back what was found outside; a global that was not there stays, since others may have found it by now."""
+    variables = outer_variables(function)
+    for name in _differing(before, _outer_values(function)):
+        if name in before and name in variables:
+            variables[name].set(before[name])
 
 
 def _random_states() -> list[tuple[str, Any]]:

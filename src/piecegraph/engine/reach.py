@@ -1,13 +1,17 @@
-"""The modules that a call may run beside the one that is compiled: a function names, holds or is given them."""
+"""What a call may reach by its code: modules beside the one that is compiled, and values that functions name."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+FIXED = frozenset({"torch", "piecegraph", *sys.stdlib_module_names})
+"""In whose modules nobody replaces anything."""
 
 _MAX_REACHED = 10_000
 """Where walking ends: a global may hold a whole data set."""
@@ -53,14 +57,63 @@ def _named_by(value: Any) -> list[Any]:
         return []
     is_module = isinstance(value, torch.nn.Module)
     own = [each for name, each in vars(value).items() if not is_module or name not in _BOOKS]
-    code = _code_of_forward(type(value)) if is_module else []
+    code = methods_that_run(value) if is_module else []
     return [*code, *(each for each in own if isinstance(each, torch.nn.Module | list | tuple | dict))]
 
 
-def _code_of_forward(cls: type) -> list[FunctionType]:
-    """A module's forward, and the methods that it names."""
-    found: dict[str, FunctionType] = {}
-    todo = ["forward"]
+class OuterVariable(NamedTuple):
+    """Where a function finds a value that is none of its own."""
+
+    holder: dict[str, Any] | CellType
+    key: str
+
+    def set(self, value: Any) -> None:
+        """Have the function find another value there."""
+        if isinstance(self.holder, CellType):
+            self.holder.cell_contents = value
+        else:
+            self.holder[self.key] = value
+
+    def get(self) -> Any:
+        """What is there now.
+
+        Raises:
+            LookupError: nothing is.
+        """
+        if not isinstance(self.holder, CellType):
+            return self.holder[self.key]
+        try:
+            return self.holder.cell_contents
+        except ValueError as error:
+            raise LookupError(self.key) from error
+
+
+def outer_variables(function: FunctionType) -> dict[str, OuterVariable]:
+    """The globals and outer variables that a function names, and what it names in modules among them.
+
+    Of code that nobody replaces only the outer variables count: decorators have what they decorate there.
+    """
+    scope, cells = function.__globals__, function.__closure__ or ()
+    found = {name: OuterVariable(cell, name) for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+    if package_of(scope) in FIXED:
+        return found
+    names = [name for code in _codes_in(function.__code__) for name in code.co_names]
+    for owner in (name for name in names if isinstance(scope.get(name), ModuleType)):
+        theirs = vars(scope[owner])
+        if package_of(theirs) not in FIXED:
+            found |= {f"{owner}.{name}": OuterVariable(theirs, name) for name in names if name in theirs}
+    return {name: OuterVariable(scope, name) for name in names if name in scope} | found
+
+
+def package_of(scope: dict[str, Any]) -> str:
+    """Whose globals these are."""
+    return str(scope.get("__name__", "")).split(".")[0]
+
+
+def methods_that_run(value: Any) -> list[FunctionType]:
+    """What runs when an object is called, of its own class's: a module's forward, and the methods that it names."""
+    cls, found = type(value), dict[str, FunctionType]()
+    todo = ["forward" if isinstance(value, torch.nn.Module) else "__call__"]
     while todo:
         name = todo.pop()
         method = getattr(cls, name, None)
