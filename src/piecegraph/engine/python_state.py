@@ -152,7 +152,8 @@ def _parts(value: Any) -> dict[Any, Any]:
         return {**value, **getattr(value, "__dict__", {})}
     if isinstance(value, _MANY):
         return dict(enumerate(value))
-    if hasattr(value, "tobytes") and hasattr(value, "nbytes"):  # an array
+    # An array. Its class is asked: some objects have whatever attribute they are asked for.
+    if hasattr(type(value), "tobytes") and hasattr(type(value), "nbytes"):
         return {"data": value.tobytes()} if value.nbytes <= 1 << 20 else {}
     slots = [name for cls in type(value).__mro__ for name in _slots_of(cls) if hasattr(value, name)]
     return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
