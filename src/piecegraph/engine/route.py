@@ -87,7 +87,8 @@ class TapeRoute:
             self._device.use_caller_stream()
             if self._addresses is not None:
                 for weight in next(self._addresses.turns):
-                    if not weight.is_at(weight.tensor):
+                    tensor = weight.tensor
+                    if tensor.data_ptr() != weight.address or tensor.stride() != weight.strides:
                         raise weight.moved()
         if self._targets:
             torch_compat.copy_all(

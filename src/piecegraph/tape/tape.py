@@ -198,10 +198,6 @@ class WatchedWeight:
     strides: tuple[int, ...]
     reader: str
 
-    def is_at(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies where the weight was recorded, and as it did."""
-        return tensor.data_ptr() == self.address and tensor.stride() == self.strides
-
     def moved(self) -> WeightMovedError:
         """The error to raise when it is somewhere else."""
         now = self.current()
@@ -306,7 +302,8 @@ class Tape:
 
     def _check_weights(self) -> None:
         for weight in self._weights:
-            if not weight.is_at(weight.current()):
+            now = weight.current()
+            if now.data_ptr() != weight.address or now.stride() != weight.strides:
                 raise weight.moved()
 
 
