@@ -134,9 +134,11 @@ def _keep(traced: Traced, used: tuple[CodeUsed, ...], weights: Mapping[str, torc
     sources = dict(zip(traced.inputs, origin.sources, strict=True))
 
     def keep_weight(weight: Weight) -> _KeptWeight:
-        if id(weight.tensor) in names:
-            return _KeptWeight(weight.name, "", describe_tensor(weight.tensor))
         expression = next((sources[node] for node, source in traced.inputs.items() if source is weight), "")
+        if id(weight.tensor) in names:
+            if expression in origin.outside_tensors:
+                raise UnkeepableError(f"it reads {weight.name} by another name, which may be another tensor there")
+            return _KeptWeight(weight.name, "", describe_tensor(weight.tensor))
         if traced.outside.find(expression) is not weight.tensor:
             raise UnkeepableError(f"it reads a tensor that nothing leads to ({weight.name})")
         return _KeptWeight(weight.name, expression, describe_tensor(weight.tensor))

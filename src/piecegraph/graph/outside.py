@@ -8,8 +8,11 @@ are in no such dictionary, such as elements of lists, are read.
 
 from __future__ import annotations
 
+import array
 import ast
+import collections
 import contextlib
+import contextvars
 import itertools
 import operator
 import re
@@ -17,10 +20,12 @@ from collections.abc import Iterable, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from piecegraph.base import torch_compat
 from piecegraph.base.versions import Versions, class_dict
+from piecegraph.errors import TraceError
 from piecegraph.graph.signature import is_constant, is_same_constant
 
 _MODULE = re.compile(r".*\._modules\['[^']*'\]|L\['\w+'\](\.__self__)?")
@@ -28,11 +33,17 @@ _FROM_MODULE = re.compile(
     rf"(?P<before>\w+\(|)(?P<module>{_MODULE.pattern})\.(?P<attribute>(?!__)[A-Za-z_]\w*)(?P<after>.*)"
 )
 _ASKED = re.compile(r"(?P<what>len|type|tuple|hasattr)\((?P<path>.*?)(, '\w+')?\)")
+_SAME = re.compile(r"\((.*)\) is \((.*)\)")
+"""Two names for one object, which a trace reads by one of them alone."""
 _ROOT = re.compile(r"\w+")
 _STEP = re.compile(r"""\.[A-Za-z_]\w*|\['[^']*'\]|\["[^"]*"\]|\[\d+\]""")
 _PATH = re.compile(rf"({_STEP.pattern})*")
 _HOLDERS = (list, tuple, dict, set, frozenset, torch.Tensor)
 """What is compared by what it holds; a tensor by itself."""
+_BY_IDENTITY = (torch.Tensor, np.ndarray)
+"""What is another if it is another object: what is in it is data, which graphs read where it is."""
+_MAX_COMPARED_BYTES = 1 << 20
+"""Of an array that Python reads: comparing more at every call would take longer than the call."""
 _MAX_DEPTH = 8
 """Of containers in containers: one may hold itself."""
 _FIXED = ("__defaults__", "__closure__", "__func__", "__self__", "__wrapped__")
@@ -54,9 +65,9 @@ class OutsideValues:
     def renew(self, tensors: Sequence[str], constants: Sequence[str], scopes: dict[str, Any]) -> None:
         """Look at these from now on, as they are now."""
         self._scopes = dict(scopes)
-        expanded = dict.fromkeys(each for name in constants for each in self._expand(name))
-        known = [name for name in expanded if _is_comparable(self._try(name)) and not self._is_torchs(name)]
-        held = [name for name in tensors if isinstance(self._try(name), torch.Tensor)]
+        named = dict.fromkeys((*(each for name in constants for each in self._expand(name)), *tensors))
+        known = [name for name in named if _is_comparable(self._try(name)) and not self._is_torchs(name)]
+        held = [name for name in named if isinstance(self._try(name), _BY_IDENTITY)]
         self.names = (*known, *held)
         self._shortened = [self._shorten(name) for name in self.names]
         self._all = _tuple_of(self._shortened)
@@ -68,7 +79,10 @@ class OutsideValues:
         if name.startswith("type("):
             return self._expand_type(name)
         value = self._try(name)
-        if not isinstance(value, _HOLDERS) or depth > _MAX_DEPTH or _is_comparable(value):
+        if how := _read_as(value):
+            return self._expand_read(name, how.format(name), depth)
+        is_one = not isinstance(value, _HOLDERS) or isinstance(value, _BY_IDENTITY) or _is_comparable(value)
+        if is_one or depth > _MAX_DEPTH:
             return [name]
         if isinstance(value, set | frozenset):
             return [f"frozenset({name})"]
@@ -85,7 +99,24 @@ class OutsideValues:
         value = self._try(path)
         if isinstance(value, torch.nn.Module):
             return [] if _MODULE.fullmatch(path) else [path]
+        if isinstance(value, np.generic):
+            return [path]
+        if _read_as(value):
+            return [name, path, *self._expand(path)]  # itself, too: a graph may read the memory of an array
         return [] if is_constant(value) or isinstance(value, _HOLDERS) else [name]
+
+    def _expand_read(self, name: str, read: str, depth: int) -> list[str]:
+        """What a call gives that reads all of a value. Raises if that cannot be compared: nothing else would tell."""
+        parts = self._expand(read, depth + 1)
+        values = [self._try(part) for part in parts]
+        if not all(_is_comparable(value) or isinstance(value, _BY_IDENTITY) for value in values):
+            raise TraceError(
+                "PG203",
+                f"{_readable(name)} may be read in Python",
+                why=f"changes of what is in this {type(self._try(name)).__name__} could not be noticed",
+                hint="read it in a function marked with piecegraph.eager_op, or pass what is read as an argument",
+            )
+        return parts
 
     def _watch(self, holders: list[list[Any]]) -> None:
         """Have versions tell of what is in these; what is in none is read."""
@@ -116,9 +147,9 @@ class OutsideValues:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Those that are no tensors, as they were, by their expressions."""
+        """Those that are no tensors or arrays, as they were, by their expressions."""
         named = zip(self.names, self._values, strict=True)
-        return {name: value for name, value in named if not isinstance(value, torch.Tensor)}
+        return {name: value for name, value in named if not isinstance(value, _BY_IDENTITY)}
 
     @property
     def classes(self) -> list[type]:
@@ -183,6 +214,8 @@ class OutsideValues:
 
     def _shorten(self, name: str) -> str:
         """The expression from the nearest module on, and whether that is the same is looked at elsewhere."""
+        if pair := _SAME.fullmatch(name):
+            return f"({self._shorten(pair[1])}) is ({self._shorten(pair[2])})"
         asked = _ASKED.fullmatch(name)
         if asked and asked["what"] == "hasattr" and isinstance(module := self._try(asked["path"]), torch.nn.Module):
             self._scopes[owner := f"all{id(module)}"] = module
@@ -202,6 +235,9 @@ def _holders(expression: str, scopes: dict[str, Any]) -> list[Any]:
     """The dictionaries and functions on the way to a value, whose versions tell that it is the same; none if they do
     not.
     """
+    if pair := _SAME.fullmatch(expression):
+        one, other = (_holders(each, scopes) for each in pair.groups())
+        return [*one, *other] if one and other else []
     asked = _ASKED.fullmatch(expression)
     path = asked["path"] if asked else expression
     root = _ROOT.match(path)
@@ -281,8 +317,10 @@ def _tuple_of(expressions: Iterable[str]) -> CodeType:
 
 
 def _is_same(now: Any, then: Any) -> bool:
-    if isinstance(then, torch.Tensor) or type(now) is not type(then):
+    if isinstance(then, _BY_IDENTITY) or type(now) is not type(then):
         return now is then
+    if isinstance(then, np.generic):
+        return bool(now.dtype == then.dtype and now.tobytes() == then.tobytes())
     return is_same_constant(now, then)
 
 
@@ -292,4 +330,33 @@ def _are_same(now: tuple[Any, ...], then: tuple[Any, ...]) -> bool:
 
 def _is_comparable(value: Any) -> bool:
     """Whether a value is compared as a whole, as Dynamo does: a constant, or what holds only such and never changes."""
-    return is_constant(value) or (isinstance(value, tuple | frozenset) and all(map(_is_comparable, value)))
+    is_single = is_constant(value) or isinstance(value, np.generic)
+    return is_single or (isinstance(value, tuple | frozenset) and all(map(_is_comparable, value)))
+
+
+def _read_as(value: Any) -> str:
+    """What reads all that is in a value which is neither a container that is walked nor an object with attributes;
+    empty for others. What is too large is read as something that cannot be compared.
+    """
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            return "{0}.tolist()"
+        return "(str({0}.dtype), {0}.shape, {0}.tobytes())" if value.nbytes <= _MAX_COMPARED_BYTES else "..."
+    if isinstance(value, contextvars.ContextVar):
+        return "{0}.get()" if _has_value(value) else "{0}.get(None)"  # its own default is not to be hidden by ours
+    return next((how for cls, how in _READ_AS.items() if isinstance(value, cls)), "")
+
+
+def _has_value(variable: contextvars.ContextVar[Any]) -> bool:
+    try:
+        variable.get()
+    except LookupError:
+        return False
+    return True
+
+
+_READ_AS: dict[type, str] = {
+    collections.deque: "list({0})",
+    bytearray: "bytes({0})",
+    array.array: "{0}.tobytes()",
+}

@@ -8,8 +8,9 @@ weight, a size) and where each part of the result comes from (the graph, an argu
 from __future__ import annotations
 
 import linecache
+import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -132,6 +133,8 @@ def trace(
         raise _trace_error(function, error) from error
     written = _written_placeholders(graph)
     outside_tensors = _outside_tensors(capture, inputs, weights)
+    outside = OutsideValues(outside_tensors, capture.constants, capture.scopes)
+    _require_watched(function, outside_tensors, outside)
     return Traced(
         signature=signature,
         graph=graph,
@@ -147,7 +150,7 @@ def trace(
         hidden_state=(),
         layout_reader=None,
         devices=(),
-        outside=OutsideValues(outside_tensors, capture.constants, capture.scopes),
+        outside=outside,
         classes=classes_at(places_of(capture.code)),
         streams=capture.external_objects,
         origin=TraceOrigin(capture.code, capture.sources, outside_tensors, capture.imports, fixed),
@@ -263,12 +266,35 @@ def _outside_tensors(
     inputs: Mapping[torch.fx.Node, GraphInput],
     weights: Mapping[str, torch.Tensor],
 ) -> tuple[str, ...]:
-    known = {id(tensor) for tensor in weights.values()}
+    """Tensors that are neither of the call nor read where the weights are: a weight may have another name, too, and
+    that may come to be another tensor's.
+    """
     return tuple(
-        name
+        torch_compat.array_behind(name)
         for name, source in zip(capture.sources, inputs.values(), strict=True)
-        if isinstance(source, Weight) and name and id(source.tensor) not in known
+        if isinstance(source, Weight) and name and weights.get(_weight_name(name)) is not source.tensor
     )
+
+
+def _require_watched(function: Callable[..., Any], names: Iterable[str], outside: OutsideValues) -> None:
+    """A tensor to which only Dynamo can find the way may come to be another one, and nobody would see it."""
+    lost = next((name for name in names if name not in outside.names), None)
+    if lost is not None:
+        raise _trace_error(function, RuntimeError(f"nothing would tell if {lost} came to be another tensor"))
+
+
+def _weight_name(expression: str) -> str:
+    """The name of a parameter or buffer of what is called; empty if an expression leads elsewhere.
+
+    >>> _weight_name("L['self']._modules['0']._parameters['weight']"), _weight_name("G['scale']")
+    ('0.weight', '')
+    """
+    found = _OF_MODULE.fullmatch(expression)
+    return ".".join(_KEY.findall(found["path"])) if found else ""
+
+
+_OF_MODULE = re.compile(r"L\['\w+'\](\.__self__)?(?P<path>(\._modules\['[^']*'\])*\._(parameters|buffers)\['[^']*'\])")
+_KEY = re.compile(r"\['([^']*)'\]")
 
 
 def _sizes_of_call(

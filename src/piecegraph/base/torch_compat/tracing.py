@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -100,8 +100,9 @@ def dynamo_capture(
 
     run_bytecode = functools.partial(_around_graph, captured, plain_function, receiver, gone_on.copies)
     output = captured.graph_capture_output
-    names, imports = _outside_values(output, plain_function, receiver, arguments)
+    names, imports = _outside_values(output, plain_function, receiver, arguments, gone_on.dicts)
     scopes = outside_scopes(function, imports, args, kwargs)
+    _check_merged(names, scopes)
     code, left_out = tuple(output.traced_code), tuple(gone_on.left_out)
     if backend_input is None:
         return DynamoCapture(None, (), None, objects, run_bytecode, touched, (), names, scopes, left_out, code, imports)
@@ -174,6 +175,19 @@ def _source_name(source: Any) -> str:
     return str(name() if callable(name) else name)  # a method up to torch 2.11
 
 
+def array_behind(source: str) -> str:
+    """The expression for a NumPy array or number, of the one that Dynamo has for the tensor it makes of that.
+
+    >>> array_behind("___from_numpy(G['table'])"), array_behind("G['table']")
+    ("G['table']", "G['table']")
+    """
+    found = _FROM_ARRAY.fullmatch(source)
+    return found[1] if found else source
+
+
+_FROM_ARRAY = re.compile(r"___from_numpy\((.*)\)")
+
+
 def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by their names, with the receiver and defaults."""
     receiver = (function.__self__,) if hasattr(function, "__self__") else ()
@@ -190,11 +204,16 @@ def _with_modules(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _outside_values(
-    output: Any, function: Callable[..., Any], receiver: tuple[Any, ...], arguments: Mapping[str, Any]
+    output: Any,
+    function: Callable[..., Any],
+    receiver: tuple[Any, ...],
+    arguments: Mapping[str, Any],
+    dicts: Iterable[str],
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """What Dynamo would guard of the values outside the call: their expressions, and the modules that these name.
 
-    Hooks are left out, which would be looked up by the hundred at every call, and torch's own state.
+    Hooks are left out, which would be looked up by the hundred at every call, and torch's own state. ``dicts`` are
+    objects of whose ``__dict__`` any key may have been asked for, which Dynamo does not guard.
     """
     code = function.__code__
     held = dict(zip(code.co_varnames, receiver, strict=False))
@@ -202,17 +221,20 @@ def _outside_values(
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     imports = {name: module for name, module in output.import_sources.items() if not module.startswith("torch")}
     roots = [f"L[{name!r}]" for name in (*held, *_with_modules(arguments), *cells)]
-    roots += [f"G[{name!r}]" for name in (*function.__globals__, *imports) if not name.startswith("__builtins")]
-    found: dict[str, None] = {}
+    torchs = ("__builtins", *(output.import_sources.keys() - imports.keys()))
+    roots += [f"G[{name!r}]" for name in (*function.__globals__, *imports) if not name.startswith(torchs)]
+    found = {f"tuple({name}.__dict__)": None for name in dicts if _root(name) in roots}
     for guard in output.output_graph.guards:
         # Those who trace look at what is called, and at the classes of modules, themselves.
         kind = guard.create_fn_name()
+        if kind == "DUPLICATE_INPUT":
+            found |= _merged(guard.name, _source_name(guard.create_fn.keywords["source_b"]), roots)
+            continue
         is_own = guard.name in (*own, *(f"{name}.__func__" for name in own)) and kind != "HASATTR"
         if is_own or ".__class__" in guard.name:
             continue
-        # What is found on the class may come to be on the instance.
-        name = _CLASS_ATTRIBUTE.sub(r"\1.\2", guard.name)
-        root = name.partition("]")[0] + "]"
+        name = _from_instance(guard.name)
+        root = _root(name)
         is_watched = name.endswith(_WATCHED_ANYWAY) or (kind == "NOT_PRESENT_IN_GENERIC_DICT" and "_modules[" in name)
         if kind in _LOOKS and root in roots and not is_watched:
             asked, attribute = name, getattr(guard.create_fn, "keywords", {}).get("attr", "")
@@ -222,6 +244,30 @@ def _outside_values(
             if kind == "CLOSURE_MATCH":  # of the same function, another code: so are functions reloaded
                 found[f"{name}.__code__"] = None
     return tuple(_IMPORTED.sub(r"\1", name) for name in sorted(found)), imports
+
+
+def _root(name: str) -> str:
+    return name.partition("]")[0] + "]"
+
+
+def _merged(name: str, first: str, roots: Sequence[str]) -> dict[str, None]:
+    """What tells that a name still leads to the object that Dynamo found by another name before, and has traced by that
+    one alone. Where one is an argument, which is looked at elsewhere, only the other is left.
+    """
+    outside = [each for each in map(_from_instance, (name, first)) if _root(each) in roots]
+    return dict.fromkeys(["({}) is ({})".format(*outside)] if len(outside) == 2 else outside)
+
+
+def _from_instance(name: str) -> str:
+    """What is found on the class may come to be on the instance."""
+    return _CLASS_ATTRIBUTE.sub(r"\1.\2", name)
+
+
+def _check_merged(names: Iterable[str], scopes: Mapping[str, Any]) -> None:
+    """Nothing but this expression tells that two names have become one: without it, neither may be taken for both."""
+    lost = next((name for name in names if name.startswith("(") and _evaluate(name, scopes) is not True), None)
+    if lost is not None:
+        raise RuntimeError(f"whether {lost} cannot be watched")
 
 
 _LOOKS = {
@@ -267,8 +313,8 @@ def _going_on() -> Iterator[_Tolerance]:
     from torch._dynamo import trace_rules
 
     trace_rules.get_torch_obj_rule_map()  # made once, and not of what is in its place below
-    tolerance = _Tolerance()
     with _patching_dynamo, contextlib.ExitStack() as undo:
+        tolerance = _Tolerance()  # finds what Dynamo has, and not another thread's patches
         for owner, name, patch in tolerance.patches():
             if hasattr(owner, name):
                 undo.callback(setattr, owner, name, getattr(owner, name))
@@ -284,14 +330,26 @@ class _Tolerance:
     Loggers, warnings, ``print`` and ``torch.backends.cudnn.flags`` are left out; ``requires_grad_()`` on what was
     computed without gradients, too; ``new_full`` with a tensor, which would be read on the host, fills with it instead.
     ``copy.deepcopy``, which torch 2.13 traces by itself, copies Python objects once, while tracing. A number on the CPU
-    is data as any other: Dynamo would take it for the one of the trace, with a guard.
+    is data as any other: Dynamo would take it for the one of the trace, with a guard. Names that are taken for one
+    another have a guard, whatever names they are, and reads of ``__dict__`` are noted.
     """
 
     def __init__(self) -> None:
-        from torch._dynamo.variables import builtin, misc, tensor
+        from torch._dynamo import guards
+        from torch._dynamo.variables import builder, builtin, functions, misc, tensor, user_defined
         from torch._subclasses.fake_tensor import FakeTensorConverter
 
-        self._builtin, self._misc, self._tensor = builtin, misc, tensor
+        self._builder, self._builtin, self._misc, self._tensor = builder, builtin, misc, tensor
+        self._function = functions.UserFunctionVariable
+        self._with_dict = (
+            (user_defined.UserDefinedObjectVariable, "var_getattr"),
+            (user_defined.MutableMappingVariable, "var_getattr"),
+            (user_defined.UserDefinedClassVariable, "var_getattr"),
+            (misc.PythonModuleVariable, "var_getattr"),
+            (functions.UserFunctionVariable, "var_getattr"),
+            (functions.UserFunctionVariable, "call_obj_hasattr"),
+        )
+        self._make_dupe_guard = guards.make_dupe_guard
         self._logger_call = misc.LoggingLoggerVariable.call_method
         self._ignored_call = misc.IgnoredFunctionVariable.call_function
         self._requires_grad = tensor.TensorVariable.method_requires_grad_
@@ -301,6 +359,8 @@ class _Tolerance:
         """The calls that are in no graph, with their lines."""
         self.copies: list[Any] = []
         """Objects that were copied while tracing."""
+        self.dicts: dict[str, None] = {}
+        """Objects whose ``__dict__`` was read."""
 
     def patches(self) -> list[tuple[Any, str, Any]]:
         """(owner, name, what takes its place)."""
@@ -313,6 +373,8 @@ class _Tolerance:
             (self._tensor.TensorVariable, "method_new_full", _as_method(self._new_full)),
             (self._builtin.BuiltinVariable, "call_deepcopy", _as_method(self._deepcopy)),
             (self._converter, "from_real_tensor", _as_method(self._convert)),
+            (self._builder, "make_dupe_guard", self._guard_merged),
+            *((owner, method, self._noting_dicts(getattr(owner, method))) for owner, method in self._with_dict),
             (torch.backends.cudnn, "flags", _without_cudnn_flags),
             (utils, "_get_dynamo_config_for_logging", lambda: None),  # cannot write functions (torch 2.11)
         ]
@@ -359,6 +421,28 @@ class _Tolerance:
         fake = self._converted(converter, *args, **kwargs)
         fake.item_memo = None
         return fake
+
+    def _guard_merged(self, source: Any, first: Any) -> Any:
+        """Dynamo has no guard for an object with both a local and a global name, and takes the one for the other."""
+        from torch._dynamo.guards import GuardBuilder
+
+        guard = self._make_dupe_guard(source, first)
+        if guard is None and first and first != source:
+            return functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=first)
+        return guard
+
+    def _noting_dicts(self, ask: Callable[..., Any]) -> Callable[..., Any]:
+        """Asks for an attribute as Dynamo does, which guards no key that a ``__dict__`` does not have, and no attribute
+        that a function does not have.
+        """
+
+        def noting(variable: Any, tx: Any, name: str) -> Any:
+            is_key = name == "__dict__" or (isinstance(variable, self._function) and not name.startswith("__"))
+            if is_key and variable.source is not None:
+                self.dicts[_source_name(variable.source)] = None
+            return ask(variable, tx, name)
+
+        return noting
 
     def _new_full(self, variable: Any, tx: Any, size: Any = None, fill_value: Any = None, *args: Any, **kw: Any) -> Any:
         if not isinstance(fill_value, self._tensor.TensorVariable) or args:
