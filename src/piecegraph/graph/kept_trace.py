@@ -135,9 +135,8 @@ def _keep(traced: Traced, used: tuple[CodeUsed, ...], weights: Mapping[str, torc
 
     def keep_weight(weight: Weight) -> _KeptWeight:
         expression = next((sources[node] for node, source in traced.inputs.items() if source is weight), "")
-        if id(weight.tensor) in names:
-            if expression in origin.outside_tensors:
-                raise UnkeepableError(f"it reads {weight.name} by another name, which may be another tensor there")
+        is_by_name = expression not in origin.outside_tensors  # a weight may be read by another name, too
+        if id(weight.tensor) in names and is_by_name:
             return _KeptWeight(weight.name, "", describe_tensor(weight.tensor))
         if traced.outside.find(expression) is not weight.tensor:
             raise UnkeepableError(f"it reads a tensor that nothing leads to ({weight.name})")

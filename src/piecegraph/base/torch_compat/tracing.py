@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ def dynamo_capture(
     output = captured.graph_capture_output
     names, imports = _outside_values(output, plain_function, receiver, arguments, gone_on.dicts)
     scopes = outside_scopes(function, imports, args, kwargs)
-    _check_merged(names, scopes)
+    names = _check_merged(names, scopes)
     code, left_out = tuple(output.traced_code), tuple(gone_on.left_out)
     if backend_input is None:
         return DynamoCapture(None, (), None, objects, run_bytecode, touched, (), names, scopes, left_out, code, imports)
@@ -263,11 +263,23 @@ def _from_instance(name: str) -> str:
     return _CLASS_ATTRIBUTE.sub(r"\1.\2", name)
 
 
-def _check_merged(names: Iterable[str], scopes: Mapping[str, Any]) -> None:
-    """Nothing but this expression tells that two names have become one: without it, neither may be taken for both."""
-    lost = next((name for name in names if name.startswith("(") and _evaluate(name, scopes) is not True), None)
-    if lost is not None:
-        raise RuntimeError(f"whether {lost} cannot be watched")
+def _check_merged(names: Iterable[str], scopes: Mapping[str, Any]) -> tuple[str, ...]:
+    """Nothing but this expression tells that two names have become one: without it, neither may be taken for both.
+
+    Code has many names, some of which Dynamo made up, and is looked at by each of them: no two need be the same.
+    """
+    found = []
+    for name in names:
+        parts = name[1:-1].split(") is (") if name.startswith("(") else []
+        if any(isinstance(_evaluate(part, scopes), _CODE) for part in parts):
+            continue
+        if parts and _evaluate(name, scopes) is not True:
+            raise RuntimeError(f"whether {name} cannot be watched")
+        found.append(name)
+    return tuple(found)
+
+
+_CODE = (type, ModuleType, FunctionType, BuiltinFunctionType)
 
 
 _LOOKS = {
