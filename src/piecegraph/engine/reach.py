@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -91,7 +92,8 @@ class OuterVariable(NamedTuple):
 def outer_variables(function: FunctionType) -> dict[str, OuterVariable]:
     """The globals and outer variables that a function names, and what it names in modules among them.
 
-    Of code that nobody replaces only the outer variables count: decorators have what they decorate there.
+    Of code that nobody replaces only the outer variables count: decorators have what they decorate there. Packages of
+    others are not gone through: what their functions name is looked at, but neither what they call nor their modules.
     """
     scope, cells = function.__globals__, function.__closure__ or ()
     found = {name: OuterVariable(cell, name) for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
@@ -100,14 +102,21 @@ def outer_variables(function: FunctionType) -> dict[str, OuterVariable]:
     names = [name for code in _codes_in(function.__code__) for name in code.co_names]
     for owner in (name for name in names if isinstance(scope.get(name), ModuleType)):
         theirs = vars(scope[owner])
-        if package_of(theirs) not in FIXED:
+        if package_of(theirs) not in FIXED and not is_installed(theirs):
             found |= {f"{owner}.{name}": OuterVariable(theirs, name) for name in names if name in theirs}
-    return {name: OuterVariable(scope, name) for name in names if name in scope} | found
+    ends_here = is_installed(scope)
+    named = [name for name in names if name in scope and not (ends_here and callable(scope[name]))]
+    return {name: OuterVariable(scope, name) for name in named} | found
 
 
 def package_of(scope: dict[str, Any]) -> str:
     """Whose globals these are."""
     return str(scope.get("__name__", "")).split(".")[0]
+
+
+def is_installed(scope: dict[str, Any]) -> bool:
+    """Whether they are those of a package that is none of the user's own: it may keep books, and has no end."""
+    return f"{os.sep}site-packages{os.sep}" in str(scope.get("__file__", ""))
 
 
 def methods_that_run(value: Any) -> list[FunctionType]:
