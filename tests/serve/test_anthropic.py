@@ -70,6 +70,7 @@ def test_errors_are_in_its_own_shape(client: anthropic.Anthropic, tiny: piecegra
         ({"extra_body": {"temperature": 1.5}}, "temperature: input should be less than or equal to 1"),
         ({"extra_body": {"top_p": 2.0}}, "PG108 top_p"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": "ax"}]}, "the last turn is the assistant's"),
     ):
         with pytest.raises(anthropic.BadRequestError, match=why) as raised:
             client.messages.create(**greedy(**arguments))

@@ -236,6 +236,7 @@ def test_what_completions_refuse(client: openai.OpenAI) -> None:
         ({"max_tokens": 0}, "only with echo"),
         ({"prompt": []}, "prompt is empty"),
         ({"prompt": [[]]}, "PG651"),
+        ({"prompt": ["ax"] * 1025}, "1025 answers are asked for at once, and no more than 1024 may wait"),
         ({"echo": True, "logprobs": 1, "stream": True}, "echo is not supported"),
     ):
         given: Any = {"model": "tiny", "prompt": "ax", **arguments}

@@ -92,6 +92,8 @@ def test_tokens_and_texts(running: Served, tiny: piecegraph.LLM) -> None:
     for path, body in (
         ("/tokenize", {}),
         ("/detokenize", {"tokens": [999]}),
+        ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"x": 1}}),
+        ("/tokenize", {"messages": messages, "add_special_tokens": False}),
         ("/tokenize", {"prompt": "a", "model": "b"}),
     ):
         assert running.post(path, body)[0] in (400, 404)

@@ -107,6 +107,7 @@ def test_what_is_refused(client: openai.OpenAI, running: Served) -> None:
     for arguments, why in (
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "none of the tools"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"extra_body": {"skip_special_tokens": True}}, "skip_special_tokens is not supported"),
         ({"tools": [{"type": "custom"}]}, "tools.0"),
     ):
         given: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, **arguments}

@@ -123,11 +123,12 @@ async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
     service = _models(request).find(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give a prompt or messages", code="invalid_value", param="prompt")
+    body.check()
     if body.messages is not None:
         messages = [each.for_template() for each in body.messages]
         tokens = await service.chat_prompt(messages, body.chat_template_kwargs or {})
     else:
-        tokens = await service.llm.tokens_of(body.prompt or "", add_special_tokens=body.add_special_tokens)
+        tokens = await service.llm.tokens_of(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": service.about.max_model_len}
 
 

@@ -345,8 +345,15 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raise for what is said of the other."""
+        if self.messages is None and self.chat_template_kwargs is not None:
+            raise unsupported("chat_template_kwargs", "a prompt has no template")
+        if self.messages is not None and self.add_special_tokens is not None:
+            raise unsupported("add_special_tokens", "the chat template says which there are")
 
 
 class DetokenizeBody(Body):

@@ -46,7 +46,7 @@ class ChatCall:
             max_new_tokens=body.num_new or service.most_new(len(prompt)),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             structured_outputs=body.form(),
-            **service.marks_are_text(),
+            **service.marks_are_text(body.skip_special_tokens),
         )
         asked = service.ask(prompt, params, record, streams=body.stream, priority=body.priority)
         return ChatCall(service, record, body, asked, prompt)

@@ -33,9 +33,7 @@ class CompletionCall:
         )
         self._texts = TokenTexts(service.llm.tokenizer_if_any)
         self._prompts = prompts_of(body.prompt)
-        self.asked = [
-            service.ask(prompt, params, record, streams=body.stream, priority=body.priority) for prompt in self._prompts
-        ]
+        self.asked = service.ask_all(self._prompts, params, record, streams=body.stream, priority=body.priority)
         self._head = {
             "id": f"cmpl-{record.id}",
             "object": "text_completion",

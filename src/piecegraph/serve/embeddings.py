@@ -40,7 +40,7 @@ class EmbeddingCall:
         if not prompts:
             raise ApiError(400, "input is empty", code="invalid_value", param="input")
         self._service, self._body, self._record = service, body, record
-        self.asked = [service.ask(prompt, _PARAMS, record, streams=False) for prompt in prompts]
+        self.asked = service.ask_all(prompts, _PARAMS, record, streams=False)
 
     async def whole(self) -> dict[str, Any]:
         """One vector for each text."""

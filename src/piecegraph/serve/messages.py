@@ -11,7 +11,7 @@ from pydantic import Field
 from piecegraph.llm.run.answers import Answers
 from piecegraph.llm.run.results import Completion
 from piecegraph.serve.bodies import Body, sampling_params
-from piecegraph.serve.failures import ApiError
+from piecegraph.serve.failures import ApiError, unsupported
 from piecegraph.serve.parts import Happening, Part, Parts, happenings, parts_of
 from piecegraph.serve.record import Record
 from piecegraph.serve.service import Service
@@ -272,6 +272,8 @@ async def read(service: Service, body: CountBody) -> list[int]:
     """The tokens of a conversation."""
     use = body.tool_use()
     use.check()
+    if body.messages[-1].role == "assistant":
+        raise unsupported("messages", "the last turn is the assistant's, and answers are not gone on with")
     return await service.chat_prompt(body.conversation(), body.template_values(), use)
 
 

@@ -121,15 +121,39 @@ class Service:
         """What reads an answer: see :meth:`ToolUse.reader`."""
         return use.reader(self.about.response_template, self.llm.tokenizer.decode(prompt), has_form=has_form)
 
-    def marks_are_text(self) -> dict[str, bool]:
-        """Settings of a request whose answer is read: special tokens may be the marks."""
-        return {} if self.about.response_template is None else {"skip_special_tokens": False}
+    def marks_are_text(self, skip_special_tokens: bool | None = None) -> dict[str, bool]:
+        """Settings of a request whose answer is read: special tokens may be the marks.
+
+        Args:
+            skip_special_tokens: what the request says of it.
+        """
+        if self.about.response_template is None:
+            return {}
+        if skip_special_tokens:
+            raise unsupported("skip_special_tokens", "this model marks calls and reasoning with such tokens")
+        return {"skip_special_tokens": False}
 
     def most_new(self, num_prompt: int) -> int:
         """Tokens that can be generated behind a prompt, by the model's length and by its cache."""
         return max(1, self.about.longest - num_prompt)
 
     # -- answers
+
+    def ask_all(
+        self,
+        prompts: Sequence[str | list[int]],
+        params: SamplingParams,
+        record: Record,
+        *,
+        streams: bool | None,
+        priority: int = 0,
+    ) -> list[Answers]:
+        """Begin to answer several prompts; none of them if there is never room for all."""
+        wanted, most = len(prompts) * params.n, self.settings.max_queue
+        if wanted > most:
+            message = f"{wanted} answers are asked for at once, and no more than {most} may wait"
+            raise ApiError(400, message, code="too_many_answers")
+        return [self.ask(prompt, params, record, streams=streams, priority=priority) for prompt in prompts]
 
     def ask(
         self,
