@@ -227,14 +227,12 @@ def _is_data(name: str, held: Any) -> bool:
 
 
 def _functions_of(codes: Iterable[CodeType]) -> list[FunctionType]:
-    """The functions with these codes: a frame does not say whose it is."""
+    """The functions with these codes: a frame does not say whose it is.
+
+    ``isinstance`` would ask each object that lives, and a proxy of something that is gone raises.
+    """
     wanted = {id(code) for code in codes}
-    return [each for each in _alive(FunctionType) if id(each.__code__) in wanted]
-
-
-def _alive(*kinds: type) -> list[Any]:
-    """All objects of some types. ``isinstance`` would ask each one, and a proxy of something that is gone raises."""
-    return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    return [each for each in gc.get_objects() if type(each) is FunctionType and id(each.__code__) in wanted]
 
 
 def _held_by(function: Any) -> dict[str, Any]:
