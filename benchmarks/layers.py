@@ -36,6 +36,7 @@ ROWS = (1, 8, 64)
 MAX_ERROR = 0.1  # bfloat16 after all layers, sums in another order
 EPS = 1e-6
 DTYPE = torch.bfloat16
+SOME_ROWS = ((32, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 6), (64, 128, 4, 4), (64, 128, 8, 3), (64, 256, 4, 3))
 
 
 @dataclass(frozen=True)
@@ -135,12 +136,11 @@ class Step:
 
     def run(self) -> torch.Tensor:
         x, rows = self.x, self.x.shape[1]
-        widths = [heads * self.width for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        widths = [count * width for count, width in self.attention.heads]
         for layer in self.layers:
-            qkv = skinny.multiply(x, layer.qkv, early=True)
-            q, k, v = skinny.rotate(*qkv.split(widths, -1), self.heads, early=True)
+            qkv = skinny.multiply(x, layer.qkv, early=True).split(widths, -1)
             out = torch.empty(rows, self.num_heads, self.width, device=self.device, dtype=DTYPE)
-            triton_paged.attend(q, k, v, out, None, *layer.caches, self.attention, self.batch)
+            triton_paged.attend_turned(*qkv, self.heads, out, None, *layer.caches, self.attention, self.batch)
             x = skinny.multiply(out.view(1, rows, -1), Linear(layer.output, residual=x), early=True)
             inner = skinny.multiply(x, layer.gate_up, early=True)
             x = skinny.multiply(inner, Linear(layer.down, residual=x), early=True)
@@ -206,7 +206,8 @@ def one_row_tiles() -> Iterable[Tile]:
 
 
 def several_rows_tiles(depth: int) -> Iterable[Tile | None]:
-    yield None  # cuBLAS
+    yield None  # cuBLAS, or ours behind kernels for what is around it
+    yield from (Tile("some_rows", *sizes) for sizes in SOME_ROWS)
     for columns, part, num_warps, num_stages in itertools.product([8, 16, 32], [64, 128, 256], [4, 8], [2, 3, 4]):
         if depth % (part * num_warps) == 0:
             yield Tile("narrow", columns, part, num_warps, num_stages)

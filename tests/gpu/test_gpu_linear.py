@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import piecegraph.llm.kernels.linear  # noqa: F401 - it registers the op
 from piecegraph.llm.kernels import skinny
+from piecegraph.llm.kernels.attention import triton_paged
 from piecegraph.llm.kernels.skinny import Heads, Linear
+from piecegraph.llm.specs import AttentionBatch, AttentionLayer
 
 pytestmark = pytest.mark.gpu
 
@@ -83,24 +87,88 @@ def test_heads_are_turned(tokens: int, num_q: int, num_k: int, width: int, has_n
         assert (one.float() - other).norm() <= 8e-3 * other.norm()
 
 
-def test_a_chain_of_early_kernels_in_a_graph() -> None:
+@pytest.mark.parametrize("rows", [1, 8, 16, 17, 64])
+def test_a_chain_of_early_kernels_in_a_graph(rows: int) -> None:
     """Each reads what the one before it wrote: beginning too early would show."""
     torch.manual_seed(0)
-    weights = [draw(1024, 1024, dtype=torch.bfloat16) / 32 for _ in range(24)]
+    gates, downs = ([draw(*shape, dtype=torch.bfloat16) / 32 for _ in range(12)] for shape in ((2048, 1024),) * 2)
     gain = torch.ones(1024, device="cuda", dtype=torch.bfloat16)
-    x = draw(1, 1024, dtype=torch.bfloat16)
+    x = draw(rows, 1024, dtype=torch.bfloat16)
 
     def run(early: bool) -> torch.Tensor:
         hidden = x
-        for weight in weights:
-            hidden = skinny.multiply(hidden, Linear(weight, None, gain, 1e-6, hidden), early=early)
+        for gate, down in zip(gates, downs, strict=True):
+            inner = skinny.multiply(hidden, Linear(gate, None, gain, 1e-6, is_gated=True), early=early)
+            hidden = skinny.multiply(inner, Linear(down[:1024], residual=hidden), early=early)
         return hidden
 
     expected = run(False)
-    run(True)
+    assert_replays_give(expected, lambda: run(True))
+
+
+def assert_replays_give(expected: torch.Tensor, run: Callable[[], torch.Tensor]) -> None:
+    run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = run(True)
+        found = run()
     for _ in range(20):
         graph.replay()
         assert torch.equal(found, expected)
+
+
+WIDTH, Q_HEADS, K_HEADS = 128, 16, 8
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 8, 64])
+def test_attention_turns_heads(rows: int, has_norm: bool) -> None:
+    """Alone, and in a chain with linears around it, in which all wait in line."""
+    torch.manual_seed(0)
+    layer = AttentionLayer(
+        index=0, group=0, num_heads=Q_HEADS, num_kv_heads=K_HEADS, key_width=WIDTH, value_width=WIDTH, scale=WIDTH**-0.5
+    )
+    gains = [draw(WIDTH, dtype=torch.bfloat16) if has_norm else None for _ in range(2)]
+    heads = Heads(*(draw(1, rows, WIDTH, dtype=torch.bfloat16) for _ in range(2)), *gains, 1e-6)
+    batch, caches = (
+        _decode_batch(rows, 160),
+        [draw(rows * 10 + 1, 16, K_HEADS, WIDTH, dtype=torch.bfloat16) for _ in "kv"],
+    )
+    widths = [count * width for count, width in layer.heads]
+    qkv, output = (draw(*shape, dtype=torch.bfloat16) / 32 for shape in ((sum(widths), 1024), (1024, Q_HEADS * WIDTH)))
+    x = draw(1, rows, 1024, dtype=torch.bfloat16)
+    triton_paged.prepare([layer], x.device)
+
+    def attend(hidden: torch.Tensor, is_turned_before: bool) -> torch.Tensor:
+        parts = skinny.multiply(hidden, Linear(qkv), early=True).split(widths, -1)
+        out = torch.empty(rows, Q_HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
+        if is_turned_before:
+            triton_paged.attend(*skinny.rotate(*parts, heads, early=True), out, None, *caches, layer, batch)
+        else:
+            triton_paged.attend_turned(*parts, heads, out, None, *caches, layer, batch)
+        return out
+
+    def run(pause: Callable[[], None]) -> torch.Tensor:
+        hidden = x
+        for _ in range(8):
+            out = attend(hidden, False)
+            pause()
+            hidden = skinny.multiply(out.view(1, rows, -1), Linear(output, residual=x), early=True)
+            pause()
+        return hidden
+
+    one, other = attend(x, False), attend(x, True)
+    assert (one - other).float().norm() <= 8e-3 * other.float().norm()
+    assert_replays_give(run(torch.cuda.synchronize), lambda: run(lambda: None))
+
+
+def _decode_batch(rows: int, length: int) -> AttentionBatch:
+    table = (torch.randperm(rows * (length // 16), device="cuda") + 1).view(rows, -1)
+    return AttentionBatch(
+        query_starts=torch.arange(rows + 1, dtype=torch.int32, device="cuda"),
+        seq_lens=torch.full((rows,), length, dtype=torch.int32, device="cuda"),
+        block_table=table.int(),
+        slots=table[:, -1] * 16 + 15,
+        block_size=16,
+        max_query_len=1,
+        max_seq_len=4096,
+    )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
+import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from piecegraph.llm.kernels.race import (
     launch_scores,
     random_keys,
 )
+from piecegraph.llm.kernels.skinny import Heads, Linear, Tile, launch_tiles, plain, plain_rotate
 from piecegraph.llm.specs import Accepted, Rejected
 from tests.cases.attention import Sequences, check, latent_layer, layer, problem, run
 from tests.cases.interpreter import needs_interpreter, print_verdicts, verdicts_of
@@ -144,7 +148,36 @@ def _cleared() -> None:
         assert not behind.any() if seq >= 2 else bool(behind.isnan().all())
 
 
+def _turned_heads() -> None:
+    """One sequence by two kernels, several by one."""
+    for spans, has_norm in itertools.product((((1, 40),), ((1, 200), (1, 3), (1, 129))), (False, True)):
+        case = problem(layer(4, 2, 16), Sequences(name="", spans=spans, max_seq_len=256), torch.float32)
+        arguments, expected = case.arguments, copy.deepcopy(case.arguments)
+        turn = torch.randn(2, 1, len(spans), 16)
+        heads = Heads(*turn, *(torch.rand(2, 16) if has_norm else (None, None)), 1e-6)
+        rows = [arguments.pop(name).flatten(1)[None] for name in ("q", "k", "v")]
+        expected |= zip(("q", "k", "v"), plain_rotate(*rows, heads), strict=True)
+        triton_paged.attend(**expected)
+        with mock.patch.object(triton_paged, "fits_heads", return_value=True):
+            triton_paged.attend_turned(*rows, heads, **arguments)
+        for name in ("out", "key_cache", "value_cache"):
+            torch.testing.assert_close(arguments[name], expected[name], rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+def _linears_of_some_rows() -> None:
+    """With a gate and without, behind which a residual is added."""
+    x, weight, bias = torch.randn(20, 64), torch.randn(48, 64), torch.randn(48)
+    for is_gated, given in itertools.product((False, True), (None, bias)):
+        residual = torch.randn(20, 24 if is_gated else 48)
+        linear = Linear(weight, given, residual=residual, is_gated=is_gated)
+        out = torch.empty_like(residual)
+        launch_tiles(x, linear, residual, out, Tile("some_rows", 16, 32, 4, 2))
+        torch.testing.assert_close(out, plain(x, linear), rtol=1e-5, atol=1e-4)
+
+
 OTHERS = {
+    "heads that attention turns": _turned_heads,
+    "linears of some rows": _linears_of_some_rows,
     "what is cleared for another kernel": _cleared,
     "many launches over one workspace": _many_launches,
     "scores of a race": _scores_of_a_race,

@@ -116,37 +116,6 @@ def test_of_two_linears_that_are_added_up_the_first_adds() -> None:
     torch.testing.assert_close(made(*arguments)[0], module(x))
 
 
-class Turned(nn.Module):
-    """Queries, keys and values of two heads of four columns, as models make them of one linear."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(24, 8, dtype=torch.bfloat16))
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        parts = F.linear(x, self.weight).split([8, 8, 8], -1)
-        q, k, v = (part.contiguous().view(1, part.shape[1], -1, 4).transpose(1, 2) for part in parts)
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        turned = [each * cos + torch.cat((-each[..., 2:], each[..., :2]), dim=-1) * sin for each in (q, k)]
-        return tuple(each.transpose(1, 2).squeeze(0).contiguous() for each in (*turned, v))
-
-
-def test_heads_are_turned_in_one_op_unless_in_a_wider_type() -> None:
-    torch.manual_seed(0)
-    module, x = Turned(), torch.randn(1, 3, 8, dtype=torch.bfloat16)
-    for dtype, count in ((torch.bfloat16, 1), (torch.float32, 0)):
-        turns = [torch.randn(1, 3, 4, dtype=dtype) for _ in range(2)]
-        traced = trace_it(module, x, *turns)
-        given = iter((x, *turns))
-        sources = [traced.inputs[node] for node in traced.graph.nodes if node.op == "placeholder"]
-        arguments = [source.tensor if hasattr(source, "tensor") else next(given) for source in sources]
-        made = use_fused_ops(torch.fx.GraphModule(module, traced.graph))
-        assert targets(made)["piecegraph.rotated_heads.default"] == count
-        for one, other in zip(made(*arguments), module(x, *turns), strict=True):
-            assert one.dtype == other.dtype
-            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
-
-
 def test_of_a_wide_model_fewer_rows_are_run_so() -> None:
     """cuBLAS is best for some of its linears from 17 rows on."""
 
@@ -175,12 +144,6 @@ def test_the_plain_forms_compute_the_same(has_norm: bool) -> None:
         given: tuple[Any, ...] = (x, weight, None, gain, 1e-6, residual, gated)
         found = eval(decode_pieces._PLAIN_LINEAR)(*given)
         torch.testing.assert_close(found, torch.ops.piecegraph.fused_linear(*given))
-    q, k, turn = torch.randn(1, 3, 32), torch.randn(1, 3, 16), torch.randn(1, 3, 8)
-    given = (q, k, k, gain, gain, 1e-6, turn, turn + 1)
-    for one, other in zip(
-        eval(decode_pieces._PLAIN_HEADS)(*given), torch.ops.piecegraph.rotated_heads(*given), strict=True
-    ):
-        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])

@@ -140,8 +140,8 @@ def test_kernels_that_may_look_at_their_neighbours_are_not_chosen() -> None:
 
 def test_linears_of_a_head_are_those_of_fixed_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    with linear.FixedLinears(), torch.inference_mode():
-        monkeypatch.setattr(linear, "launch_tiles", lambda x, weight, bias, out, *_: calls.append(out.zero_()))
+    with linear.fixed_linears(), torch.inference_mode():
+        monkeypatch.setattr(linear, "launch_tiles", lambda x, linear, added, out, *_, **__: calls.append(out.zero_()))
         found = torch.nn.Linear(4, 6)(torch.ones(2, 3, 4))
     assert found.shape == (2, 3, 6)
     assert [each.shape for each in calls] == [(6, 6)]

@@ -17,7 +17,7 @@ from piecegraph.llm.kernels.attention.kernel import AttentionKernel
 from piecegraph.llm.kernels.attention.registry import choose_kernel
 from piecegraph.llm.kernels.state_plain import PlainStates
 from piecegraph.llm.run.batch import BatchLimits
-from piecegraph.llm.run.early_kernels import EarlyKernels, HeadsShape, LinearShape, Shapes, shapes_of
+from piecegraph.llm.run.early_kernels import EarlyKernels, LinearShape, Shapes, shapes_of
 from piecegraph.llm.run.step import Bucket
 from piecegraph.llm.specs import AttentionLayer, ConvLayer, DeltaLayer
 from tests.graph.test_trace import trace_it
@@ -35,8 +35,9 @@ DELTA = DeltaLayer(
     decay_dtype=torch.float32,
     beta_dtype=torch.bfloat16,
 )
-SHAPES = Shapes((LinearShape(16, 8),), (LinearShape(24, 8, has_norm=True, is_gated=True), HeadsShape(4, 2, 8, True)), 4)
-BUCKETS = (Bucket(4, 4, "decode"), Bucket(8, 2))
+SHAPES = Shapes((LinearShape(16, 8),), (LinearShape(24, 8, has_norm=True, is_gated=True),), {0: True, 2: False}, 4)
+"""The second of three layers is not turned by attention."""
+BUCKETS = (Bucket(4, 4, "decode"), Bucket(8, 2), Bucket(1, 1, "decode"))
 
 
 def early(kernel: AttentionKernel, *layers: AttentionLayer, states: StateKernels | None = None) -> EarlyKernels:
@@ -45,6 +46,7 @@ def early(kernel: AttentionKernel, *layers: AttentionLayer, states: StateKernels
         layers,
         ((CONV, replace(CONV, index=1), DELTA), states or PlainStates()),
         SHAPES,
+        torch.zeros(10, 8),
         buckets=BUCKETS,
         limits=BatchLimits(max_tokens=8, max_seqs=4, max_model_len=64, block_size=16, num_groups=1, vocab_size=8),
         dtype=torch.float32,
@@ -67,7 +69,7 @@ def test_the_distinct_linears_of_a_decoder() -> None:
     plain = (LinearShape(8, 4, True), LinearShape(2, 8))
     assert shapes_of(traced.graph, has_decode_pieces=False) == Shapes(plain)
     assert shapes_of(traced.graph, has_decode_pieces=True) == Shapes(
-        plain, (LinearShape(8, 4, True, has_residual=True), LinearShape(8, 4, True), LinearShape(2, 8)), 16
+        plain, (LinearShape(8, 4, True, has_residual=True), LinearShape(8, 4, True), LinearShape(2, 8)), {}, 16
     )
 
 
@@ -105,10 +107,13 @@ def test_every_kind_of_layer_runs_once_in_every_size(monkeypatch: pytest.MonkeyP
         "launch_once",
         lambda linear, rows, *, early: multiplied.append((rows, linear.weight.shape[0], early)),
     )
-    turned: list[int] = []
-    monkeypatch.setattr(skinny, "rotate", lambda q, *others, early: turned.append(q.shape[0]))
+    turned: list[tuple[int, bool]] = []
+
+    def attend_turned(q: Tensor, k: Tensor, v: Tensor, heads: skinny.Heads, *others: Any) -> None:
+        turned.append((q.shape[1], heads.q_gain is not None))
+
     kernels = early(
-        replace(reference, attend=attend),
+        replace(reference, attend=attend, attend_turned=attend_turned),
         LAYER,
         replace(LAYER, index=1),
         replace(LAYER, index=2, window=4),
@@ -117,13 +122,13 @@ def test_every_kind_of_layer_runs_once_in_every_size(monkeypatch: pytest.MonkeyP
     kernels.start()
     decision = kernels.wait()
     assert decision.choice == "compiled early", decision.reason
-    assert attended == [(4, 0, 4), (4, 4, 4), (8, 0, 2), (8, 4, 2)]
+    assert attended == [(1, 0, 1), (4, 0, 4), (8, 0, 2), (8, 4, 2)]
     # Steps of decoding have pieces of their own; the last of others may run on one row of each sequence.
-    assert multiplied == [(4, 24, True), (8, 16, False), (2, 16, False)]
-    assert turned == [4]
+    assert multiplied == [(1, 24, True), (1, 10, True), (4, 24, True), (8, 16, False), (2, 16, False)]
+    assert turned == [(1, True), (1, False), (4, True), (4, False)]
     assert states.launched == [
         (kind, size, dtype)
-        for size in (4, 8)
+        for size in (1, 4, 8)
         for kind, dtype in (("convolution", torch.float32), ("delta rule", torch.bfloat16))
     ]
 

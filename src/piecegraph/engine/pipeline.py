@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Lowered:
 
 @dataclass(frozen=True)
 class Variant:
-    """Another way to lower what was cut, for some sizes."""
+    """Another way to lower a graph, for some sizes."""
 
     name: str
     passes: tuple[Callable[..., Any], ...]
@@ -131,15 +132,10 @@ class Pipeline:
             self.clock.start()  # it was traced long ago
         kept = self.kept[-1] if self.kept and not interceptions else None
 
-        def make_segments() -> Sequence[Segment]:
-            segments = split(traced, self.rules, full=self.is_full, interceptions=interceptions)
-            self.clock.lap("split")
-            return segments
+        return self._lower(traced, partial(self._split, traced, interceptions), kept)
 
-        return self._lower(traced, make_segments, kept)
-
-    def lower_again(self, traced: Traced, segments: Sequence[Segment], variant: Variant) -> Lowered:
-        """What is cut already, with other passes and settings; beside what it was lowered to before."""
+    def cut_again(self, traced: Traced, variant: Variant) -> Lowered:
+        """Cut a graph and compile it with other passes and settings; beside what was made of it, or of its like."""
         inductor = {**self.options.inductor, **variant.inductor}
         other = replace(
             self,
@@ -147,7 +143,12 @@ class Pipeline:
             passes=variant.passes,
             options=replace(self.options, inductor=inductor),
         )
-        return other._lower(traced, lambda: segments, self.kept[-1] if self.kept else None)
+        return other._lower(traced, partial(other._split, traced, ()), self.kept[-1] if self.kept else None)
+
+    def _split(self, traced: Traced, interceptions: Sequence[Interception]) -> Sequence[Segment]:
+        segments = split(traced, self.rules, full=self.is_full, interceptions=interceptions)
+        self.clock.lap("split")
+        return segments
 
     def _lower(self, traced: Traced, make_segments: Callable[[], Sequence[Segment]], kept: KeptPlan | None) -> Lowered:
         dump = self.open_dump()

@@ -22,6 +22,7 @@ from piecegraph.base.plan import Decision
 from piecegraph.graph.fx_nodes import take_places, writes_in_place
 from piecegraph.graph.sources import FromGraph, GraphInput, Weight
 from piecegraph.graph.tracer import Traced
+from piecegraph.graph.views import StridedView
 
 _LINEAR = torch_compat.op_of(F.linear)[0]
 
@@ -52,10 +53,8 @@ def place_by_copy(parameter: torch.Tensor, memory: torch.Tensor) -> None:
 
 def fuse_linears(traced: Traced, place: PlaceWeight = place_by_copy) -> tuple[Traced, Decision]:
     """Join the linears of a traced graph that share their input."""
-    copies: dict[torch.fx.Node, torch.fx.Node] = {}
-    graph = torch.fx.Graph()
-    graph.output(graph.graph_copy(traced.graph, copies))
-    inputs = {copies[node]: source for node, source in traced.inputs.items()}
+    copied = traced.copied()
+    graph, inputs = copied.graph, dict(copied.inputs)
     groups = _find_groups(graph, inputs, {id(weight.tensor) for weight in traced.written_weights})
     replaced: dict[torch.fx.Node, torch.fx.Node] = {}
     known: _KnownFakes = {}
@@ -63,12 +62,14 @@ def fuse_linears(traced: Traced, place: PlaceWeight = place_by_copy) -> tuple[Tr
         _join_weights(group, place)
         _fuse(graph, inputs, group, replaced, known)
     order = {node: i for i, node in enumerate(graph.nodes)}
-    now = {old: replaced.get(new, new) for old, new in copies.items()}
-    results = tuple(FromGraph(now[leaf.node]) if isinstance(leaf, FromGraph) else leaf for leaf in traced.results)
+    results = tuple(
+        replace(leaf, node=replaced.get(leaf.node, leaf.node)) if isinstance(leaf, (FromGraph, StridedView)) else leaf
+        for leaf in copied.results
+    )
     ordered = {node: inputs[node] for node in sorted(inputs, key=order.__getitem__)}
     names = "; ".join(group.name for group in groups[:2]) + (", ..." if len(groups) > 2 else "")
     decision = Decision("fused linears", f"{len(groups)} groups", names or "none share an input and can be joined")
-    return replace(traced, graph=graph, inputs=ordered, results=results), decision
+    return replace(copied, inputs=ordered, results=results), decision
 
 
 def _find_groups(graph: torch.fx.Graph, inputs: dict[torch.fx.Node, GraphInput], written: set[int]) -> list[_Group]:

@@ -94,6 +94,18 @@ class Traced:
         """The nodes whose values the result needs, each once."""
         return tuple(dict.fromkeys(leaf.node for leaf in self.results if isinstance(leaf, (FromGraph, StridedView))))
 
+    def copied(self) -> Traced:
+        """The same with a graph that may be changed."""
+        copies: dict[torch.fx.Node, torch.fx.Node] = {}
+        graph = torch.fx.Graph()
+        graph.output(graph.graph_copy(self.graph, copies))
+        inputs = {copies[node]: source for node, source in self.inputs.items()}
+        results = tuple(
+            replace(leaf, node=copies[leaf.node]) if isinstance(leaf, (FromGraph, StridedView)) else leaf
+            for leaf in self.results
+        )
+        return replace(self, graph=graph, inputs=inputs, results=results)
+
 
 def trace(
     function: Callable[..., Any],

@@ -48,6 +48,8 @@ _CACHE, _STATE = "reads the batch and the cache", "keeps a state for each sequen
 _SCHEMAS = {
     "attention(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor? sinks, int site, float scale, "
     "int window, int chunk, float softcap) -> ()": _CACHE,
+    "turned_attention(Tensor rows, Tensor cos, Tensor sin, Tensor? query_gain, Tensor? key_gain, float eps, "
+    "Tensor(a!) out, Tensor? sinks, int site, float scale, int window, int chunk, float softcap) -> ()": _CACHE,
     "latent_attention(Tensor query, Tensor latent, Tensor rope, Tensor up_projection, Tensor(a!) out, int site, "
     "int nope_width, float scale) -> ()": _CACHE,
     "experts(Tensor hidden, Tensor expert, Tensor weight, Tensor(a!) out, int site) -> ()": "sorts tokens by expert",
@@ -92,6 +94,8 @@ def _define() -> None:
 _define()
 
 ATTENTION = torch.ops.piecegraph.attention.default
+TURNED_ATTENTION = torch.ops.piecegraph.turned_attention.default
+"""Attention of steps of decoding, which is given what a linear makes of tokens: see ``kernels/turned_attention.py``."""
 LATENT_ATTENTION = torch.ops.piecegraph.latent_attention.default
 EXPERTS = torch.ops.piecegraph.experts.default
 STATEFUL = torch.ops.piecegraph.stateful.default

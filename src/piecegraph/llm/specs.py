@@ -70,6 +70,12 @@ class AttentionLayer:
     has_sinks: bool = False
     """Whether a learned score per head takes part in the softmax without a value."""
 
+    @property
+    def heads(self) -> tuple[tuple[int, int], ...]:
+        """(how many, width) of a token's queries, keys and values."""
+        keys = self.num_kv_heads
+        return (self.num_heads, self.key_width), (keys, self.key_width), (keys, self.value_width)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentLayer:

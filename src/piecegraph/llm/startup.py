@@ -274,6 +274,7 @@ def _start_early(
         sites.layers,
         (sites.states, choose_states(sites.states, dtype, config.device)[0]),
         Shapes() if config.deterministic else shapes_of(sites.graph, has_decode_pieces=has_decode_pieces),
+        getattr(loaded.model.get_output_embeddings(), "weight", None),
         buckets=dict.fromkeys((*sizes.largest(limits), *sizes.of_kernels(), tried)),
         limits=batch_limits(loaded, block_size_for(kernel, config), limits, len(sites.reaches), has_mrope=False),
         dtype=dtype,

@@ -13,7 +13,7 @@ from piecegraph.llm.cache.states import StateMemory
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
 from piecegraph.llm.specs import AttentionBatch, AttentionLayer, LatentLayer, StateBatch
 
-_ATTENTION = frozenset({"attention", "latent_attention"})
+_ATTENTION = frozenset({"attention", "turned_attention", "latent_attention"})
 
 
 class Memory:
@@ -42,6 +42,11 @@ class Memory:
     ) -> None:
         self.layers = tuple(layers)
         self._kernel = kernel
+        self._attend = {
+            "attention": kernel.attend,
+            "turned_attention": kernel.attend_rows,
+            "latent_attention": kernel.attend_latent,
+        }
         self._experts = tuple(experts)
         self._states = states
         self._dtype = dtype
@@ -84,8 +89,8 @@ class Memory:
         """An op of ``ops.py`` at one of its call sites."""
         if op in _ATTENTION:
             layer = self.layers[site]
-            # Its inputs are the first arguments of either function of a kernel, one of which serves the layer.
-            attend: Any = self._kernel.attend if op == "attention" else self._kernel.attend_latent
+            # Its inputs are the first arguments of one of the kernel's functions.
+            attend: Any = self._attend[op]
             attend(*inputs, *self._caches[site], layer, self._batches[layer.group])
         elif op == "experts":
             *routed, out = inputs

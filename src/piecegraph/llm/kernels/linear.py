@@ -39,11 +39,11 @@ def _fixed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     tile, block_m = (Tile("some_rows", 32, 32, 4, 2), 32) if is_wide else (Tile("some_rows", 64, 64, 4, 4), 64)
     launch_tiles(
         rows if rows.stride(-1) == 1 else rows.contiguous(),
-        weight.contiguous(),
-        bias,
+        Linear(weight.contiguous(), bias),
+        None,
         out.view(-1, columns),
         tile,
-        block_m,
+        block_m=block_m,
     )
     return out
 
@@ -63,14 +63,29 @@ _define("linear", _linear)
 _define("fixed_linear", _fixed_linear)
 
 
-class FixedLinears(TorchFunctionMode):
-    """Code that runs inside calls the op with fixed tiles in the place of every linear."""
+class Linears(TorchFunctionMode):
+    """Code that runs inside calls this in the place of every linear of a plain matrix."""
+
+    def __init__(self, compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]) -> None:
+        super().__init__()
+        self._compute = compute
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
             x, weight, bias = _arguments(*args, **(kwargs or {}))
-            return torch.ops.piecegraph.fixed_linear(x, weight, bias)
+            if type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.dim() == 2:
+                return self._compute(x, weight, bias)
         return func(*args, **(kwargs or {}))
+
+
+def fixed_linears() -> Linears:
+    """Linears inside have fixed tiles."""
+    return Linears(torch.ops.piecegraph.fixed_linear)
+
+
+def early_linears() -> Linears:
+    """Linears inside are of few rows, and begin early: see Note [Early launches]."""
+    return Linears(lambda x, weight, bias: multiply(x, Linear(weight, bias), early=True))
 
 
 def _arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:

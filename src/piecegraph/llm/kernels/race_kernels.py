@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from piecegraph.llm.kernels.skinny_kernels import await_writes
+
 
 @triton.jit
 def scores_kernel(
@@ -39,9 +41,7 @@ def scores_kernel(
 @triton.jit
 def largest_of_parts_kernel(logits, largest, places, count, row_stride, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """The largest of each part of a row and its place. What is no number counts as infinite. Grid: (rows, parts)."""
-    if EARLY:  # see Note [Early launches]
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    await_writes(EARLY, False)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = part * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(logits + row * row_stride + columns, columns < count, float("-inf")).to(tl.float32)
@@ -56,9 +56,7 @@ def first_largest_kernel(largest, places, out, num_parts, BAD: tl.constexpr, BLO
 
     BAD if it is infinite, one less if that is below zero: then all are.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    await_writes(EARLY, False)
     row, parts = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     tops = tl.load(largest + row * num_parts + parts, parts < num_parts, float("-inf"))
     top, part = tl.max(tops, 0, return_indices=True)

@@ -14,11 +14,14 @@ import triton.language as tl
 
 
 @triton.jit
-def _begin(EARLY: tl.constexpr):
-    """From here on, what the kernel before has written may be read."""
+def await_writes(EARLY: tl.constexpr, CHAINED: tl.constexpr):
+    """From here on, what kernels before have written may be read."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
     if EARLY:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not CHAINED:
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -52,6 +55,7 @@ def one_row_kernel(
     HAS_RESIDUAL: tl.constexpr,
     IS_GATED: tl.constexpr,
     EARLY: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """One row: every product is its own, and sums are made once, at the end. Grid: tiles of columns.
 
@@ -68,7 +72,7 @@ def one_row_kernel(
     next_part = part
     if AHEAD > 1 and K > BLOCK_K:
         next_part = _weights(weight, weight_rows, is_column, BLOCK_K, K, BLOCK_K)
-    _begin(EARLY)
+    await_writes(EARLY, CHAINED)
     total = tl.zeros([ROWS, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
@@ -139,6 +143,7 @@ def narrow_kernel(
     IS_GATED: tl.constexpr,
     PREFETCHES: tl.constexpr,
     EARLY: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Some rows and few columns: tiles are narrow, or there were too few of them, and each warp adds up a part of K.
 
@@ -162,7 +167,7 @@ def narrow_kernel(
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
             )
-    _begin(EARLY)
+    await_writes(EARLY, CHAINED)
     total = tl.zeros([PARTS, BLOCK_M, WIDTH], tl.float32)
     squares = tl.zeros([PARTS, BLOCK_M], tl.float32)
     if IS_ONE_STEP:
@@ -192,41 +197,61 @@ def some_rows_kernel(
     x,
     weight,
     bias,
+    residual,
     out,
     m,
     n,
     x_stride,
+    residual_stride,
     out_stride,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    IS_GATED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
-    """Tiles of rows, on tensor cores. Grid: (tiles of columns, tiles of rows)."""
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Tiles of rows, on tensor cores. Grid: (tiles of columns, tiles of rows). IS_GATED: as for one row."""
+    WIDTH: tl.constexpr = 2 * BLOCK_N if IS_GATED else BLOCK_N
+    places = tl.arange(0, WIDTH)
+    columns = tl.program_id(0) * BLOCK_N + (places // 2 if IS_GATED else places)
+    weight_rows = columns + (places % 2) * n if IS_GATED else columns
     rows = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     depth = tl.arange(0, BLOCK_K)
     is_row, is_column = rows < m, columns < n
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    total = tl.zeros([WIDTH, BLOCK_M], tl.float32)
     x_at = x + rows[None, :] * x_stride + depth[:, None]
-    weight_at = weight + columns[:, None].to(tl.int64) * K + depth[None, :]
+    weight_at = weight + weight_rows[:, None].to(tl.int64) * K + depth[None, :]
+    await_writes(EARLY, CHAINED)
     for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         is_inside = start + depth < K
         w = tl.load(weight_at + start, is_column[:, None] & is_inside[None, :], 0.0, eviction_policy="evict_first")
         v = tl.load(x_at + start, is_row[None, :] & is_inside[:, None], 0.0)
         total = tl.dot(w, v, total, input_precision="ieee")
     if HAS_BIAS:
-        total += tl.load(bias + columns, is_column, 0.0).to(tl.float32)[:, None]
-    at = out + rows[None, :] * out_stride + columns[:, None]
-    tl.store(at, total.to(out.dtype.element_ty), is_row[None, :] & is_column[:, None])
+        total += tl.load(bias + weight_rows, is_column, 0.0).to(tl.float32)[:, None]
+    if IS_GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(total, [BLOCK_N, 2, BLOCK_M]), [0, 2, 1]))
+        total = _silu_times(gate, up)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_inside = is_row[None, :] & (columns < n)[:, None]
+    if HAS_RESIDUAL:
+        at = residual + rows[None, :] * residual_stride + columns[:, None]
+        total += tl.load(at, is_inside, 0.0).to(tl.float32)
+    tl.store(out + rows[None, :] * out_stride + columns[:, None], total.to(out.dtype.element_ty), is_inside)
 
 
 @triton.jit
-def norm_kernel(x, gain, out, x_stride, out_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def norm_kernel(
+    x, gain, out, x_stride, out_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
     """The root mean square of each row becomes 1. Grid: rows."""
-    _begin(EARLY)
+    await_writes(EARLY, CHAINED)
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     is_inside = columns < WIDTH
     values = tl.load(x + row * x_stride + columns, is_inside, 0.0).to(tl.float32)
@@ -236,9 +261,9 @@ def norm_kernel(x, gain, out, x_stride, out_stride, eps, WIDTH: tl.constexpr, BL
 
 
 @triton.jit
-def gate_kernel(both, out, n, both_stride, out_stride, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def gate_kernel(both, out, n, both_stride, out_stride, BLOCK: tl.constexpr, EARLY: tl.constexpr, CHAINED: tl.constexpr):
     """The SiLU of the first half of a row, times the second. Grid: (rows, blocks of columns)."""
-    _begin(EARLY)
+    await_writes(EARLY, CHAINED)
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(both + row * both_stride + columns, columns < n, 0.0).to(tl.float32)
     up = tl.load(both + row * both_stride + n + columns, columns < n, 0.0).to(tl.float32)
@@ -246,17 +271,22 @@ def gate_kernel(both, out, n, both_stride, out_stride, BLOCK: tl.constexpr, EARL
 
 
 @triton.jit
-def _rotated(row, gain, cos, sin, eps, WIDTH: tl.constexpr, HAS_NORM: tl.constexpr):
-    """One head, normed if it has a gain, and turned: a column goes with the one half a head away."""
+def load_turned(base, rows, inside, gain, cos, sin, eps, WIDTH: tl.constexpr, HAS_NORM: tl.constexpr):
+    """[heads, WIDTH] of one token, normed if they have a gain, and turned: a column goes with the one half a head away.
+
+    Zeros where there is nothing to read.
+    """
     columns = tl.arange(0, WIDTH)
     others = (columns + WIDTH // 2) % WIDTH
-    values, partners = tl.load(row + columns).to(tl.float32), tl.load(row + others).to(tl.float32)
+    values = tl.load(base + rows[:, None] + columns[None, :], inside[:, None], 0.0).to(tl.float32)
+    partners = tl.load(base + rows[:, None] + others[None, :], inside[:, None], 0.0).to(tl.float32)
     if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
-        values *= scale * tl.load(gain + columns).to(tl.float32)
-        partners *= scale * tl.load(gain + others).to(tl.float32)
-    partners = tl.where(columns < WIDTH // 2, -partners, partners)
-    return values * tl.load(cos + columns).to(tl.float32) + partners * tl.load(sin + columns).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + eps)[:, None]
+        values *= scale * tl.load(gain + columns).to(tl.float32)[None, :]
+        partners *= scale * tl.load(gain + others).to(tl.float32)[None, :]
+    partners = tl.where((columns < WIDTH // 2)[None, :], -partners, partners)
+    cos_row, sin_row = tl.load(cos + columns).to(tl.float32), tl.load(sin + columns).to(tl.float32)
+    return (values * cos_row[None, :] + partners * sin_row[None, :]).to(base.dtype.element_ty)
 
 
 @triton.jit
@@ -281,22 +311,22 @@ def heads_kernel(
     K_HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     EARLY: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """What attention is given, one head behind the other. Grid: (tokens, heads of queries, keys and values)."""
-    _begin(EARLY)
+    await_writes(EARLY, CHAINED)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    columns = tl.arange(0, WIDTH)
+    columns, one = tl.arange(0, WIDTH), tl.arange(0, 1)
     cos += token * turn_stride
     sin += token * turn_stride
     if head < Q_HEADS:
         row = q + token * q_stride + head * WIDTH
-        result = _rotated(row, q_gain, cos, sin, eps, WIDTH, HAS_NORM)
-        tl.store(q_out + (token * Q_HEADS + head) * WIDTH + columns, result.to(q_out.dtype.element_ty))
+        result = load_turned(row, one, one == 0, q_gain, cos, sin, eps, WIDTH, HAS_NORM)
+        tl.store(q_out + (token * Q_HEADS + head) * WIDTH + columns[None, :], result)
     elif head < Q_HEADS + K_HEADS:
         row = k + token * k_stride + (head - Q_HEADS) * WIDTH
-        result = _rotated(row, k_gain, cos, sin, eps, WIDTH, HAS_NORM)
-        place = (token * K_HEADS + head - Q_HEADS) * WIDTH
-        tl.store(k_out + place + columns, result.to(k_out.dtype.element_ty))
+        result = load_turned(row, one, one == 0, k_gain, cos, sin, eps, WIDTH, HAS_NORM)
+        tl.store(k_out + (token * K_HEADS + head - Q_HEADS) * WIDTH + columns[None, :], result)
     else:
         first = (head - Q_HEADS - K_HEADS) * WIDTH
         tl.store(v_out + token * K_HEADS * WIDTH + first + columns, tl.load(v + token * v_stride + first + columns))

@@ -36,7 +36,8 @@ from piecegraph.graph.tracer import Traced
 from piecegraph.llm import ops
 from piecegraph.llm.kernels.decode_pieces import most_rows, use_fused_ops
 from piecegraph.llm.kernels.early_launch import inductor_settings
-from piecegraph.llm.kernels.linear import linear_passes
+from piecegraph.llm.kernels.linear import linear_passes, use_outer_products
+from piecegraph.llm.kernels.turned_attention import turn_in_attention
 from piecegraph.llm.model.decoder import Decoder, make_decoder
 from piecegraph.llm.model.head import Head, decoder_name, decoder_of
 from piecegraph.llm.model.plug import UnsupportedCallError
@@ -161,7 +162,7 @@ def trace_model(
     if on_traced is not None:
         on_traced(TracedSites(traced.graph, layers, reaches, states, pipeline))
     lowered = pipeline.cut(traced)
-    few = _few_rows(pipeline, traced, lowered, model.device) if decode_pieces else None
+    few = _few_rows(pipeline, traced, model.device) if decode_pieces else None
     return TracedModel(
         traced,
         pipeline,
@@ -184,10 +185,10 @@ def _factors(cache: TraceCache, part: Part | None, *, decode_pieces: bool) -> di
     return {**cache.factors, **of_part, **({"decode pieces": "their own"} if decode_pieces else {})}
 
 
-def _few_rows(pipeline: Pipeline, traced: Traced, lowered: Lowered, device: torch.device) -> FewRows:
-    variant = Variant("decode", (use_fused_ops,), inductor_settings(device))
-    again = pipeline.lower_again(traced, lowered.segments, variant)
-    return FewRows(_decoder_of(traced, again), most_rows(traced.graph))
+def _few_rows(pipeline: Pipeline, traced: Traced, device: torch.device) -> FewRows:
+    variant = Variant("decode", (use_outer_products, use_fused_ops), inductor_settings(device))
+    turned = turn_in_attention(traced)
+    return FewRows(_decoder_of(turned, pipeline.cut_again(turned, variant)), most_rows(traced.graph))
 
 
 def _decoder_of(traced: Traced, lowered: Lowered) -> Decoder:

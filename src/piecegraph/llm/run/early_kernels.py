@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -23,7 +23,8 @@ from piecegraph.llm.cache.memory import Memory
 from piecegraph.llm.cache.states import StateKernels, StateMemory
 from piecegraph.llm.kernels import skinny
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
-from piecegraph.llm.kernels.decode_pieces import FusedHeads, FusedLinear, find_fused, most_rows
+from piecegraph.llm.kernels.decode_pieces import FusedLinear, find_fused, most_rows
+from piecegraph.llm.kernels.turned_attention import find_turned
 from piecegraph.llm.run.batch import BatchBuffers, BatchLimits
 from piecegraph.llm.run.sampling import sample
 from piecegraph.llm.run.step import Bucket
@@ -45,23 +46,15 @@ class LinearShape:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadsShape:
-    """Heads between a linear and attention, likewise."""
-
-    num_q: int
-    num_k: int
-    width: int
-    has_norm: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Shapes:
     """What kernels of ours a decoder launches beside attention."""
 
     plain: tuple[LinearShape, ...] = ()
     """Of all steps."""
-    fused: tuple[LinearShape | HeadsShape, ...] = ()
+    fused: tuple[LinearShape, ...] = ()
     """Of steps of decoding, if those have pieces of their own."""
+    turned: Mapping[int, bool] = field(default_factory=dict)
+    """Which call sites of attention turn heads in these steps, and whether they norm them before."""
     most_fused: int = 0
     """For so many sequences at most."""
 
@@ -77,14 +70,11 @@ def shapes_of(graph: torch.fx.Graph, *, has_decode_pieces: bool) -> Shapes:
     if not has_decode_pieces:
         return Shapes(tuple(plain))
     fused = dict.fromkeys(map(_fused_shape, find_fused(graph)))
-    return Shapes(tuple(plain), tuple(fused), most_rows(graph))
+    turned = {found.site: found.has_norm for found in find_turned(graph)}
+    return Shapes(tuple(plain), tuple(fused), turned, most_rows(graph))
 
 
-def _fused_shape(found: FusedLinear | FusedHeads) -> LinearShape | HeadsShape:
-    if isinstance(found, FusedHeads):
-        width = int(torch_compat.meta_value(found.q.cos).shape[-1])
-        q, k = (int(torch_compat.meta_value(part.rows).shape[-1]) // width for part in (found.q, found.k))
-        return HeadsShape(q, k, width, found.q.norm is not None)
+def _fused_shape(found: FusedLinear) -> LinearShape:
     rows, depth = map(int, torch_compat.meta_value(found.weight).shape)
     return LinearShape(
         rows, depth, found.bias is not None, found.norm is not None, found.residual is not None, found.is_gated
@@ -98,7 +88,8 @@ class EarlyKernels:
         kernel: what attends.
         layers: the call sites of attention.
         states: the call sites of layers with a state, and what computes those in fine form.
-        shapes: of the decoder. The head is the model's own and has none of our kernels.
+        shapes: of the decoder.
+        head: the weight of the linear that makes logits, if there is one; steps of one sequence have a kernel for it.
         buckets: what will be recorded.
         limits: of the batches.
         dtype: of everything.
@@ -112,6 +103,7 @@ class EarlyKernels:
         layers: Sequence[AttentionLayer | LatentLayer],
         states: tuple[Sequence[StateLayer], StateKernels],
         shapes: Shapes,
+        head: torch.Tensor | None,
         *,
         buckets: Iterable[Bucket],
         limits: BatchLimits,
@@ -120,10 +112,13 @@ class EarlyKernels:
         are_kept: bool,
     ) -> None:
         self._kernel = kernel
-        self._layers = _distinct(layer for layer in layers if isinstance(layer, AttentionLayer))
+        plain = [layer for layer in layers if isinstance(layer, AttentionLayer)]
+        self._layers = _distinct(plain)
+        self._turned = _distinct_turns(plain, shapes.turned)
         self._states = _distinct(layer for layer in states[0] if not isinstance(layer, StatefulLayer))
         self._state_kernels = states[1]
         self._shapes = shapes
+        self._head = head
         # Kernels for long prompts that are not Triton's are compiled by the launch itself: they come last.
         self._buckets = sorted(buckets, key=lambda bucket: (bucket.kind != "decode", bucket.num_tokens))
         self._limits = limits
@@ -177,7 +172,9 @@ class EarlyKernels:
             buffers.fill_dummy(bucket)
             memory.use_batch(buffers.views(bucket).attention, functools.partial(buffers.state_batch, bucket))
             for site, layer in enumerate(self._layers):
-                self._attend(memory, site, layer, bucket.num_tokens)
+                turns = self._turned[site] if bucket.has_few_rows(self._shapes.most_fused) else {None}
+                for has_norm in turns:
+                    self._attend(memory, site, layer, bucket.num_tokens, has_norm)
             for state in self._states:
                 self._mix(states, state, bucket.num_tokens)
             self._multiply(bucket)
@@ -197,18 +194,23 @@ class EarlyKernels:
         if bucket.has_few_rows(self._shapes.most_fused):
             for shape in self._shapes.fused:
                 self._launch(shape, bucket.num_tokens, early=True)
+            if self._head is not None and bucket.num_tokens == 1:
+                skinny.launch_once(skinny.Linear(self._head), 1, early=True)
             return
         for rows in dict.fromkeys((bucket.num_tokens, bucket.num_seqs)):
             for shape in self._shapes.plain:
                 self._launch(shape, rows, early=False)
 
-    def _attend(self, memory: Memory, site: int, layer: AttentionLayer, num_tokens: int) -> None:
-        query = self._zeros(num_tokens, layer.num_heads, layer.key_width)
-        key = self._zeros(num_tokens, layer.num_kv_heads, layer.key_width)
-        value = self._zeros(num_tokens, layer.num_kv_heads, layer.value_width)
+    def _attend(self, memory: Memory, site: int, layer: AttentionLayer, num_tokens: int, has_norm: bool | None) -> None:
+        """Args: has_norm: of heads that attention turns; None if it does not."""
         sinks = self._zeros(layer.num_heads) if layer.has_sinks else None
         out = self._zeros(num_tokens, layer.num_heads, layer.value_width)
-        memory.run("attention", site, (query, key, value, out, sinks))
+        if has_norm is None:
+            memory.run("attention", site, (*(self._zeros(num_tokens, *each) for each in layer.heads), out, sinks))
+            return
+        rows = self._zeros(1, num_tokens, sum(count * width for count, width in layer.heads))
+        turn, gain = self._zeros(1, num_tokens, layer.key_width), self._zeros(layer.key_width) if has_norm else None
+        memory.run("turned_attention", site, (rows, turn, turn, gain, gain, 0.0, out, sinks))
 
     def _mix(self, states: StateMemory, layer: ConvLayer | DeltaLayer, num_tokens: int) -> None:
         zeros = functools.partial(self._zeros, dtype=layer.dtype)
@@ -227,12 +229,7 @@ class EarlyKernels:
     def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype or self._dtype, device=self._device)
 
-    def _launch(self, shape: LinearShape | HeadsShape, rows: int, *, early: bool) -> None:
-        if isinstance(shape, HeadsShape):
-            q, k = (self._zeros(rows, count * shape.width) for count in (shape.num_q, shape.num_k))
-            turn, gain = self._zeros(rows, shape.width), self._zeros(shape.width) if shape.has_norm else None
-            skinny.rotate(q, k, k, skinny.Heads(turn, turn, gain, gain), early=early)
-            return
+    def _launch(self, shape: LinearShape, rows: int, *, early: bool) -> None:
         weight = self._zeros(shape.rows_of_weight, shape.depth)
         linear = skinny.Linear(
             weight,
@@ -243,6 +240,14 @@ class EarlyKernels:
             shape.is_gated,
         )
         skinny.launch_once(linear, rows, early=early)
+
+
+def _distinct_turns(layers: Sequence[AttentionLayer], turned: Mapping[int, bool]) -> list[dict[bool | None, None]]:
+    """For each of :func:`_distinct`, the ways in which heads of such layers are turned."""
+    ways: dict[AttentionLayer, dict[bool | None, None]] = {}
+    for layer in layers:
+        ways.setdefault(replace(layer, index=0), {})[turned.get(layer.index)] = None
+    return list(ways.values())
 
 
 def _distinct(layers: Iterable[_Layer]) -> list[_Layer]:

@@ -268,7 +268,8 @@ class ModelStep:
 
     def _make_logits(self, key: StepKey, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = self._rows_with_logits(key, hidden)
-        return self.head(rows), hidden, rows
+        head = self.head.of_one_row if key.bucket.num_tokens == 1 and self._runs_few(key) else self.head
+        return head(rows), hidden, rows
 
     def _sample_from(
         self, key: StepKey, logits: torch.Tensor, hidden: torch.Tensor, rows: torch.Tensor
@@ -297,10 +298,13 @@ class ModelStep:
 
     def _decoder_for(self, key: StepKey) -> Decoder:
         if not key.takes_embeds:
-            few = self.few
-            return few.decoder if few is not None and key.bucket.has_few_rows(few.num_rows) else self.decoder
+            return self.few.decoder if self.few is not None and self._runs_few(key) else self.decoder
         assert self.decoder_of_embeds is not None
         return self.decoder_of_embeds
+
+    def _runs_few(self, key: StepKey) -> bool:
+        """Whether it runs pieces of its own: see Note [Pieces of their own for decoding]."""
+        return self.few is not None and not key.takes_embeds and key.bucket.has_few_rows(self.few.num_rows)
 
 
 def _call(label: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -146,6 +146,7 @@ KERNEL = AttentionKernel(
     use_for=_use_for,
     capture_safe=_capture_safe,
     attend=attend,
+    attend_turned=triton_paged.attend_turned,
     attend_latent=triton_paged.attend_latent,
     prepare=triton_paged.prepare,
     block_size=BLOCK_SIZE,

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from piecegraph.llm.kernels.skinny import Heads, rotate
 from piecegraph.llm.specs import AttentionBatch, AttentionLayer, LatentLayer, Rejected, StepKind, Support
 
 
@@ -38,6 +39,33 @@ class Attend(Protocol):
             value_cache: [blocks, block size, kv heads, value width], written to.
             layer: what the layer sees.
             batch: where the tokens belong.
+        """
+
+
+class AttendTurned(Protocol):
+    """The same for one query in each sequence, which is normed and turned by the kernel, as keys are."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        heads: Heads,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        layer: AttentionLayer,
+        batch: AttentionBatch,
+    ) -> None:
+        """Attend.
+
+        Args:
+            q: [1, tokens, heads * key width], as ``k`` and ``v``: rows as a linear made them.
+            k: of keys.
+            v: of values.
+            heads: what is to be done to queries and keys.
+            out: and the others, as in :class:`Attend`.
         """
 
 
@@ -113,6 +141,8 @@ class AttentionKernel:
     supports: Supports
     capture_safe: CaptureSafe
     attend: Attend
+    attend_turned: AttendTurned | None = None
+    """None if heads are turned before it."""
     attend_latent: AttendLatent | None = None
     """None if it has no latent form."""
     prepare: Prepare | None = None
@@ -123,6 +153,30 @@ class AttentionKernel:
     """None if it serves all layers in the same way."""
     block_size: int = 16
     """Tokens in a block of the cache that suit it best."""
+
+    def attend_rows(
+        self,
+        rows: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        q_gain: torch.Tensor | None,
+        k_gain: torch.Tensor | None,
+        eps: float,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        layer: AttentionLayer,
+        batch: AttentionBatch,
+    ) -> None:
+        """Attend with what one linear made of tokens, [1, tokens, width of queries, keys and values]."""
+        q, k, v = rows.split([count * width for count, width in layer.heads], -1)
+        heads = Heads(cos, sin, q_gain, k_gain, eps)
+        if self.attend_turned is not None:
+            self.attend_turned(q, k, v, heads, out, sinks, key_cache, value_cache, layer, batch)
+            return
+        q, k, v = rotate(q, k, v, heads, early=True)
+        self.attend(q, k, v, out, sinks, key_cache, value_cache, layer, batch)
 
     def verdict(self, layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support:
         """As ``supports``, and says no to a latent layer if there is no function for it."""

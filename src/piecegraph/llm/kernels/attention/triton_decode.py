@@ -19,6 +19,7 @@ from piecegraph.llm.kernels.attention.triton_steps import (
     first_visible,
     load_tile,
 )
+from piecegraph.llm.kernels.skinny_kernels import await_writes, load_turned
 
 
 @triton.jit
@@ -112,6 +113,10 @@ def decode_kernel(
     k,
     k_rest,
     v,
+    cos,
+    sin,
+    q_gain,
+    k_gain,
     out,
     sinks,
     key_cache,
@@ -126,6 +131,7 @@ def decode_kernel(
     partial_total,
     arrived,
     max_parts,
+    eps,
     inner_scale,
     outer_scale,
     q_token_stride,
@@ -138,6 +144,7 @@ def decode_kernel(
     k_rest_head_stride,
     v_token_stride,
     v_head_stride,
+    turn_stride,
     out_token_stride,
     out_head_stride,
     key_block_stride,
@@ -161,11 +168,14 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    TURNS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     SPLITS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     HEAD_TILES: tl.constexpr,
     MIXED: tl.constexpr,
     EARLY: tl.constexpr,
+    CHAINED: tl.constexpr,
     COMBINE_COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -236,10 +246,15 @@ def decode_kernel(
             _prefetch(
                 value_cache, begin, end, table_row, value_block_stride, value_token_stride, VALUE, BLOCK_SIZE, BLOCK_N
             )
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    await_writes(EARLY, CHAINED)
 
-    q_tile = load_tile(q, token * q_token_stride + head * q_head_stride, used, KEY, KEY_PADDED, True)
+    q_rows = token * q_token_stride + head * q_head_stride
+    if TURNS:
+        cos += token * turn_stride
+        sin += token * turn_stride
+        q_tile = load_turned(q, q_rows, used, q_gain, cos, sin, eps, KEY, HAS_NORM)
+    else:
+        q_tile = load_tile(q, q_rows, used, KEY, KEY_PADDED, True)
     q_rest_tile = q_tile
     if REST > 0:
         rest_rows = token * q_rest_token_stride + head * q_rest_head_stride
@@ -248,7 +263,12 @@ def decode_kernel(
     is_first = split == 0
     key_columns = tl.arange(0, KEY_PADDED)
     k_row = k + token * k_token_stride + kv_head * k_head_stride
-    new_key = tl.load(k_row + key_columns, mask=is_first & (key_columns < KEY), other=0.0)
+    if TURNS:
+        one = tl.arange(0, 1)
+        turned = load_turned(k_row, one, is_first & (one == 0), k_gain, cos, sin, eps, KEY, HAS_NORM)
+        new_key = tl.reshape(turned, [KEY])
+    else:
+        new_key = tl.load(k_row + key_columns, mask=is_first & (key_columns < KEY), other=0.0)
     new_rest = new_key
     if REST > 0:
         rest_columns = tl.arange(0, REST_PADDED)
