@@ -75,6 +75,7 @@ CODES: dict[str, str] = {
     "PG514": "what the function does depends on how a tensor lies in memory, and it lies otherwise than planned",
     "PG515": "the module has other weights, submodules, hooks or code",
     "PG516": "a dimension that nothing names turned out to change",
+    "PG517": "the function asks something of its arguments that is otherwise than it was planned with",
     "PG519": "a token was chosen outside of the recorded step",
     "PG520": "memory that a recorded graph reads has moved",
     "PG521": "an eager op returned something else than when it was recorded",

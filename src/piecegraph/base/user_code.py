@@ -26,7 +26,12 @@ def is_user_file(file: str) -> bool:
     >>> is_user_file("/home/me/model.py"), is_user_file("/tmp/torchinductor_me/ab/cabc.py"), is_user_file("<eval>")
     (True, False, False)
     """
-    return not file.startswith((_OWN_FOLDER, "<", *_torch_folders())) and not _is_generated(file)
+    return not file.startswith("<") and not is_torchs_or_ours(file) and not _is_generated(file)
+
+
+def is_torchs_or_ours(file: str) -> bool:
+    """Whether a file is part of torch or of piecegraph."""
+    return file.startswith((_OWN_FOLDER, *_torch_folders()))
 
 
 _generated: list[str] = []

@@ -26,6 +26,7 @@ from piecegraph.engine.python_state import PythonState, outer_objects
 from piecegraph.engine.reach import modules_in_reach
 from piecegraph.engine.watch import ViewOp, Watched, refuse_moved, watch
 from piecegraph.errors import RecordError, TraceError
+from piecegraph.graph.asked import Question, questions_in
 from piecegraph.graph.example import Example
 from piecegraph.graph.interception import Interception
 from piecegraph.graph.outside import OutsideValues
@@ -76,6 +77,7 @@ class BreakableBody:
         """What runs, of all paths and sizes."""
         self.outside = OutsideValues((), (), {})
         """What it may read outside of the call."""
+        self.questions: tuple[Question, ...] = ()
         self._example = example
         self._weights = weights
         self._current_weight = current_weight
@@ -192,6 +194,7 @@ class BreakableBody:
         run = _Run(watched, *looked[0], self.outside.first_changed())
         if self._code.num_codes > num_codes:
             self.outside.renew(*self._code.names(self._function, self._module, self._modules()))
+            self.questions = questions_in(self._code.codes)
         return run
 
     def _reachable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

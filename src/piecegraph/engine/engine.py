@@ -24,6 +24,7 @@ from piecegraph.engine.runner import PlanRunner
 from piecegraph.engine.tree import TreeWatch
 from piecegraph.engine.variants import Variants
 from piecegraph.errors import CallError, PiecegraphError
+from piecegraph.graph.asked import other_answer
 from piecegraph.graph.dims import EarlierShape
 from piecegraph.graph.interception import Interception, registry
 from piecegraph.graph.outside import OutsideValues
@@ -132,6 +133,9 @@ class Engine:
                 route = plan.routes.get(call.sizes) or plan.arrange(call)
                 if isinstance(route, Refusal):
                     return route
+                questions = plan.body.questions
+                if questions and (reason := other_answer(questions, call.tensors)):
+                    return _refuse("PG517", reason, _QUESTION_HINT)
                 if route.loss is not None:
                     self.events.emit(route.loss)
                 result = route.serve(call)
@@ -341,6 +345,7 @@ def _refuse(code: str, reason: str, hint: str = "") -> Refusal:
     return Refusal(Event(code, "call", reason, hint))
 
 
+_QUESTION_HINT = "call it as at the first time, or take the question out of what is compiled"
 _LAYOUT_HINT = "pass tensors as they lay at the first call, such as contiguous ones"
 _NEEDS_GRAD = _refuse(
     "PG501",

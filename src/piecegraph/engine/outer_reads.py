@@ -71,6 +71,11 @@ class CodeLog:
         return classes_at((str(scope.get("__name__")), code.co_qualname) for code, scope in self._ran.items())
 
     @property
+    def codes(self) -> tuple[CodeType, ...]:
+        """All that ran."""
+        return tuple(self._ran)
+
+    @property
     def num_codes(self) -> int:
         return len(self._ran)
 

@@ -19,6 +19,7 @@ import torch.fx
 
 from piecegraph.base import torch_compat
 from piecegraph.base.describe import Describer, IndescribableError, describe_tensor
+from piecegraph.graph.asked import Question
 from piecegraph.graph.code_used import CodeUsed, UnknownCodeError, classes_at, code_used, first_changed
 from piecegraph.graph.example import Example, sizes_of
 from piecegraph.graph.fx_nodes import attribute
@@ -108,6 +109,7 @@ class _KeptTrace:
     code: tuple[CodeUsed, ...]
     ops: Mapping[str, str]
     """Those that are not torch's own, described."""
+    questions: tuple[Question, ...]
     left_out: tuple[str, ...]
 
 
@@ -170,6 +172,7 @@ def _keep(traced: Traced, used: tuple[CodeUsed, ...], weights: Mapping[str, torc
         imports=dict(origin.imports),
         code=used,
         ops=_described_ops(n.target for n in traced.graph.nodes if n.op == "call_function"),
+        questions=traced.questions,
         left_out=traced.left_out,
     )
 
@@ -305,6 +308,7 @@ def load_trace(
         classes=classes_at((used.module, used.function) for used in kept.code),
         streams={},
         origin=TraceOrigin(),
+        questions=kept.questions,
         left_out=kept.left_out,
     )
 

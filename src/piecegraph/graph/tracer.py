@@ -22,6 +22,7 @@ from piecegraph.base.plan import Decision, SourceLine
 from piecegraph.base.structure import Structure
 from piecegraph.base.user_code import is_user_file
 from piecegraph.errors import PiecegraphError, TraceError
+from piecegraph.graph.asked import Question, questions_in
 from piecegraph.graph.code_used import classes_at, places_of
 from piecegraph.graph.equal_layers import LayerStack, expand
 from piecegraph.graph.example import Example
@@ -85,6 +86,8 @@ class Traced:
     streams: Mapping[int, Any]
     """The streams and events the graph refers to by number."""
     origin: TraceOrigin
+    questions: tuple[Question, ...] = ()
+    """What the function asks of its arguments: calls with other answers are not those of the graph."""
     left_out: tuple[str, ...] = ()
     """What the function does that changes no tensor and happens in no replay, with the lines."""
     decisions: tuple[Decision, ...] = ()
@@ -166,6 +169,7 @@ def trace(
         classes=classes_at(places_of(capture.code)),
         streams=capture.external_objects,
         origin=TraceOrigin(capture.code, capture.sources, outside_tensors, capture.imports, fixed),
+        questions=questions_in(capture.code),
         left_out=capture.left_out,
         decisions=() if expanded is None or stack is None else (stack.decision,),
     )

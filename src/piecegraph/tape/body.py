@@ -14,6 +14,7 @@ import torch
 
 from piecegraph.base import torch_compat
 from piecegraph.base.structure import Structure, atoms
+from piecegraph.graph.asked import Question
 from piecegraph.graph.program import Program, RunStep, Slot, run_plainly
 from piecegraph.graph.results import ResultLeaf as TracedLeaf
 from piecegraph.graph.signature import dense_strides
@@ -77,6 +78,10 @@ class Body(Protocol):
         """Why the function was not traced, if that was tried."""
 
     @property
+    def questions(self) -> tuple[Question, ...]:
+        """What the function asks of its arguments, as far as it is known."""
+
+    @property
     def written_calls(self) -> tuple[int, ...]:
         """Arguments the function writes to."""
 
@@ -130,6 +135,7 @@ class TracedBody:
         self.devices = traced.devices
         self.updates = traced.updates
         self.untraced = ""
+        self.questions = traced.questions
         self.written_calls = traced.written_calls
         self.written_state = (*(weight.tensor for weight in traced.written_weights), *traced.hidden_state)
 

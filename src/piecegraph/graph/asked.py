@@ -1,0 +1,103 @@
+"""What a function asks of its arguments that a trace answers in one way only.
+
+A trace is made of tensors of no special kind (no gradients, none made in inference mode, no two of them the same), and
+with gradients and inference mode off: so it serves calls in all modes. A function that asks for such a thing goes
+another way where the answer is another, and nothing in its graph would tell. So its own code is searched for such
+questions, and a call for which one of them has another answer runs as it is written.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from piecegraph.base.user_code import is_torchs_or_ours
+
+_Tensors = Sequence[torch.Tensor]
+
+
+def _is_one_twice(tensors: _Tensors) -> bool:
+    return len({id(tensor) for tensor in tensors}) < len(tensors)
+
+
+def _has_attributes(tensors: _Tensors) -> bool:
+    """Those that torch leaves on a tensor are not meant."""
+    return any(not name.startswith("_dynamo") for tensor in tensors for name in vars(tensor))
+
+
+_QUESTIONS: dict[str, tuple[frozenset[str], Callable[[_Tensors], bool]]] = {
+    "gradients are on": (frozenset({"is_grad_enabled"}), lambda _: torch.is_grad_enabled()),
+    "inference mode is on": (
+        frozenset({"is_inference_mode_enabled"}),
+        lambda _: torch.is_inference_mode_enabled(),
+    ),
+    "a tensor was made in inference mode": (
+        frozenset({"is_inference"}),
+        lambda tensors: any(tensor.is_inference() for tensor in tensors),
+    ),
+    "a tensor requires gradients": (
+        frozenset({"requires_grad", "is_leaf", "grad", "grad_fn", "retains_grad"}),
+        lambda tensors: any(tensor.requires_grad for tensor in tensors),
+    ),
+    "a tensor is a parameter or buffer": (
+        frozenset({"Parameter", "Buffer"}),
+        lambda tensors: any(isinstance(each, torch.nn.Parameter | torch.nn.Buffer) for each in tensors),
+    ),
+    "a tensor is conjugated or negated": (
+        frozenset({"is_conj", "is_neg"}),
+        lambda tensors: any(tensor.is_conj() or tensor.is_neg() for tensor in tensors),
+    ),
+    "a tensor has attributes of its own": (frozenset({"getattr", "hasattr", "vars", "__dict__"}), _has_attributes),
+    "two arguments are one": (frozenset(), _is_one_twice),
+}
+"""In words, the names by which it is asked, and whether the answer of a call is not that of a trace."""
+_SAME = "two arguments are one"
+_VARIABLES = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_DEREF")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What some code asks for."""
+
+    what: str
+    where: str
+    """Of the first place."""
+
+    def __str__(self) -> str:
+        return f"{self.where} asks whether {self.what}"
+
+
+def questions_in(codes: Iterable[types.CodeType]) -> tuple[Question, ...]:
+    """What the user's code among these asks for. That of packages is taken to mean what it says of results."""
+    found: dict[str, Question] = {}
+    for code in codes:
+        if not _is_written_by_user(code.co_filename):
+            continue
+        names = {*code.co_names, *(text for text in code.co_consts if isinstance(text, str))}
+        for what, (asked_by, _) in _QUESTIONS.items():
+            if asked_by & names or (what == _SAME and any(_compared_objects(code))):
+                place = f"{code.co_qualname} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+                found.setdefault(what, Question(what, place))
+    return tuple(found.values())
+
+
+def other_answer(questions: Iterable[Question], tensors: _Tensors) -> str:
+    """The first question that a call answers otherwise than the trace; empty if there is none."""
+    return next((str(each) for each in questions if _QUESTIONS[each.what][1](tensors)), "")
+
+
+def _is_written_by_user(file: str) -> bool:
+    return f"{os.sep}site-packages{os.sep}" not in file and not is_torchs_or_ours(file)
+
+
+def _compared_objects(code: types.CodeType) -> Iterator[dis.Instruction]:
+    """Comparisons of two variables by ``is``."""
+    instructions = list(dis.get_instructions(code))
+    for *operands, last in zip(instructions, instructions[1:], instructions[2:], strict=False):
+        if last.opname == "IS_OP" and all(each.opname in _VARIABLES for each in operands):
+            yield last
