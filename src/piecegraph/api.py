@@ -90,6 +90,14 @@ class CompiledFunction(_Compiled):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledFunction:
+        compiled = _compile(copy.deepcopy(self._engine.subject.function, memo), self._engine.config)
+        assert isinstance(compiled, CompiledFunction)
+        return compiled
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _compile, (self._engine.subject.function, self._engine.config)
+
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
             return self
@@ -152,6 +160,9 @@ class CompiledModule(_Compiled, torch.nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         original = copy.deepcopy(self.__dict__["_original"], memo)
         return _compile_module(original, self._engine.config)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _compile_module, (self.__dict__["_original"], self._engine.config)
 
 
 class Installed(_Compiled):

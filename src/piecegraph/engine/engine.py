@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -23,7 +24,7 @@ from piecegraph.engine.route import Refusal
 from piecegraph.engine.runner import PlanRunner
 from piecegraph.engine.tree import TreeWatch
 from piecegraph.engine.variants import Variants
-from piecegraph.errors import CallError, PiecegraphError
+from piecegraph.errors import CallError, ConfigError, PiecegraphError
 from piecegraph.graph.asked import other_answer
 from piecegraph.graph.dims import EarlierShape
 from piecegraph.graph.interception import Interception, registry
@@ -92,6 +93,22 @@ class Engine:
         """How many calls in the plans an interception is for."""
         with self._lock:
             return sum(kind.plans.num_places(each) for kind in self._kinds)
+
+    # -- copies of a module that it is installed in: the plans stay with the original
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.subject.function, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        module = self.subject.module
+        if module is None or getattr(self.subject.function, "__func__", None) is not type(module).forward:
+            raise ConfigError(
+                "PG105",
+                f"{self.name} cannot be pickled while it is installed",
+                why="its forward is not that of its class",
+                hint="close() the installation first, or save its state_dict()",
+            )
+        return getattr, (module, "forward")
 
     # -- a call
 
