@@ -118,6 +118,20 @@ def test_bodies_that_cannot_be_read(running: Served) -> None:
     assert running.is_idle()
 
 
+def test_methods_of_a_path(running: Served) -> None:
+    for path, method, allowed in (
+        ("/v1/completions", "GET", "POST"),
+        ("/health", "POST", "GET"),
+        ("/openapi.json", "POST", "GET, HEAD"),
+        ("/v1/models/load", "PUT", "GET, POST"),  # which may be a model's name
+    ):
+        with running.connect() as client:
+            client.sendall(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            head = client.recv(4096).decode().partition("\r\n\r\n")[0].split("\r\n")
+        assert head[0].startswith("HTTP/1.1 405 ")
+        assert f"allow: {allowed}" in head
+
+
 def test_keys(tiny: piecegraph.LLM, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "piecegraph")
     with served(tiny, api_keys=("another", KEY)) as running:

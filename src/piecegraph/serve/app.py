@@ -9,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from piecegraph.base.version import VERSION
@@ -220,7 +221,15 @@ async def version() -> dict[str, str]:
 
 async def _tell(request: Request, error: Any) -> Response:
     request.scope["record"].error = error.message
-    return Json(error.body(request.url.path), error.status, error.headers)
+    headers = {"Allow": _allowed(request)} if error.status == 405 else error.headers
+    return Json(error.body(request.url.path), error.status, headers)
+
+
+def _allowed(request: Request) -> str:
+    """The methods of a path: of all its routes, for ``/v1/models/load`` is the name of a model, too."""
+    known = (*router.routes, *request.app.routes)  # of the second, the schema's
+    matching = [route for route in known if route.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for route in matching for method in getattr(route, "methods", None) or ()}))
 
 
 async def _tell_ours(request: Request, error: Any) -> Response:
