@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import select
@@ -242,6 +243,48 @@ def test_headers_that_do_not_end(running: Served) -> None:
             if select.select([client], [], [], 0)[0]:
                 break
         assert b" 431 " in client.recv(4096)
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize("is_url", [False, True])
+def test_headers_that_are_too_large(running: Served, num_parts: int, *, is_url: bool) -> None:
+    def head(size: int) -> bytes:
+        begin, end = ("GET /health?", " HTTP/1.1\r\n") if is_url else ("GET /health HTTP/1.1\r\nX: ", "\r\n")
+        end += "Host: localhost\r\n\r\n"
+        return (begin + "x" * (size - len(begin) - len(end)) + end).encode()
+
+    for size, status in ((2**16, 200), (2**16 + 1, 431), (70_000, 431), (200_000, 431)):
+        with running.connect() as client:
+            sent = head(size)
+            step = -(-len(sent) // num_parts)
+            with contextlib.suppress(ConnectionError):  # it is refused before it has come to its end
+                for start in range(0, len(sent), step):
+                    client.sendall(sent[start : start + step])
+                    time.sleep(0.01 * (num_parts - 1))
+            assert int(client.recv(4096).split()[1]) == status, size
+
+
+def test_what_is_no_http(running: Served) -> None:
+    with running.connect() as client:
+        client.sendall(b"\x16\x03\x01\r\n\r\n")
+        head, _, body = client.recv(4096).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+def test_what_is_refused_waits_for_the_answer_before(tiny: piecegraph.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(tiny) as running, running.connect() as client:
+        with held(tiny, monkeypatch):
+            client.sendall(http("/v1/completions", BODY) + b"GET / HTTP/1.1\r\nX: ")
+            for _ in range(10):
+                client.sendall(b"x" * 10_000)
+                time.sleep(0.005)
+        text = b""
+        with contextlib.suppress(ConnectionError):
+            while new := client.recv(4096):
+                text += new
+        assert text.startswith(b"HTTP/1.1 200 ")
+        assert text.count(b"HTTP/1.1") == 1
 
 
 def test_connections_are_kept(running: Served) -> None:

@@ -1,4 +1,4 @@
-"""What every request passes: its record, its key, the host it names, the size and the pace of its body.
+"""What every request passes: its record, its key, the host it names, its size and the pace of its body.
 
 Note [Pages of other sites]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -30,6 +30,9 @@ _BODY_S = 30
 """Seconds in which a body must come,"""
 _LEAST_BYTES_PER_S = 2**14
 """and what has come of it buys further ones, so that no client holds on for long with a few bytes."""
+
+MOST_HEAD_BYTES = 2**16
+"""Of a request's first line and its headers."""
 
 _OPEN = ("/health", "/ready", "/")
 """What asks for no key: those who restart a server have none, and a browser asks for the page before it has one."""
@@ -84,6 +87,8 @@ class Guards:
             record.write()
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+        if _head_bytes(scope) > MOST_HEAD_BYTES:
+            return head_too_large()
         if self._is_for_this_machine and not all(map(_names_this_machine, headers.getlist("host"))):
             message = "without an API key, only requests to localhost are answered: the Host header names another"
             return ApiError(403, message, code="host_not_allowed")
@@ -98,6 +103,19 @@ class Guards:
         if length.isdecimal() and int(length) > self._max_bytes:
             return _too_large(self._max_bytes)
         return None
+
+
+def _head_bytes(scope: Scope) -> int:
+    """As many as came, however they came: with what stands between a name, its value and the next name."""
+    query = scope.get("query_string", b"")
+    target = len(scope.get("raw_path") or scope["path"]) + len(query) + bool(query)
+    others = len(f"{scope['method']}  HTTP/1.1\r\n\r\n")
+    return target + others + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"])
+
+
+def head_too_large() -> ApiError:
+    """What a client is told, also by who has not seen the end of its headers yet."""
+    return ApiError(431, f"the headers are larger than {MOST_HEAD_BYTES} bytes", code="headers_too_large")
 
 
 def _has_key(headers: Headers, known: Sequence[bytes]) -> bool:

@@ -8,10 +8,10 @@ import json
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from piecegraph.serve.failures import ApiError
+from piecegraph.serve.guards import MOST_HEAD_BYTES, head_too_large
 
 _HEAD_S = 30
 """Seconds in which the headers of a request must come."""
-_HEAD_BYTES = 2**16
 _LINGER_S = 5
 """Seconds in which the rest of a body that was refused is let in: a client that still writes does not read."""
 
@@ -35,8 +35,8 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_in_head:
             self._num_head_bytes += len(data)
         super().data_received(data)
-        if self._is_in_head and self._num_head_bytes > _HEAD_BYTES:
-            self._refuse(ApiError(431, f"the headers are larger than {_HEAD_BYTES} bytes", code="headers_too_large"))
+        if self._is_in_head and self._num_head_bytes > MOST_HEAD_BYTES:  # those that end are measured by the guards
+            self._refuse(head_too_large())
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -68,15 +68,26 @@ class HttpProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _give_up(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.keep_alive = False  # it is answered; what was begun behind it is not
-        elif self._is_in_head:
+        if self._is_in_head or self._is_answering:
             self._refuse(ApiError(408, f"the headers have not come in {_HEAD_S} seconds", code="timeout"))
         else:
             self.transport.close()
 
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's, of what cannot be read: a path that is longer than headers may be is none for its parser."""
+        is_large = len(getattr(self, "url", b"")) >= MOST_HEAD_BYTES
+        self._refuse(head_too_large() if is_large else ApiError(400, msg, code="invalid_http"))
+
     def _refuse(self, error: ApiError) -> None:
         """Tell what is wrong with headers. Which API they are for is not known yet: the shape is OpenAI's."""
+        if self._is_answering:
+            self.cycle.keep_alive = False  # it is answered; what was begun behind it is not
+            self.flow.pause_reading()
+            return
         body = json.dumps(error.body("")).encode()
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
