@@ -73,6 +73,28 @@ def test_what_those_who_run_it_see(running: Served, tiny: piecegraph.LLM) -> Non
     assert {"piecegraph:recorded_sizes", "piecegraph:padding_tokens_total", "vllm:num_preemptions_total"} <= set(after)
 
 
+def test_what_is_asked_of_prompts_alone_generates_nothing(running: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "piecegraph.serve.requests")
+    before = metrics(running)
+    alone = {**BODY, "max_tokens": 0, "echo": True, "logit_bias": {"2": 100}}
+    for path, body in (
+        ("/v1/completions", alone),
+        ("/v1/completions", {**alone, "stream": True, "stream_options": {"include_usage": True}}),
+        ("/v1/completions", {**alone, "logprobs": 1, "n": 2}),
+        ("/v1/embeddings", {"model": "tiny", "input": ["ax by", "cz"]}),
+    ):
+        status, answer, _ = running.post(path, body)
+        assert status == 200
+        assert '"completion_tokens":0' in answer if body.get("stream") else answer["usage"]["prompt_tokens"] in (2, 3)
+    after = metrics(running)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown["vllm:generation_tokens_total"] == grown["vllm:request_generation_tokens_sum"] == 0
+    assert grown["vllm:time_to_first_token_seconds_count"] == 0
+    assert grown["vllm:prompt_tokens_total"] == 2 + 2 + 2 * 2 + 3
+    assert grown["vllm:request_success_total"] == 6
+    assert {json.loads(record.message)["new_tokens"] for record in caplog.records} == {0}
+
+
 def metrics(running: Served) -> dict[str, float]:
     """Sums over all labels."""
     found: dict[str, float] = {}

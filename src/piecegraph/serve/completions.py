@@ -25,6 +25,7 @@ class CompletionCall:
             raise unsupported("echo", "log-probabilities of a prompt are told at the end, and not in a stream")
         self._service, self._body, self._record = service, body, record
         self._each = body.n or 1
+        self._has_new = body.max_tokens > 0
         params = body.sampling(
             service.defaults,
             max_new_tokens=max(body.max_tokens, 1),  # of a prompt alone, log-probabilities can be asked for
@@ -43,9 +44,9 @@ class CompletionCall:
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one."""
-        answers = await self._service.whole(self.asked, self._record, each=self._each)
+        answers = await self._service.whole(self.asked, self._record, each=self._each, has_new=self._has_new)
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        return {**self._head, "choices": choices, "usage": self._usage(answers)}
+        return {**self._head, "choices": choices, "usage": Usage.of(answers, self._each).for_openai()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as it comes."""
@@ -53,12 +54,13 @@ class CompletionCall:
         offsets: dict[int, int] = {}
         plain: dict[int, Template] = {}
         try:
-            async for index, chunk in self._service.stream(self.asked, self._record, each=self._each):
+            chunks = self._service.stream(self.asked, self._record, each=self._each, has_new=self._has_new)
+            async for index, chunk in chunks:
                 if index in plain and chunk.finished is None:
                     yield plain[index].event(chunk.text)
                     continue
                 yield event({**self._head, "choices": [self._part(index, chunk, offsets)]})
-                if self._body.logprobs is None and self._body.max_tokens:
+                if self._body.logprobs is None:
                     plain[index] = Template({**self._head, "choices": [_choice_part(index, HOLE)]})
                 if chunk.finished is not None:
                     ended.append(chunk.finished)
@@ -67,21 +69,18 @@ class CompletionCall:
             yield event(error.body("/v1/completions"))
         else:
             if self._body.stream_options is not None and self._body.stream_options.include_usage:
-                yield event({**self._head, "choices": [], "usage": self._usage(ended)})
+                yield event({**self._head, "choices": [], "usage": Usage.of(ended, self._each).for_openai()})
         yield b"data: [DONE]\n\n"
 
     def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
-        has_new = self._body.max_tokens > 0
-        tokens, entries = list[int](), list[Any]()
+        tokens, entries = answer.token_ids, list[Any](answer.logprobs or ())
         if self._body.echo:
-            tokens, entries = list(answer.prompt_token_ids), list(answer.prompt_logprobs or ())
-        if has_new:
-            tokens, entries = tokens + answer.token_ids, entries + list(answer.logprobs or ())
+            tokens, entries = answer.prompt_token_ids + tokens, [*(answer.prompt_logprobs or ()), *entries]
         return {
             "index": index,
-            "text": (self._echo(index) if self._body.echo else "") + ((answer.text or "") if has_new else ""),
+            "text": (self._echo(index) if self._body.echo else "") + (answer.text or ""),
             "logprobs": None if answer.logprobs is None else self._texts.for_completions(tokens, entries, 0)[0],
-            **self._end(answer),
+            **_end(answer),
         }
 
     def _part(self, index: int, chunk: Chunk, offsets: dict[int, int]) -> dict[str, Any]:
@@ -89,24 +88,18 @@ class CompletionCall:
         logprobs, offsets[index] = None, offsets.get(index, 0)
         if chunk.logprobs is not None:
             logprobs, offsets[index] = self._texts.for_completions(chunk.token_ids, chunk.logprobs, offsets[index])
-        part = _choice_part(index, before + (chunk.text if self._body.max_tokens else ""), logprobs)
+        part = _choice_part(index, before + chunk.text, logprobs)
         if chunk.finished is not None:
-            part |= self._end(chunk.finished)
+            part |= _end(chunk.finished)
         return part
-
-    def _end(self, answer: Completion) -> dict[str, Any]:
-        """Of a prompt alone nothing follows, whatever the token was that had to be made."""
-        if not self._body.max_tokens:
-            return {"finish_reason": "length", "stop_reason": None}
-        return {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
 
     def _echo(self, index: int) -> str:
         prompt = self._prompts[index // self._each]
         return prompt if isinstance(prompt, str) else self._texts.of_all(prompt)
 
-    def _usage(self, answers: list[Completion]) -> dict[str, Any]:
-        found = Usage.of(answers, self._each)
-        return (found if self._body.max_tokens else Usage(found.num_prompt, found.num_cached, 0)).for_openai()
+
+def _end(answer: Completion) -> dict[str, Any]:
+    return {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
 
 
 def _choice_part(index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class EmbeddingCall:
 
     async def whole(self) -> dict[str, Any]:
         """One vector for each text."""
-        answers = await self._service.whole(self.asked, self._record)
+        answers = await self._service.whole(self.asked, self._record, has_new=False)
         num_tokens = sum(answer.metrics.num_prompt_tokens for answer in answers)
         return {
             "object": "list",

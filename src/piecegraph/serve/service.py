@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from piecegraph.errors import PiecegraphError
 from piecegraph.llm.asking import Asking
 from piecegraph.llm.run.answers import Answers
 from piecegraph.llm.run.request import SamplingParams
-from piecegraph.llm.run.results import Chunk, Completion
+from piecegraph.llm.run.results import Chunk, Completion, cut_metrics
 from piecegraph.serve.about import About
 from piecegraph.serve.failures import ApiError, of_piecegraph, unsupported
 from piecegraph.serve.parsing import Reader
@@ -174,7 +175,7 @@ class Service:
         return answers
 
     async def stream(
-        self, asked: Sequence[Answers], record: Record, *, each: int = 1
+        self, asked: Sequence[Answers], record: Record, *, each: int = 1, has_new: bool = True
     ) -> AsyncIterator[tuple[int, Chunk]]:
         """What comes of all of them, as it comes, with the number of the answer among all.
 
@@ -182,23 +183,27 @@ class Service:
             asked: one for each prompt.
             record: what is written down of the request.
             each: answers to a prompt.
+            has_new: False if the prompt alone was asked about.
         """
         async with AsyncExitStack() as stack:
             for answers in asked:
                 await stack.enter_async_context(answers)
             try:
-                async for number, chunk in _merged(asked):
+                async for number, each_chunk in _merged(asked):
                     record.has_begun = True
+                    chunk = each_chunk if has_new else _of_prompt_alone(each_chunk)
                     if chunk.finished is not None:
                         self._note(chunk.finished, record)
                     yield number * each + chunk.index, chunk
             except PiecegraphError as error:
                 raise of_piecegraph(error) from error
 
-    async def whole(self, asked: Sequence[Answers], record: Record, *, each: int = 1) -> list[Completion]:
-        """All answers, in order."""
+    async def whole(
+        self, asked: Sequence[Answers], record: Record, *, each: int = 1, has_new: bool = True
+    ) -> list[Completion]:
+        """All answers, in order; see :meth:`stream`."""
         found: dict[int, Completion] = {}
-        async for index, chunk in self.stream(asked, record, each=each):
+        async for index, chunk in self.stream(asked, record, each=each, has_new=has_new):
             if chunk.finished is not None:
                 found[index] = chunk.finished
         return [found[index] for index in sorted(found)]
@@ -217,6 +222,23 @@ async def accepted(asked: Sequence[Answers]) -> None:
             await answers.accepted()
     except PiecegraphError as error:
         raise of_piecegraph(error) from error
+
+
+def _of_prompt_alone(chunk: Chunk) -> Chunk:
+    """Nothing follows a prompt alone, whatever the token was that had to be made; nor is it counted anywhere."""
+    none: list[Any] | None = None if chunk.logprobs is None else []
+    answer = chunk.finished
+    if answer is not None:
+        answer = replace(
+            answer,
+            text=None if answer.text is None else "",
+            token_ids=[],
+            logprobs=none,
+            finish_reason="abort" if answer.finish_reason == "abort" else "length",
+            stop_reason=None,
+            metrics=cut_metrics(answer.metrics, 0),
+        )
+    return replace(chunk, text="", token_ids=[], logprobs=none, finished=answer)
 
 
 async def _merged(asked: Sequence[Answers]) -> AsyncIterator[tuple[int, Chunk]]:

@@ -108,9 +108,15 @@ log-probabilities if they were asked for; how it ended, if it has, or why the wh
 
 
 def cut_metrics(metrics: RequestMetrics, num_new: int) -> RequestMetrics:
-    """The same of an answer that ended with an earlier token than its request."""
+    """The same of an answer that ended with an earlier token than its request, or has none."""
     if num_new >= metrics.num_new_tokens:
         return metrics
     times = metrics.token_times_s[:num_new]
-    per_token = (times[-1] - times[0]) / (num_new - 1) if num_new > 1 else None
-    return replace(metrics, num_new_tokens=num_new, seconds_per_token=per_token, total_s=times[-1], token_times_s=times)
+    return replace(
+        metrics,
+        num_new_tokens=num_new,
+        time_to_first_token_s=metrics.time_to_first_token_s if times else None,
+        seconds_per_token=(times[-1] - times[0]) / (num_new - 1) if num_new > 1 else None,
+        total_s=times[-1] if times else metrics.total_s,
+        token_times_s=times,
+    )
