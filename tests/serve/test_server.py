@@ -129,7 +129,9 @@ def test_bodies_that_cannot_be_read(running: Served) -> None:
         (b"[]", "invalid_value"),
         (b'{"model": "tiny"}', "missing"),
         (b'{"model": "tiny", "prompt": "\\ud800"}', "PG653"),
-        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "PG108"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "invalid_json"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": 1e999}', "invalid_json"),
+        (b'{"model": "tiny", "prompt": "a", "seed": %s}' % (b"1" * 5000), "invalid_json"),
         (b'{"model": "tiny", "prompt": "a", "temperature": "hot"}', "invalid_value"),
         (b"\xff\xfe", "invalid_json"),
         (b"[" * 100_000, "invalid_json"),
@@ -139,6 +141,22 @@ def test_bodies_that_cannot_be_read(running: Served) -> None:
     assert running.get("/nothing")[0] == 404
     assert running.get("/v1/completions")[0] == 405
     assert running.is_idle()
+
+
+def test_names_that_come_twice(running: Served) -> None:
+    plain = json.dumps(BODY)[:-1]
+    for more, place in (
+        (', "max_tokens": 7}', "max_tokens"),
+        (', "n": 1, "n": true}', "n"),
+        (', "structured_outputs": {"json": {"not": {"a": {}, "a": true}}}}', "structured_outputs.json.not.a"),
+        (', "logit_bias": {"7": 1, "7": 2}}', "logit_bias.7"),
+        (', "logit_bias": {"7": 1, "07": 2}}', "logit_bias"),
+    ):
+        status, answer, _ = running.post("/v1/completions", (plain + more).encode())
+        assert (status, answer["error"]["param"]) == (400, place)
+        assert "twice, with different values" in answer["error"]["message"]
+    for more in (', "max_tokens": 4}', ', "logit_bias": {"7": 1, "07": 1, "7": 1}}'):  # which say one thing
+        assert running.post("/v1/completions", (plain + more).encode())[0] == 200
 
 
 def test_methods_of_a_path(running: Served) -> None:

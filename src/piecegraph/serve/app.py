@@ -25,10 +25,11 @@ from piecegraph.serve.messages import CountBody, MessagesBody, MessagesCall, rea
 from piecegraph.serve.page import page
 from piecegraph.serve.record import Record
 from piecegraph.serve.responses import ResponsesBody, ResponsesCall
+from piecegraph.serve.routes import StrictRoute
 from piecegraph.serve.service import Service, accepted
 from piecegraph.serve.streams import EventStream, Json, while_connected
 
-router = APIRouter()
+router = APIRouter(route_class=StrictRoute)
 
 
 def make_app(models: Catalog) -> ASGIApp:
@@ -241,7 +242,9 @@ async def _tell_invalid(request: Request, error: Any) -> Response:
 
 
 async def _tell_http(request: Request, error: Any) -> Response:
-    codes = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "body_too_large"}
+    if isinstance(error.__cause__, ApiError):  # of a body that cannot be read
+        return await _tell(request, error.__cause__)
+    codes = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "body_too_large"}
     messages = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not for this path"}
     message = messages.get(error.status_code, str(error.detail))
     return await _tell(request, ApiError(error.status_code, message, code=codes.get(error.status_code)))

@@ -121,7 +121,12 @@ def sampling_params(defaults: dict[str, Any], given: dict[str, Any], **others: A
 def _biases(given: dict[str, float]) -> dict[int, float]:
     if not all(token.isascii() and token.isdecimal() and len(token) < _MOST_DIGITS for token in given):
         raise ApiError(400, "logit_bias must be by token ids", code="invalid_value", param="logit_bias")
-    return {int(token): bias for token, bias in given.items()}
+    found: dict[int, float] = {}
+    for token, bias in given.items():
+        if found.setdefault(int(token), bias) != bias:
+            message = f"logit_bias has token {int(token)} twice, with different values, however it is written"
+            raise ApiError(400, message, code="invalid_value", param="logit_bias")
+    return found
 
 
 Texts = str | list[str] | list[int] | list[list[int]]

@@ -98,8 +98,6 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     name = ".".join(place) or "body"
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{name} is not supported by this server", code="unsupported_parameter", param=name)
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
     message = f"{name}: {first['msg'][0].lower()}{first['msg'][1:]}"
     return ApiError(400, message, code="invalid_value" if first["type"] != "missing" else "missing", param=name)
 

@@ -32,7 +32,7 @@ def beginning_of(body: bytes) -> str:
     """
     try:
         given = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     if not isinstance(given, dict):
         return ""
