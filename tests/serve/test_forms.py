@@ -11,6 +11,8 @@ import openai
 import pytest
 
 import piecegraph
+from piecegraph.serve.messages import _block
+from piecegraph.serve.parts import Part
 from piecegraph.serve.tool_choice import AnyCalls
 from tests.cases.checkpoints import make_byte_tokenizer, save_checkpoint
 from tests.cases.serving import Served, served
@@ -130,6 +132,28 @@ def test_calls_are_told_one_by_one(size: int) -> None:
     assert [(call["index"], call["function"]["name"]) for call in told] == [(0, "f"), (1, "g")]
     assert json.loads(told[0]["function"]["arguments"]) == {"x": "}, ["}
     assert calls.finish() == [{"content": ', {"name": "h", "par'}]
+
+
+DEEP = "[" * 3000 + "]" * 3000
+
+
+@pytest.mark.parametrize("size", [1, 5, 10_000])
+@pytest.mark.parametrize("value", ["1e999", DEEP, "[" * 250 + "]" * 250, "1" * 5000])
+def test_a_forced_call_that_no_client_can_read_is_text(value: str, size: int) -> None:
+    bad = f'{{"name": "f", "parameters": {{"x": {value}}}}}'
+    text = f'[{bad}, {{"name": "g", "parameters": {{"a": "\\"}}", "a": 2}}}}]'
+    calls = AnyCalls()
+    deltas = [delta for start in range(0, len(text), size) for delta in calls.feed(text[start : start + size])]
+    assert [delta.get("content") for delta in [*deltas, *calls.finish()]] == [bad, None]
+    (told,) = deltas[1]["tool_calls"]
+    assert (told["index"], calls.num_calls, told["function"]) == (0, 1, {"name": "g", "arguments": '{"a": 2}'})
+
+
+@pytest.mark.parametrize("value", ["1e999", DEEP])
+def test_arguments_that_no_object_holds_are_text(value: str) -> None:
+    block = _block(Part("call", 0, text=f'{{"x": {value}}}', name="f", number="1"))
+    assert block == {"type": "text", "text": f'{{"x": {value}}}'}
+    assert _block(Part("call", 0, text='{"x": 1', name="f", number="1"))["input"] == {}  # which was cut off
 
 
 @pytest.mark.parametrize(

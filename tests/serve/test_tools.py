@@ -260,6 +260,18 @@ def test_what_is_no_call_is_text(size: int) -> None:
     assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "f"), (1, "g")]
 
 
+@pytest.mark.parametrize("given", ['"oops"', '"{\\"x\\": NaN}"', '"[1]"', "[1]", "3", f'"{"[" * 5000}"'])
+def test_arguments_that_are_no_object_are_no_call(given: str) -> None:
+    whole = f'<tool_call>{{"name": "f", "arguments": {given}}}</tool_call>'
+    assert read([whole]) == (whole, [])
+
+
+@pytest.mark.parametrize(("given", "told"), [('"{\\"x\\":1}"', '{"x":1}'), ('""', "{}"), ("null", "{}")])
+def test_arguments_that_a_model_writes_as_a_text(given: str, told: str) -> None:
+    text, (call,) = read([f'<tool_call>{{"name": "f", "arguments": {given}}}</tool_call>'])
+    assert (text, call["function"]) == ("", {"name": "f", "arguments": told})
+
+
 def test_a_family_that_transformers_knows() -> None:
     model = SimpleNamespace(config=SimpleNamespace(model_type="qwen3"))
     template = response_template_of(SimpleNamespace(), model)

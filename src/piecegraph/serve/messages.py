@@ -12,6 +12,7 @@ from piecegraph.llm.run.answers import Answers
 from piecegraph.llm.run.results import Completion
 from piecegraph.serve.bodies import Body, sampling_params
 from piecegraph.serve.failures import ApiError, unsupported
+from piecegraph.serve.parsing import arguments_text
 from piecegraph.serve.parts import Happening, Part, Parts, happenings, parts_of
 from piecegraph.serve.record import Record
 from piecegraph.serve.service import Service
@@ -207,8 +208,8 @@ class MessagesCall:
         """The answer in one."""
         (answer,) = await self._service.whole(self.asked, self._record)
         content = [_block(part) for part in parts_of(self._reader, answer.text or "")]
-        usage = Usage.of([answer]).for_anthropic()
-        return {**self._head, "content": content, **self._ending(answer), "usage": usage}
+        ending = _ending(answer, has_called=any(block["type"] == "tool_use" for block in content))
+        return {**self._head, "content": content, **ending, "usage": Usage.of([answer]).for_anthropic()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as it comes."""
@@ -221,25 +222,26 @@ class MessagesCall:
                     yield _block_event(happening)
                 if chunk.finished is not None:
                     usage = Usage.of([chunk.finished]).for_anthropic()
-                    yield _event("message_delta", delta=self._ending(chunk.finished), usage=usage)
+                    ending = _ending(chunk.finished, has_called=any(part.kind == "call" for part in parts.all))
+                    yield _event("message_delta", delta=ending, usage=usage)
         except ApiError as error:
             self._record.cut(error.message)
             yield event(error.body("/v1/messages"), "error")
         else:
             yield _event("message_stop")
 
-    def _ending(self, answer: Completion) -> dict[str, Any]:
-        if isinstance(answer.stop_reason, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_reason}
-        has_called = self._reader is not None and self._reader.num_calls > 0
-        reason = "max_tokens" if answer.finish_reason == "length" else "tool_use" if has_called else "end_turn"
-        return {"stop_reason": reason, "stop_sequence": None}
+
+def _ending(answer: Completion, *, has_called: bool) -> dict[str, Any]:
+    if isinstance(answer.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_reason}
+    reason = "max_tokens" if answer.finish_reason == "length" else "tool_use" if has_called else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": None}
 
 
 def _block(part: Part) -> dict[str, Any]:
-    """A part as far as it is said."""
-    if part.kind == "call":
-        return {"type": "tool_use", "id": f"toolu_{part.number}", "name": part.name, "input": _object(part.text)}
+    """A part as far as it is said. Arguments that no object can hold, whose text is JSON all the same, are text."""
+    if part.kind == "call" and (given := _object(part.text)) is not None:
+        return {"type": "tool_use", "id": f"toolu_{part.number}", "name": part.name, "input": given}
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": part.text, "signature": ""}
     return {"type": "text", "text": part.text}
@@ -259,13 +261,15 @@ def _block_event(happening: Happening) -> bytes:
     return _event("content_block_delta", index=part.index, delta={"type": kind, field: text})
 
 
-def _object(text: str) -> dict[str, Any]:
-    """Arguments by name. Those that were cut off are none."""
+def _object(text: str) -> dict[str, Any] | None:
+    """Arguments by name; None if nothing holds them. Those that were cut off are none."""
     try:
-        found = json.loads(text or "{}")
-    except ValueError:
+        found: dict[str, Any] = json.loads(arguments_text(text))
+    except json.JSONDecodeError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except ValueError:
+        return None
+    return found
 
 
 async def read(service: Service, body: CountBody) -> list[int]:

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from piecegraph.serve.families import family_template
+from piecegraph.serve.strict_json import read_json
 
 _TOOL_CALLS = "tool_calls"
 _CONTENT = "content"
@@ -173,8 +174,8 @@ def _functions(calls: Any) -> list[dict[str, str]]:
         ValueError: one of them is no call, or there are none; then all of it is text.
     """
     found = [_function(call) for call in (calls if isinstance(calls, list) else [calls])]
-    if not found or _is_too_deep(calls):
-        raise ValueError("no function is called, or with too much in each other")
+    if not found:
+        raise ValueError("no function is called")
     return found
 
 
@@ -183,8 +184,24 @@ def _function(call: Any) -> dict[str, str]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("no function is named")
     given = function.get("arguments", function.get("parameters", {}))
-    arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
-    return {"name": function["name"], "arguments": arguments}
+    return {"name": function["name"], "arguments": arguments_text(given)}
+
+
+def arguments_text(given: Any) -> str:
+    """Arguments as a client is given them. Some models write them as a text, and null or nothing for none.
+
+    >>> arguments_text({"x": 1}), arguments_text('{"x":1}'), arguments_text(None)
+    ('{"x": 1}', '{"x":1}', '{}')
+
+    Raises:
+        ValueError: a client could not read them, or not by name.
+    """
+    named = read_json(given or "{}", last_wins=True) if isinstance(given, str) else {} if given is None else given
+    if not isinstance(named, dict):
+        raise ValueError("arguments have no names")
+    if _is_too_deep(named):
+        raise ValueError("too much is in each other")
+    return given if isinstance(given, str) and given else json.dumps(named, ensure_ascii=False, allow_nan=False)
 
 
 def _is_too_deep(value: Any) -> bool:

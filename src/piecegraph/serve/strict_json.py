@@ -24,8 +24,12 @@ class NamedTwiceError(ValueError):
         super().__init__(f"{place} is there twice, with different values")
 
 
-def read_json(text: str | bytes) -> Any:
+def read_json(text: str | bytes, *, last_wins: bool = False) -> Any:
     """What a text says.
+
+    Args:
+        text: JSON.
+        last_wins: whether a name may come twice: what a model wrote is read as most would read it.
 
     >>> read_json('{"a": [{"b": 1, "b": 2}]}')
     Traceback (most recent call last):
@@ -40,7 +44,8 @@ def read_json(text: str | bytes) -> Any:
     def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, value in pairs:
-            if name in found and repr(found[name]) != repr(value):  # 1 and true are equal, and not the same
+            # 1 and true are equal, and not the same.
+            if not last_wins and name in found and repr(found[name]) != repr(value):
                 differing.append(name)
                 value = _TWICE
             found[name] = value

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from piecegraph.serve.failures import ApiError, unsupported
-from piecegraph.serve.parsing import AnswerParser, Reader
+from piecegraph.serve.parsing import AnswerParser, Reader, arguments_text
+from piecegraph.serve.strict_json import read_json
 
 _ANY_ARGUMENTS = {"type": "object"}
 
@@ -129,29 +130,50 @@ class OneCall:
 
 
 class AnyCalls:
-    """Reads a list of calls as it comes; each is told when it is complete."""
+    """Reads a list of calls as it comes; each is told when it is complete.
+
+    That it is JSON does not mean that a client can read it: numbers may be larger than any float, and lists deeper in
+    each other than a stack. Such a call is text, as in an answer that was not forced, and what follows is read on.
+    """
 
     def __init__(self) -> None:
         self._left = ""
+        """What was not told yet."""
+        self._depth = 0
+        self._is_in_string = self._is_escaped = False
         self.num_calls = 0
 
     def feed(self, text: str) -> list[dict[str, Any]]:
         """What new text adds to the message."""
-        self._left += text
         found: list[dict[str, Any]] = []
-        while begun := self._left.lstrip("[, "):
-            try:
-                call, end = json.JSONDecoder().raw_decode(begun)
-            except ValueError:
-                break
-            found.append({"tool_calls": [_call(self.num_calls, call["name"], json.dumps(call["parameters"]))]})
-            self.num_calls += 1
-            self._left = begun[end:]
+        for character in text:
+            self._left += character
+            if self._ends_call(character):
+                found.append(self._told(self._left.lstrip("[, ")))
+                self._left = ""
         return found
 
     def finish(self) -> list[dict[str, Any]]:
         """The same, at the end. A call that was cut off is text."""
         return [] if self._left in ("", "]") else [{"content": self._left}]
+
+    def _ends_call(self, character: str) -> bool:
+        if self._is_in_string:
+            self._is_in_string = self._is_escaped or character != '"'
+            self._is_escaped = character == "\\" and not self._is_escaped
+            return False
+        self._is_in_string = character == '"'
+        self._depth += {"{": 1, "}": -1}.get(character, 0)
+        return character == "}" and self._depth == 0
+
+    def _told(self, text: str) -> dict[str, Any]:
+        try:
+            call = read_json(text, last_wins=True)
+            told = _call(self.num_calls, call["name"], arguments_text(call["parameters"]))
+        except ValueError:
+            return {"content": text}
+        self.num_calls += 1
+        return {"tool_calls": [told]}
 
 
 def _call(index: int, name: str, arguments: str) -> dict[str, Any]:
