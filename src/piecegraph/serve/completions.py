@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
+from piecegraph.llm.run.generation import text_behind
+from piecegraph.llm.run.prompts import decoder_of
 from piecegraph.llm.run.results import Chunk, Completion
+from piecegraph.llm.run.stop import IncrementalText
 from piecegraph.serve.bodies import CompletionBody, prompts_of
 from piecegraph.serve.failures import ApiError, unsupported
-from piecegraph.serve.logprobs import TokenTexts
+from piecegraph.serve.logprobs import TextOffsets, TokenTexts
 from piecegraph.serve.record import Record
 from piecegraph.serve.service import Service
 from piecegraph.serve.streams import HOLE, Template, event
@@ -26,7 +30,7 @@ class CompletionCall:
         self._service, self._body, self._record = service, body, record
         self._each = body.n or 1
         self._has_new = body.max_tokens > 0
-        params = body.sampling(
+        self._params = body.sampling(
             service.defaults,
             max_new_tokens=max(body.max_tokens, 1),  # of a prompt alone, log-probabilities can be asked for
             logprobs=body.logprobs,
@@ -34,7 +38,7 @@ class CompletionCall:
         )
         self._texts = TokenTexts(service.llm.tokenizer_if_any)
         self._prompts = prompts_of(body.prompt)
-        self.asked = service.ask_all(self._prompts, params, record, streams=body.stream, priority=body.priority)
+        self.asked = service.ask_all(self._prompts, self._params, record, streams=body.stream, priority=body.priority)
         self._head = {
             "id": f"cmpl-{record.id}",
             "object": "text_completion",
@@ -51,7 +55,7 @@ class CompletionCall:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as it comes."""
         ended: list[Completion] = []
-        offsets: dict[int, int] = {}
+        offsets: dict[int, TextOffsets | None] = {}
         plain: dict[int, Template] = {}
         try:
             chunks = self._service.stream(self.asked, self._record, each=self._each, has_new=self._has_new)
@@ -73,28 +77,49 @@ class CompletionCall:
         yield b"data: [DONE]\n\n"
 
     def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
-        tokens, entries = answer.token_ids, list[Any](answer.logprobs or ())
-        if self._body.echo:
-            tokens, entries = answer.prompt_token_ids + tokens, [*(answer.prompt_logprobs or ()), *entries]
+        before = self._echo(index) if self._body.echo else ""
         return {
             "index": index,
-            "text": (self._echo(index) if self._body.echo else "") + (answer.text or ""),
-            "logprobs": None if answer.logprobs is None else self._texts.for_completions(tokens, entries, 0)[0],
+            "text": before + (answer.text or ""),
+            "logprobs": None if answer.logprobs is None else self._logprobs(index, answer, len(before)),
             **_end(answer),
         }
 
-    def _part(self, index: int, chunk: Chunk, offsets: dict[int, int]) -> dict[str, Any]:
-        before = self._echo(index) if self._body.echo and index not in offsets else ""
-        logprobs, offsets[index] = None, offsets.get(index, 0)
-        if chunk.logprobs is not None:
-            logprobs, offsets[index] = self._texts.for_completions(chunk.token_ids, chunk.logprobs, offsets[index])
+    def _logprobs(self, index: int, answer: Completion, begin: int) -> dict[str, Any]:
+        tokens, entries = answer.token_ids, list[Any](answer.logprobs or ())
+        offsets = self._offsets(answer.prompt_token_ids, begin).of(tokens)
+        if self._body.echo:
+            of_prompt = self._texts.offsets_in_prompt(self._prompt(index), answer.prompt_token_ids)
+            tokens, entries = answer.prompt_token_ids + tokens, [*(answer.prompt_logprobs or ()), *entries]
+            offsets = of_prompt + offsets
+        return self._texts.for_completions(tokens, entries, offsets)
+
+    def _offsets(self, prompt: list[int], begin: int = 0) -> TextOffsets:
+        """Of new tokens; those of a stop text have one, too."""
+        tokenizer = self._service.llm.tokenizer_if_any
+        if tokenizer is None:
+            return TextOffsets(IncrementalText(lambda _: ""), begin)
+        decode = decoder_of(tokenizer, skip_special_tokens=self._params.skip_special_tokens)
+        return TextOffsets(text_behind(prompt, replace(self._params, stop=()), decode), begin)
+
+    def _part(self, index: int, chunk: Chunk, offsets: dict[int, TextOffsets | None]) -> dict[str, Any]:
+        before, logprobs = "", None
+        if index not in offsets:
+            before = self._echo(index) if self._body.echo else ""
+            prompt = self.asked[index // self._each].prompt_token_ids
+            offsets[index] = None if chunk.logprobs is None else self._offsets(prompt)
+        if chunk.logprobs is not None and (behind := offsets[index]) is not None:
+            logprobs = self._texts.for_completions(chunk.token_ids, chunk.logprobs, behind.of(chunk.token_ids))
         part = _choice_part(index, before + chunk.text, logprobs)
         if chunk.finished is not None:
             part |= _end(chunk.finished)
         return part
 
+    def _prompt(self, index: int) -> str | list[int]:
+        return self._prompts[index // self._each]
+
     def _echo(self, index: int) -> str:
-        prompt = self._prompts[index // self._each]
+        prompt = self._prompt(index)
         return prompt if isinstance(prompt, str) else self._texts.of_all(prompt)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from piecegraph.llm.run.prompts import decoder_of
 from piecegraph.llm.run.results import TokenLogprob
+from piecegraph.llm.run.stop import IncrementalText
 
 
 class TokenTexts:
@@ -37,27 +39,62 @@ class TokenTexts:
         return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
     def for_completions(
-        self, tokens: Sequence[int], entries: Sequence[TokenLogprob | None], offset: int
-    ) -> tuple[dict[str, Any], int]:
-        """As ``/v1/completions`` has them, and where the text of the next token begins.
+        self, tokens: Sequence[int], entries: Sequence[TokenLogprob | None], offsets: Sequence[int]
+    ) -> dict[str, Any]:
+        """As ``/v1/completions`` has them.
 
         Args:
             tokens: of the text.
             entries: one for each of them; None for the first of a prompt.
-            offset: where the text of the first of them begins.
+            offsets: where each of them begins in the text.
         """
-        texts = [self(token) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
         return {
-            "tokens": texts,
+            "tokens": [self(token) for token in tokens],
             "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
             "top_logprobs": [
                 # Parts of characters all have the same text: the most likely, which comes first, has its name.
                 None if entry is None else {self(token): logprob for token, logprob in reversed(entry.top)}
                 for entry in entries
             ],
-            "text_offset": offsets,
-        }, offset
+            "text_offset": list(offsets),
+        }
+
+    def offsets_in_prompt(self, prompt: str | list[int], tokens: list[int]) -> list[int]:
+        """Where the tokens of a prompt begin in its text, which is what was given, or what was made of tokens.
+
+        Args:
+            prompt: as it was given.
+            tokens: of it, also such as the tokenizer adds.
+        """
+        if not isinstance(prompt, str):
+            return TextOffsets(IncrementalText(self.of_all)).of(tokens)
+        if not getattr(self._tokenizer, "is_fast", False):  # it does not say; what it makes of them is most like it
+            decode = decoder_of(self._tokenizer)
+            return [min(offset, len(prompt)) for offset in TextOffsets(IncrementalText(decode)).of(tokens)]
+        spans = self._tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
+        found, end = [], 0
+        for first, last in spans:
+            # What is between two tokens is the second's. A token that was added has no span; it is where it stands.
+            found.append(end if first == last else min(first, end))
+            end = max(end, last)
+        return found
+
+
+class TextOffsets:
+    """Where tokens begin in a text that grows: of one that is a part of a character, where that begins.
+
+    Args:
+        text: what makes text of the tokens. It holds back characters of which a part is missing.
+        begin: how long the text before is.
+    """
+
+    def __init__(self, text: IncrementalText, begin: int = 0) -> None:
+        self._text, self._begin = text, begin
+
+    def of(self, tokens: Sequence[int]) -> list[int]:
+        """Of tokens that come behind those before."""
+        found = []
+        for token in tokens:
+            found.append(self._begin + len(self._text.text))
+            self._text.add([token])
+        return found

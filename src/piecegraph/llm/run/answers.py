@@ -40,7 +40,7 @@ class Answer:
     """
 
     def __init__(self, prompt: Prompt, text: IncrementalText | None) -> None:
-        self._prompt = prompt
+        self.prompt = prompt
         self._text = text
         self.is_watched = bool(prompt.params.stop)
         """Whether each token is looked at as it comes."""
@@ -101,7 +101,7 @@ class Answer:
             del self._logprobs[num_tokens:]
 
     def _completion(self, ending: Ending) -> Completion:
-        text, prompt = self._text, self._prompt
+        text, prompt = self._text, self.prompt
         return Completion(
             prompt=prompt.text,
             prompt_token_ids=prompt.tokens,
@@ -230,6 +230,11 @@ class Answers:
         await (asyncio.sleep(0) if self._accepted is None else asyncio.shield(self._accepted))
         if self._inbox.error is not None:
             raise self._inbox.error
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Of the prompt, once something has come of it."""
+        return self._inbox.answers[0].prompt.tokens
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         return self

@@ -1,0 +1,72 @@
+"""Where tokens begin in a text, also those that are parts of a character, streamed or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import piecegraph
+from piecegraph.serve.logprobs import TokenTexts
+from tests.cases.byte_llm import byte_tokenizer, write_byte_llm
+from tests.cases.serving import Served, served
+from tests.cases.tiny_llm import tiny_tokenizer
+
+SAID = "añ日 b😀"
+PROMPT = "é日本x"
+
+
+@pytest.fixture(scope="module")
+def bytewise(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = write_byte_llm(tmp_path_factory.mktemp("bytes"))
+    with piecegraph.LLM(folder, backend="eager", device="cpu", max_num_seqs=4, options={"progress": False}) as llm:
+        with served(llm) as found:
+            yield found
+
+
+def begins(text: str, before: int = 0) -> list[int]:
+    """Of each byte of a text, the place of its character."""
+    return [before + place for place, character in enumerate(text) for _ in character.encode()]
+
+
+def asked(**more: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "logprobs": 1, "n": 2}
+    return {**body, "structured_outputs": {"choice": [SAID]}, **more}
+
+
+def test_offsets_are_those_of_characters_in_the_text(bytewise: Served) -> None:
+    ids = bytewise.llm.tokenizer(PROMPT)["input_ids"]
+    for more, before in (({}, None), ({"echo": True}, PROMPT), ({"echo": True, "prompt": ids}, PROMPT)):
+        status, answer, _ = bytewise.post("/v1/completions", asked(**more))
+        assert status == 200, answer
+        for choice in answer["choices"]:
+            expected = begins(before or "") + begins(SAID, len(before or ""))
+            assert choice["text"] == (before or "") + SAID
+            assert choice["logprobs"]["text_offset"][: len(expected)] == expected
+            assert set(choice["logprobs"]["text_offset"][len(expected) :]) <= {len(choice["text"])}  # what ended it
+
+
+def test_offsets_are_the_same_in_a_stream(bytewise: Served) -> None:
+    for more in ({}, {"stop": ["日 b"]}, {"structured_outputs": {"regex": "[ab]{30}"}}):
+        _, answer, _ = bytewise.post("/v1/completions", asked(seed=1, **more))
+        _, text, _ = bytewise.post("/v1/completions", asked(seed=1, **more, stream=True))
+        found: dict[int, list[int]] = {0: [], 1: []}
+        for line in text.splitlines():
+            for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+                found[choice["index"]] += (choice["logprobs"] or {"text_offset": []})["text_offset"]
+        assert [found[0], found[1]] == [each["logprobs"]["text_offset"] for each in answer["choices"]]
+        assert found[0] == sorted(found[0])
+
+
+def test_offsets_of_prompts_that_are_written_otherwise() -> None:
+    words = tiny_tokenizer(chat=False)
+    prompt = "ax  nobody by"
+    assert TokenTexts(words).offsets_in_prompt(prompt, words(prompt)["input_ids"]) == [0, 2, 10]
+    slow = byte_tokenizer()
+    tokens = slow(PROMPT)["input_ids"]
+    expected = begins(PROMPT)
+    assert TokenTexts(slow).offsets_in_prompt(PROMPT, tokens) == expected
+    slow.__class__ = type("Slow", (type(slow),), {"is_fast": False})
+    assert TokenTexts(slow).offsets_in_prompt(PROMPT, tokens) == expected
