@@ -69,7 +69,11 @@ def test_errors_are_in_its_own_shape(client: anthropic.Anthropic, tiny: piecegra
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"extra_body": {"temperature": 1.5}}, "temperature: input should be less than or equal to 1"),
         ({"extra_body": {"top_p": 2.0}}, "PG108 top_p"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
+        ({"stop_sequences": [""]}, "PG108 stop_sequences is"),
+        ({"stop_sequences": ["a"] * 65}, "stop_sequences"),
+        ({"messages": [{"role": "user", "content": "ax " * 70}]}, "messages: PG652"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, r"\[0\].content\[0\].tool_use_id"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"messages\[0\]\.content\[0\]"),
         ({"messages": [*MESSAGES, {"role": "assistant", "content": "ax"}]}, "the last turn is the assistant's"),
     ):
         with pytest.raises(anthropic.BadRequestError, match=why) as raised:

@@ -170,7 +170,7 @@ def test_arguments_that_no_object_holds_are_text(value: str) -> None:
         ({"extra_body": {"structured_outputs": {}}}, "structured_outputs is not one form"),
         ({"extra_body": {"structured_outputs": {"xml": "x"}}}, "structured_outputs is"),
         ({"tool_choice": "required"}, "without tools"),
-        ({"tools": TOOLS}, "tools.strict"),
+        ({"tools": TOOLS}, r"tools\[0\].function.strict"),
         ({"tools": TOOLS[1:]}, "response_template"),
         ({"tools": TOOLS[1:], "parallel_tool_calls": False}, "parallel_tool_calls"),
     ],

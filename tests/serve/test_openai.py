@@ -197,26 +197,29 @@ def test_what_vllm_has_beside_it(client: openai.OpenAI, tiny: piecegraph.LLM) ->
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options", "is not supported"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "by token ids"),
         ({"logit_bias": {"1" * 5000: 1}}, "logit_bias", "by token ids"),
-        ({"logit_bias": {"999": 1}}, None, "logit_bias names token 999"),
+        ({"logit_bias": {"999": 1}}, "logit_bias", "logit_bias names token 999"),
         ({"functions": []}, "functions", "functions is not supported"),
         ({"audio": {}}, "audio", "audio is not supported"),
-        ({"response_format": {"type": "json_object"}}, None, "PG660 .* decoder"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "PG660 response_format .* decoder"),
+        ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs", "PG660 structured_outputs"),
+        ({"extra_body": {"stop_token_ids": [99]}}, "stop_token_ids", "PG653"),
+        ({"stop": [""]}, "stop", "PG108 stop is"),
         ({"extra_body": {"guided_json": {}}}, "guided_json", "guided_json is not supported"),
-        ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template", "no template of its own"),
-        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, None, "the chat template does not read"),
+        ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template_kwargs.", "cannot hold"),
+        ({"extra_body": {"chat_template_kwargs": {"x": False}}}, "chat_template_kwargs.x", "model does not read x"),
         ({"extra_body": {"chat_template_kwargs": {"self": 1}}}, "chat_template_kwargs", "cannot hold self"),
         ({"extra_body": {"chat_template_kwargs": {"conversation": 1}}}, "chat_template_kwargs", "cannot hold"),
         ({"messages": [*MESSAGES, called("[" * 100_000)]}, "messages", "the arguments of c are not JSON"),
         ({"messages": []}, "messages", "at least 1 item"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0", "'text'"),
-        ({"messages": [{"role": "user", "content": "ax " * 70}]}, None, "70|72 tokens"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "'text'"),
+        ({"messages": [{"role": "user", "content": "ax " * 70}]}, "messages", "70|72 tokens"),
         ({"temperature": 0, "top_p": 2.0}, "top_p", "top_p is 2.0"),
     ],
 )
-def test_what_is_refused_by_name(client: openai.OpenAI, arguments: dict[str, Any], param: str | None, why: str) -> None:
+def test_what_is_refused_by_name(client: openai.OpenAI, arguments: dict[str, Any], param: str, why: str) -> None:
     with pytest.raises(openai.BadRequestError, match=why) as raised:
         client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES, **arguments})
-    assert (raised.value.param or "").startswith(param or "")
+    assert (raised.value.param or "").startswith(param)
     assert raised.value.type == "invalid_request_error"
 
 
@@ -296,12 +299,39 @@ def test_an_answer_that_the_model_ends(
     )
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": [999]}, "prompt"),
+        ("/v1/completions", {"prompt": [5] * 64}, "prompt"),
+        ("/v1/completions", {"prompt": ["ax", ""]}, "prompt"),
+        ("/v1/completions", {"prompt": "ax", "bad_words": ["\ud800"]}, "bad_words"),
+        ("/v1/completions", {"prompt": ["ax"] * 1025}, "prompt"),
+        ("/v1/completions", {"prompt": "ax", "structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ("/v1/completions", {"prompt": "ax", "min_tokens": 9, "max_tokens": 4}, "min_tokens"),
+        ("/v1/responses", {"input": "ax " * 70}, "input"),
+        ("/v1/responses", {"input": "ax", "text": {"format": {"type": "json_object"}}}, "text.format"),
+        ("/v1/responses", {"input": "ax", "reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "x"}]}]}, "input[0].content[0].type"),
+        ("/v1/embeddings", {"input": "ax " * 70}, "input"),
+        ("/v1/embeddings", {"input": [[999]]}, "input"),
+        ("/tokenize", {"prompt": "\ud800"}, "prompt"),
+        ("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x"),
+    ],
+)
+def test_every_refusal_names_the_field_as_it_was_written(
+    running: Served, path: str, body: dict[str, Any], param: str
+) -> None:
+    status, answer, _ = running.post(path, {"model": "tiny", **body})
+    assert (status, answer["error"]["param"]) == (400, param), answer
+
+
 def test_what_responses_refuse(client: openai.OpenAI) -> None:
     for arguments, why in (
         ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
         ({"tools": [{"type": "function", "name": "f"}]}, "tools is not supported"),
-        ({"reasoning": {"effort": "low"}}, "reasoning_effort is not supported"),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort is not supported"),
         ({"text": {"format": {"type": "json_schema"}}}, "a name and a schema come with 'json_schema'"),
     ):
         given: Any = {"model": "tiny", "input": "ax", **arguments}

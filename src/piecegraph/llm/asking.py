@@ -16,7 +16,7 @@ from piecegraph.errors import ConfigError
 from piecegraph.llm.run.answers import Answer, Answers, Inbox, Prompt
 from piecegraph.llm.run.arguments import SamplingArguments, sampling_rows
 from piecegraph.llm.run.generation import text_behind
-from piecegraph.llm.run.prompts import conversation_tokens, decoder_of, tokens_of
+from piecegraph.llm.run.prompts import conversation_tokens, decoder_of, tokens_of, tokens_of_word
 from piecegraph.llm.run.request import SamplingParams
 
 
@@ -114,7 +114,7 @@ class Asking(ABC):
 
     def _for_engine(self, asked: Asked) -> Asked:
         """The same as tokens alone. See Note [Text is made where it is read]."""
-        params = asked.params.with_words(lambda word: tokens_of(word, self.tokenizer, add_special_tokens=False))
+        params = asked.params.with_words(lambda word: tokens_of_word(word, self.tokenizer))
         if not params.stop:
             return replace(asked, params=params)
         return replace(asked, params=replace(params, stop=()), is_streamed=True)

@@ -20,7 +20,15 @@ from piecegraph.errors import ConfigError, ModelError, RequestError
 from piecegraph.llm.config import LLMConfig
 from piecegraph.llm.run.fair_lock import FairLock
 from piecegraph.llm.run.generation import Generation
-from piecegraph.llm.run.prompts import decoder_of, name_prompt, raise_first, refused, tokenizer_or_error, tokens_of
+from piecegraph.llm.run.prompts import (
+    decoder_of,
+    name_prompt,
+    raise_first,
+    refused,
+    tokenizer_or_error,
+    tokens_of,
+    tokens_of_word,
+)
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.results import Chunk, Completion
 from piecegraph.llm.run.structured import Guide, Guides, StructuredOutputsParams
@@ -158,7 +166,7 @@ class RunningModel:
         needs_text = needs_text or params.structured_outputs is not None
         tokenizer: Any = self.tokenizer if needs_text else self.started.loaded.tokenizer
         tokens: Any = tokens_of(text, tokenizer) if text is not None else prompt
-        params = params.with_words(lambda word: tokens_of(word, tokenizer, add_special_tokens=False))
+        params = params.with_words(lambda word: tokens_of_word(word, tokenizer))
         decode = None
         if tokenizer is not None and makes_text:
             decode = decoder_of(tokenizer, skip_special_tokens=params.skip_special_tokens)

@@ -53,8 +53,11 @@ def _models(request: Request) -> Catalog:
     return found
 
 
-def _parts(request: Request, name: str) -> tuple[Service, Record]:
-    return _models(request).find(name), request.scope["record"]
+def _parts(request: Request, body: Any) -> tuple[Service, Record]:
+    """The model that a body asks for, and the request's record, which says from here on what its fields are called."""
+    record: Record = request.scope["record"]
+    record.names = body.names()
+    return _models(request).find(body.model), record
 
 
 # -- of OpenAI's API
@@ -63,13 +66,13 @@ def _parts(request: Request, name: str) -> tuple[Service, Record]:
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
-    return await _answer(request, await ChatCall.ask(*_parts(request, body.model), body), body.stream)
+    return await _answer(request, await ChatCall.ask(*_parts(request, body), body), body.stream)
 
 
 @router.post("/v1/completions")
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Go on from texts."""
-    return await _answer(request, CompletionCall(*_parts(request, body.model), body), body.stream)
+    return await _answer(request, CompletionCall(*_parts(request, body), body), body.stream)
 
 
 async def _answer(request: Request, call: Any, streams: bool | None) -> Response:
@@ -80,13 +83,13 @@ async def _answer(request: Request, call: Any, streams: bool | None) -> Response
 @router.post("/v1/responses")
 async def responses(body: ResponsesBody, request: Request) -> Response:
     """Answer a conversation."""
-    return await _answer(request, await ResponsesCall.ask(*_parts(request, body.model), body), body.stream)
+    return await _answer(request, await ResponsesCall.ask(*_parts(request, body), body), body.stream)
 
 
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingBody, request: Request) -> Response:
     """Vectors of texts."""
-    return await _answer(request, EmbeddingCall(*_parts(request, body.model), body), False)
+    return await _answer(request, EmbeddingCall(*_parts(request, body), body), False)
 
 
 @router.get("/v1/models")
@@ -107,13 +110,13 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 @router.post("/v1/messages")
 async def messages(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation."""
-    return await _answer(request, await MessagesCall.ask(*_parts(request, body.model), body), body.stream)
+    return await _answer(request, await MessagesCall.ask(*_parts(request, body), body), body.stream)
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountBody, request: Request) -> dict[str, int]:
     """How long a conversation is."""
-    return {"input_tokens": len(await read(_models(request).find(body.model), body))}
+    return {"input_tokens": len(await read(*_parts(request, body), body))}
 
 
 # -- of vLLM's
@@ -122,13 +125,13 @@ async def count_tokens(body: CountBody, request: Request) -> dict[str, int]:
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
     """The tokens of a text, or of a conversation."""
-    service = _models(request).find(body.model)
+    service, record = _parts(request, body)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give a prompt or messages", code="invalid_value", param="prompt")
     body.check()
     if body.messages is not None:
         messages = [each.for_template() for each in body.messages]
-        tokens = await service.chat_prompt(messages, body.chat_template_kwargs or {})
+        tokens = await service.chat_prompt(messages, body.chat_template_kwargs or {}, record)
     else:
         tokens = await service.llm.tokens_of(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": service.about.max_model_len}
@@ -234,7 +237,7 @@ def _allowed(request: Request) -> str:
 
 
 async def _tell_ours(request: Request, error: Any) -> Response:
-    return await _tell(request, of_piecegraph(error))
+    return await _tell(request, of_piecegraph(error, request.scope["record"].names))
 
 
 async def _tell_invalid(request: Request, error: Any) -> Response:

@@ -83,6 +83,10 @@ class SamplingBody(Body):
     structured_outputs: dict[str, Any] | None = None
     priority: int = 0
 
+    def names(self) -> dict[str, str]:
+        """See :attr:`piecegraph.serve.record.Record.names`."""
+        return {"max_new_tokens": "max_tokens", "prompt_logprobs": "logprobs"}
+
     def sampling(self, defaults: dict[str, Any], *, max_new_tokens: int, **others: Any) -> SamplingParams:
         """The same for the engine.
 
@@ -315,6 +319,17 @@ class ChatBody(SamplingBody):
         if len(given := [name for name, is_given in forms.items() if is_given]) > 1:
             raise unsupported(given[0], f"an answer has one form, and {' and '.join(given)} were given")
 
+    def names(self) -> dict[str, str]:
+        given = [name for name in ("max_completion_tokens", "max_tokens") if getattr(self, name) is not None]
+        form = "response_format" if self.structured_outputs is None else "structured_outputs"
+        found = {
+            "prompt": "messages",
+            "max_new_tokens": given[0] if given else "messages",
+            "logprobs": "top_logprobs",
+            "structured_outputs": "tools" if self.tool_use().is_forced else form,
+        }
+        return found | ({} if self.reasoning_effort is None else {"template.reasoning_effort": "reasoning_effort"})
+
     def tool_use(self) -> ToolUse:
         """What is said of tools."""
         named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
@@ -352,6 +367,10 @@ class TokenizeBody(Body):
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def names(self) -> dict[str, str]:
+        """See :attr:`piecegraph.serve.record.Record.names`."""
+        return {} if self.messages is None else {"prompt": "messages"}
 
     def check(self) -> None:
         """Raise for what is said of the other."""

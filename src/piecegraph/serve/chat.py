@@ -40,7 +40,7 @@ class ChatCall:
         body.check()
         use = body.tool_use()
         messages = [each.for_template() for each in body.messages]
-        prompt = await service.chat_prompt(messages, body.template_values(), use)
+        prompt = await service.chat_prompt(messages, body.template_values(), record, use)
         params = body.sampling(
             service.defaults,
             max_new_tokens=body.num_new or service.most_new(len(prompt)),

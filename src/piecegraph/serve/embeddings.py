@@ -31,6 +31,10 @@ class EmbeddingBody(Body):
     pooling: Pooling = "last"
     normalize: bool = True
 
+    def names(self) -> dict[str, str]:
+        """See :attr:`piecegraph.serve.record.Record.names`."""
+        return {"prompt": "input", "max_new_tokens": "input"}
+
 
 class EmbeddingCall:
     """One call; its texts are read when it is made."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
-from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RequestError
+from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RequestError, describe
+from piecegraph.llm.run.request import SamplingParams
 
 _OF_CODES: Mapping[str, tuple[int, str]] = {
     "PG106": (503, "shutting_down"),
@@ -42,8 +45,19 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_OUR_NAMES = {"max_new_tokens": "max_tokens"}
-"""Of settings that an API calls otherwise."""
+_SETTINGS = frozenset(field.name for field in fields(SamplingParams))
+_ABOUT = {
+    "PG651": "prompt",
+    "PG652": "prompt",
+    "PG653": "prompt",
+    "PG654": "max_new_tokens",
+    "PG660": "structured_outputs",
+    "PG666": "prompt",
+    "PG667": "prompt",
+}
+"""What an error is about if it begins with the name of no setting."""
+_TAGS = ("text", "tool_use", "tool_result", "thinking")
+"""Kinds of blocks, which pydantic has in a place behind the number of a block."""
 
 
 class ApiError(Exception):
@@ -71,7 +85,9 @@ class ApiError(Exception):
         """As the API at this path has it."""
         if path.startswith("/v1/messages"):
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
+            is_named = self.param is None or self.param in self.message  # there is no other place to name it at
+            message = self.message if is_named else f"{self.param}: {self.message}"
+            return {"type": "error", "error": {"type": kind, "message": message}}
         kind = _OPENAI_TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -81,25 +97,63 @@ def unsupported(name: str, why: str) -> ApiError:
     return ApiError(400, f"{name} is not supported: {why}", code="unsupported_parameter", param=name)
 
 
-def of_piecegraph(error: PiecegraphError) -> ApiError:
-    """The status of one of our own errors. What is not the request's fault is the server's."""
+def of_piecegraph(error: PiecegraphError, names: Mapping[str, str]) -> ApiError:
+    """The status of one of our own errors. What is not the request's fault is the server's.
+
+    Args:
+        error: which.
+        names: what the request calls what errors are about: see :attr:`piecegraph.serve.record.Record.names`.
+    """
     status, code = _OF_CODES.get(error.code, (0, error.code))
     if not status:
         is_of_request = isinstance(error, (RequestError, ConfigError)) or error.code in ("PG666", "PG667")
         status = 400 if is_of_request and isinstance(error, (RequestError, ConfigError, ModelError)) else 500
-    name = error.what.split(" ", 1)[0] if error.code == "PG108" else None
-    return ApiError(status, str(error), code=code, param=_OUR_NAMES.get(name, name) if name else None)
+    subject = _subject(error)
+    first, _, rest = error.what.partition(" ")
+    what = f"{names.get(first, first)} {rest}" if first in _SETTINGS else error.what
+    message = describe(error.code, what, error.where, _renamed(error.why, names), _renamed(error.hint, names))
+    param = None if subject is None or status != 400 else names.get(subject, subject)
+    return ApiError(status, message, code=code, param=param)
+
+
+def _subject(error: PiecegraphError) -> str | None:
+    """The setting that an error is about, or the prompt."""
+    words = (error.what.partition(" ")[0], error.why.partition(" ")[0])
+    return next((word for word in words if word in _SETTINGS), _ABOUT.get(error.code))
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    """With the request's names of settings; those that are plain words may be meant as such."""
+    return _NAME.sub(lambda found: names.get(found[0], found[0]) if found[0] in _SETTINGS else found[0], text)
+
+
+_NAME = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """What pydantic found wrong with a body, by name. Where several forms were tried, the deepest place tells most."""
     first = max(errors, key=lambda each: len(each["loc"]))
-    place = [str(part) for part in first["loc"] if part not in ("body",) and not _is_type(part)]
-    name = ".".join(place) or "body"
+    name = _place(first["loc"]) or "body"
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{name} is not supported by this server", code="unsupported_parameter", param=name)
     message = f"{name}: {first['msg'][0].lower()}{first['msg'][1:]}"
     return ApiError(400, message, code="invalid_value" if first["type"] != "missing" else "missing", param=name)
+
+
+def _place(loc: Sequence[str | int]) -> str:
+    """Where in a body something is, as a client would write it.
+
+    >>> _place(("body", "messages", 1, "content", "list[tagged-union[TextBlock,ToolUseBlock]]", 0, "text", "text"))
+    'messages[1].content[0].text'
+    """
+    parts = [part for part in loc[1:] if not _is_type(part)]
+    found = ""
+    for number, part in enumerate(parts):
+        is_last, before = number == len(parts) - 1, parts[number - 1] if number else None
+        if part in _TAGS and isinstance(before, int) and not is_last:
+            continue
+        found += f"[{part}]" if isinstance(part, int) else f".{part}" if found else part
+    return found
 
 
 def _is_type(part: Any) -> bool:

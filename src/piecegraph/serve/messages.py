@@ -141,6 +141,16 @@ class CountBody(Body):
         first = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
         return [*first, *(said for turn in self.messages for said in turn.for_template())]
 
+    def names(self) -> dict[str, str]:
+        """See :attr:`piecegraph.serve.record.Record.names`."""
+        return {
+            "prompt": "messages",
+            "max_new_tokens": "max_tokens",
+            "stop": "stop_sequences",
+            "structured_outputs": "tools",
+            "template.enable_thinking": "thinking",
+        }
+
     def template_values(self) -> dict[str, Any]:
         """What the chat template is given besides."""
         return {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
@@ -157,7 +167,11 @@ class CountBody(Body):
         ]
         choice = {"any": "required", "tool": "required"}.get(given.type, given.type)
         return ToolUse(
-            functions=functions, choice=choice, named=given.name, several=not given.disable_parallel_tool_use
+            functions=functions,
+            choice=choice,
+            named=given.name,
+            several=not given.disable_parallel_tool_use,
+            name_of_several="tool_choice.disable_parallel_tool_use",
         )
 
 
@@ -192,7 +206,7 @@ class MessagesCall:
     @staticmethod
     async def ask(service: Service, record: Record, body: MessagesBody) -> MessagesCall:
         """Read the conversation and ask for its answer."""
-        prompt = await read(service, body)
+        prompt = await read(service, record, body)
         given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "stop": body.stop_sequences}
         params = sampling_params(
             service.defaults,
@@ -272,13 +286,13 @@ def _object(text: str) -> dict[str, Any] | None:
     return found
 
 
-async def read(service: Service, body: CountBody) -> list[int]:
+async def read(service: Service, record: Record, body: CountBody) -> list[int]:
     """The tokens of a conversation."""
     use = body.tool_use()
     use.check()
     if body.messages[-1].role == "assistant":
         raise unsupported("messages", "the last turn is the assistant's, and answers are not gone on with")
-    return await service.chat_prompt(body.conversation(), body.template_values(), use)
+    return await service.chat_prompt(body.conversation(), body.template_values(), record, use)
 
 
 def _event(name: str, **data: Any) -> bytes:

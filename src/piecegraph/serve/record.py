@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,10 @@ class Record:
     client: str
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     begun: float = field(default_factory=time.perf_counter)
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the request calls what errors are about: settings of the engine, ``prompt``, values of the chat template as
+    ``template.VALUE``, and places in the messages that the template is given. What is not here is called the same.
+    """
     status: int = 0
     """0: the client went away before it was told anything."""
     error: str | None = None

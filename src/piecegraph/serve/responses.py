@@ -183,12 +183,27 @@ class ResponsesBody(Body):
                 turns.append(turn)
         return turns
 
+    def names(self) -> dict[str, str]:
+        """See :attr:`piecegraph.serve.record.Record.names`."""
+        return {
+            "prompt": "input",
+            "max_new_tokens": "input" if self.max_output_tokens is None else "max_output_tokens",
+            "structured_outputs": "tools" if self.tool_use().is_forced else "text.format",
+            "template.reasoning_effort": "reasoning.effort",
+        }
+
     def tool_use(self) -> ToolUse:
         """What is said of tools."""
         named = self.tool_choice.name if isinstance(self.tool_choice, NamedFunction) else None
         choice = "required" if isinstance(self.tool_choice, NamedFunction) else self.tool_choice or "auto"
         functions = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in self.tools or ()]
-        return ToolUse(functions=functions, choice=choice, named=named, several=self.parallel_tool_calls is not False)
+        return ToolUse(
+            functions=functions,
+            choice=choice,
+            named=named,
+            several=self.parallel_tool_calls is not False,
+            name_of_strict="tools[{}].strict",
+        )
 
     def form(self) -> dict[str, Any] | None:
         """Of the answer, for the engine; None for any text."""
@@ -245,7 +260,7 @@ class ResponsesCall:
         use.check()
         effort = body.reasoning.effort
         values = {} if effort is None else {"reasoning_effort": effort}
-        prompt = await service.chat_prompt(body.conversation(), values, use)
+        prompt = await service.chat_prompt(body.conversation(), values, record, use)
         given = {"temperature": body.temperature, "top_p": body.top_p}
         num_new = body.max_output_tokens or service.most_new(len(prompt))
         params = sampling_params(

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 from piecegraph.errors import PiecegraphError
 from piecegraph.llm.asking import Asking
 from piecegraph.llm.run.answers import Answers
+from piecegraph.llm.run.prompts import unread_value
 from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.results import Chunk, Completion, cut_metrics
 from piecegraph.serve.about import About
@@ -21,7 +22,7 @@ from piecegraph.serve.record import Record
 from piecegraph.serve.settings import ServeSettings
 from piecegraph.serve.tool_choice import ToolUse
 
-_OURS = frozenset({"self", "conversation", "tools"})
+_OURS = frozenset({"self", "conversation", "tools", "chat_template"})
 """Values of a template that are not the client's to set there."""
 
 State = Literal["loading", "ready", "draining"]
@@ -90,22 +91,22 @@ class Service:
     # -- prompts
 
     async def chat_prompt(
-        self, messages: Sequence[dict[str, Any]], values: dict[str, Any], use: ToolUse | None = None
+        self, messages: Sequence[dict[str, Any]], values: dict[str, Any], record: Record, use: ToolUse | None = None
     ) -> list[int]:
         """The tokens of a conversation.
 
         Args:
             messages: as chat templates have them.
             values: what the template is given besides.
+            record: of the request.
             use: tools that may be called.
         """
-        if "chat_template" in values:
-            raise ApiError(400, "a request brings no template of its own", code="invalid_value", param="chat_template")
-        for name in _OURS & values.keys():
-            message = f"chat_template_kwargs cannot hold {name}: it is said elsewhere"
-            raise ApiError(400, message, code="invalid_value", param="chat_template_kwargs")
-        if "reasoning_effort" in values and "reasoning_effort" not in str(self.llm.tokenizer.chat_template):
-            raise unsupported("reasoning_effort", "the chat template of this model has no such setting")
+        for name in sorted(_OURS & values.keys()):
+            message = f"chat_template_kwargs cannot hold {name}: it is said elsewhere, or not a request's to say"
+            raise ApiError(400, message, code="invalid_value", param=f"chat_template_kwargs.{name}")
+        if (unread := unread_value(self.llm.tokenizer, values)) is not None:
+            field = record.names.get(f"template.{unread}", f"chat_template_kwargs.{unread}")
+            raise unsupported(field, f"the chat template of this model does not read {unread}")
         if use is not None and use.values:
             if self.about.response_template is None and not use.is_forced:
                 why = "how this model writes its calls is not known: its tokenizer has no response_template"
@@ -113,10 +114,9 @@ class Service:
             values = {**values, "tools": use.values}
         try:
             return await self.llm.chat_prompt(messages, **values)
-        except PiecegraphError as error:
-            raise of_piecegraph(error) from error
         except RecursionError as error:
-            raise ApiError(400, "the messages have too much in each other", code="invalid_value") from error
+            param = record.names.get("prompt", "prompt")
+            raise ApiError(400, f"{param} has too much in each other", code="invalid_value", param=param) from error
 
     def reader(self, use: ToolUse, prompt: list[int], *, has_form: bool) -> Reader | None:
         """What reads an answer: see :meth:`ToolUse.reader`."""
@@ -153,7 +153,7 @@ class Service:
         wanted, most = len(prompts) * params.n, self.settings.max_queue
         if wanted > most:
             message = f"{wanted} answers are asked for at once, and no more than {most} may wait"
-            raise ApiError(400, message, code="too_many_answers")
+            raise ApiError(400, message, code="too_many_answers", param=record.names.get("prompt", "prompt"))
         return [self.ask(prompt, params, record, streams=streams, priority=priority) for prompt in prompts]
 
     def ask(
@@ -167,10 +167,7 @@ class Service:
     ) -> Answers:
         """Begin to answer a prompt. Raises what the client is told if that cannot be."""
         llm, timeout_s = self.llm, self.settings.timeout_s
-        try:
-            answers = llm.generate(prompt, params, priority=priority, timeout_s=timeout_s, stream=bool(streams))
-        except PiecegraphError as error:
-            raise of_piecegraph(error) from error
+        answers = llm.generate(prompt, params, priority=priority, timeout_s=timeout_s, stream=bool(streams))
         record.num_answers += params.n
         return answers
 
@@ -196,7 +193,7 @@ class Service:
                         self._note(chunk.finished, record)
                     yield number * each + chunk.index, chunk
             except PiecegraphError as error:
-                raise of_piecegraph(error) from error
+                raise of_piecegraph(error, record.names) from error
 
     async def whole(
         self, asked: Sequence[Answers], record: Record, *, each: int = 1, has_new: bool = True
@@ -217,11 +214,8 @@ class Service:
 
 async def accepted(asked: Sequence[Answers]) -> None:
     """Return once all are queued: what is refused must have its own status."""
-    try:
-        for answers in asked:
-            await answers.accepted()
-    except PiecegraphError as error:
-        raise of_piecegraph(error) from error
+    for answers in asked:
+        await answers.accepted()
 
 
 def _of_prompt_alone(chunk: Chunk) -> Chunk:

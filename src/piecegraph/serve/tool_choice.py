@@ -32,23 +32,27 @@ class ToolUse:
     """The function that is to be called."""
     several: bool = True
     """Whether one answer may call more than once."""
+    name_of_several: str = "parallel_tool_calls"
+    """What the request calls that,"""
+    name_of_strict: str = "tools[{}].function.strict"
+    """and that a tool's arguments are kept to their schema."""
 
-    def check(self, *, param: str = "tool_choice") -> None:
+    def check(self) -> None:
         """Raise what contradicts itself."""
         names = [function["name"] for function in self.functions]
         if self.named is not None and self.named not in names:
-            message = f"{param} names {self.named!r}, which is none of the tools"
-            raise ApiError(400, message, code="invalid_value", param=param)
+            message = f"tool_choice names {self.named!r}, which is none of the tools"
+            raise ApiError(400, message, code="invalid_value", param="tool_choice")
         if self.is_forced and not names:
-            raise ApiError(400, f"{param} demands a call without tools", code="invalid_value", param=param)
+            raise ApiError(400, "tool_choice demands a call without tools", code="invalid_value", param="tool_choice")
         if self.is_forced or self.choice == "none":
             return
         if not self.several and names:
-            raise unsupported("parallel_tool_calls", "calls are only counted where tool_choice demands one")
-        if any(function.get("strict") for function in self.functions):
-            raise unsupported(
-                "tools.strict", "arguments are only kept to their schema where tool_choice demands a call"
-            )
+            raise unsupported(self.name_of_several, "calls are only counted where tool_choice demands one")
+        for number, function in enumerate(self.functions):
+            if function.get("strict"):
+                why = "arguments are only kept to their schema where tool_choice demands a call"
+                raise unsupported(self.name_of_strict.format(number), why)
 
     @property
     def is_forced(self) -> bool:

@@ -60,18 +60,25 @@ def check_lengths(lists: Mapping[str, list[Any]], num_prompts: int) -> None:
             raise ConfigError("PG108", f"{name} has {len(values)} values", why=f"there are {num_prompts} prompts")
 
 
-def tokens_of(text: str, tokenizer: Any, *, add_special_tokens: bool = True) -> Sequence[int]:
-    """The tokens of a prompt, or an error of this prompt alone."""
+def tokens_of(
+    text: str, tokenizer: Any, *, add_special_tokens: bool = True, named: str = "the prompt"
+) -> Sequence[int]:
+    """The tokens of a prompt, or of another text by its name, or an error of this request alone."""
     try:
         found: Sequence[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
     except Exception as error:  # tokenizers raise plain Exceptions, too
         raise RequestError(
             "PG653",
-            "the prompt is no text that the tokenizer takes",
+            f"{named} is no text that the tokenizer takes",
             why=f"{type(error).__name__}: {error}",
             hint="a text must be valid Unicode",
         ) from error
     return found
+
+
+def tokens_of_word(word: str, tokenizer: Any) -> Sequence[int]:
+    """The tokens of one of ``bad_words``."""
+    return tokens_of(word, tokenizer, add_special_tokens=False, named="bad_words")
 
 
 def decoder_of(tokenizer: Any, *, skip_special_tokens: bool = True) -> Callable[[list[int]], str]:
@@ -203,8 +210,9 @@ def chat_tokens(
         raise _cannot_apply("the tokenizer has none")
     begins_answer = {"add_generation_prompt": not values.get("continue_final_message", False)}
     try:
-        template = tokenizer.get_chat_template(values.get("chat_template"), tools)
-        _check_read(template, values if tools is None else {"tools": tools, **values})
+        unread = unread_value(tokenizer, values if tools is None else {"tools": tools, **values}, tools)
+        if unread is not None:
+            raise _unknown(unread)
         tokens = tokenizer.apply_chat_template(
             list(conversation), tools=tools, return_dict=False, **begins_answer | dict(values)
         )
@@ -215,16 +223,28 @@ def chat_tokens(
     return [int(token) for token in tokens]
 
 
-def _check_read(template: str, values: Mapping[str, Any]) -> None:
-    """Raise if a template would leave something out without a word: tools that it knows nothing of, or a typo."""
-    for name in sorted(set(values) - _OF_EVERY_TEMPLATE):
-        if not re.search(rf"\b{re.escape(name)}\b", template):
-            raise ConfigError(
-                "PG101",
-                f"unknown argument {name!r}",
-                why="it is no setting of sampling, and the chat template does not read it",
-                hint="llm.tokenizer.chat_template shows what it reads",
-            )
+def unread_value(tokenizer: Any, values: Mapping[str, Any], tools: Sequence[Any] | None = None) -> str | None:
+    """A value that the chat template would leave out without a word: one that it knows nothing of, or a typo.
+
+    Where there is no template, it is none: whoever applies it is told.
+    """
+    try:
+        template = tokenizer.get_chat_template(values.get("chat_template"), tools)
+    except ValueError:
+        return None
+    unread = sorted(
+        name for name in set(values) - _OF_EVERY_TEMPLATE if not re.search(rf"\b{re.escape(name)}\b", template)
+    )
+    return unread[0] if unread else None
+
+
+def _unknown(name: str) -> ConfigError:
+    return ConfigError(
+        "PG101",
+        f"unknown argument {name!r}",
+        why="it is no setting of sampling, and the chat template does not read it",
+        hint="llm.tokenizer.chat_template shows what it reads",
+    )
 
 
 def _cannot_apply(why: str) -> ModelError:
