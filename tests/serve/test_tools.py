@@ -22,7 +22,7 @@ from tests.cases.serving import Served, served
 WORDS = "<unk> <user> <tools> <tool> hi result <assistant> <think> hmm so </think> sunny then <tool_call>".split()
 WORDS += ['{"name":', '"f",', '"arguments":', '{"x":', "1}}", "</tool_call>", "<end>"]
 CHAT = (
-    "{% for tool in tools or [] %}<tools> {% endfor %}{% for m in messages %}"
+    "{% for tool in tools or [] %}<tools> {{ tool.function.name }} {% endfor %}{% for m in messages %}"
     "{% if m.role == 'tool' %}<tool> {{ m.content }} {{ m.tool_call_id }} "
     "{% elif m.tool_calls %}{{ m.tool_calls[0].function.arguments.x }} "
     "{% else %}<user> {{ m.content }} {% endif %}{% endfor %}{% if reasoning_effort %}result {% endif %}<assistant>"

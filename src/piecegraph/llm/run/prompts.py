@@ -6,14 +6,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jinja2
-
 from piecegraph.base.coerce import as_list
 from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RequestError
+from piecegraph.llm.run.left_out import REFUSALS, left_out
 from piecegraph.llm.run.results import Completion, RequestMetrics
 
-_OF_EVERY_TEMPLATE = frozenset({"add_generation_prompt", "chat_template", "continue_final_message"})
-"""What transformers itself reads, whatever the template does."""
+_OF_ENDS = frozenset({"add_generation_prompt", "continue_final_message"})
+"""How a conversation ends for the model to go on,"""
+_OF_EVERY_TEMPLATE = _OF_ENDS | {"chat_template"}
+"""and what else transformers itself reads, whatever the template does."""
 
 _REQUEST_ID = re.compile(r"^request '\d+'| of request '\d+'")
 """How errors name a request. The engine numbers those of ``generate``; nobody else knows the number."""
@@ -203,24 +204,56 @@ def chat_tokens(
         values: what else the template is given.
 
     Raises:
-        ModelError: PG667, there is no template, or it refuses the conversation.
+        ModelError: PG667, there is no template, it refuses the conversation, or leaves out what is said.
         ConfigError: PG101, the template does not read one of the values.
     """
     if not has_chat_template(tokenizer) and "chat_template" not in values:
         raise _cannot_apply("the tokenizer has none")
     begins_answer = {"add_generation_prompt": not values.get("continue_final_message", False)}
     try:
-        unread = unread_value(tokenizer, values if tools is None else {"tools": tools, **values}, tools)
-        if unread is not None:
+        if (unread := unread_value(tokenizer, values, tools)) is not None:
             raise _unknown(unread)
+        described = None if tools is None else [_described(tool) for tool in tools]
+        _check_shown(tokenizer, conversation, described, values)
         tokens = tokenizer.apply_chat_template(
-            list(conversation), tools=tools, return_dict=False, **begins_answer | dict(values)
+            list(conversation), tools=described, return_dict=False, **begins_answer | dict(values)
         )
-    except ConfigError:
+    except PiecegraphError:
         raise
-    except (jinja2.TemplateError, ValueError, KeyError, TypeError) as error:
+    except REFUSALS as error:
         raise _cannot_apply(f"{type(error).__name__}: {error}") from error
     return [int(token) for token in tokens]
+
+
+def _described(tool: Any) -> Any:
+    """A function as templates are shown it."""
+    from transformers.utils import get_json_schema
+
+    return get_json_schema(tool) if callable(tool) else tool
+
+
+def _check_shown(
+    tokenizer: Any, conversation: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, values: Mapping[str, Any]
+) -> None:
+    """Raise if the template leaves out what was said. See Note [What a template shows]."""
+    given = {name: value for name, value in values.items() if name not in _OF_ENDS}
+
+    def write(messages: Sequence[Mapping[str, Any]], marked: Sequence[Any] | None) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tools=marked, tokenize=False, add_generation_prompt=True, **given
+            )
+        )
+
+    place = left_out(write, conversation, tools)
+    if place is not None:
+        raise ModelError(
+            "PG667",
+            "the chat template of the model leaves out what is said",
+            where=place,
+            why="the model would not see it",
+            hint="use a model that was taught to read it, or say it in what the user says",
+        )
 
 
 def unread_value(tokenizer: Any, values: Mapping[str, Any], tools: Sequence[Any] | None = None) -> str | None:
