@@ -17,6 +17,9 @@ from tests.cases.tiny_llm import tiny_model
 MESSAGES: Any = [{"role": "user", "content": "ax by"}]
 
 
+ARGUMENTS = "messages[1].tool_calls[0].function.arguments"
+
+
 def called(arguments: str) -> dict[str, Any]:
     """A turn in which a function was called."""
     function = {"name": "f", "arguments": arguments}
@@ -209,7 +212,9 @@ def test_what_vllm_has_beside_it(client: openai.OpenAI, tiny: piecegraph.LLM) ->
         ({"extra_body": {"chat_template_kwargs": {"x": False}}}, "chat_template_kwargs.x", "model does not read x"),
         ({"extra_body": {"chat_template_kwargs": {"self": 1}}}, "chat_template_kwargs", "cannot hold self"),
         ({"extra_body": {"chat_template_kwargs": {"conversation": 1}}}, "chat_template_kwargs", "cannot hold"),
-        ({"messages": [*MESSAGES, called("[" * 100_000)]}, "messages", "the arguments of c are not JSON"),
+        ({"messages": [*MESSAGES, called("[" * 100_000)]}, ARGUMENTS, "is not JSON: too much is in each other"),
+        ({"messages": [*MESSAGES, called('{"x": NaN}')]}, ARGUMENTS, "is not JSON: NaN"),
+        ({"messages": [*MESSAGES, called("[1]")]}, ARGUMENTS, "is no JSON object"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "'text'"),
         ({"messages": [{"role": "user", "content": "ax " * 70}]}, "messages", "70|72 tokens"),

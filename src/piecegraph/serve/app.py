@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from piecegraph.base.version import VERSION
 from piecegraph.errors import PiecegraphError
-from piecegraph.serve.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from piecegraph.serve.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, conversation_of
 from piecegraph.serve.catalog import Catalog, ModelSpec
 from piecegraph.serve.chat import ChatCall
 from piecegraph.serve.completions import CompletionCall
@@ -130,8 +130,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
         raise ApiError(400, "give a prompt or messages", code="invalid_value", param="prompt")
     body.check()
     if body.messages is not None:
-        messages = [each.for_template() for each in body.messages]
-        tokens = await service.chat_prompt(messages, body.chat_template_kwargs or {}, record)
+        tokens = await service.chat_prompt(conversation_of(body.messages), body.chat_template_kwargs or {}, record)
     else:
         tokens = await service.llm.tokens_of(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": service.about.max_model_len}

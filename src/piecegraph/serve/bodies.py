@@ -5,12 +5,13 @@ Fields that vLLM's server knows beside OpenAI's have the same names here.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from piecegraph.llm.run.request import SamplingParams
+from piecegraph.serve.conversation import past_call, wrong_role
 from piecegraph.serve.failures import ApiError, unsupported
 from piecegraph.serve.tool_choice import ToolUse
 
@@ -193,14 +194,9 @@ class ToolCall(Body):
     function: CalledFunction
     index: int | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates have it: with arguments by name."""
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError) as error:  # the second if they are too deep in each other
-            message = f"the arguments of {self.id} are not JSON"
-            raise ApiError(400, message, code="invalid_value", param="messages") from error
-        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+_ROLES = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
+"""Of fields that only one role has."""
 
 
 class Message(Body):
@@ -214,15 +210,35 @@ class Message(Body):
     reasoning_content: str | None = None
     refusal: None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates have it: text is one text."""
+    def for_template(self, place: str) -> dict[str, Any]:
+        """As chat templates have it: text is one text.
+
+        Args:
+            place: of the message in the request.
+        """
+        for name, role in _ROLES.items():
+            if getattr(self, name) is not None and self.role != role:
+                raise wrong_role(f"{place}.{name}", self.role, role)
         content = self.content
         text = "".join(part.text for part in content) if isinstance(content, list) else content
         named = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
         said = {"role": self.role, "content": text or "", **{name: value for name, value in named.items() if value}}
         if self.tool_calls:
-            said["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            said["tool_calls"] = [
+                past_call(
+                    call.id,
+                    call.function.name,
+                    call.function.arguments,
+                    f"{place}.tool_calls[{number}].function.arguments",
+                )
+                for number, call in enumerate(self.tool_calls)
+            ]
         return said
+
+
+def conversation_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """As chat templates have it."""
+    return [message.for_template(f"messages[{number}]") for number, message in enumerate(messages)]
 
 
 class Function(Body):

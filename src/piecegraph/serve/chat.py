@@ -8,7 +8,7 @@ from typing import Any
 
 from piecegraph.llm.run.answers import Answers
 from piecegraph.llm.run.results import Chunk, Completion
-from piecegraph.serve.bodies import ChatBody
+from piecegraph.serve.bodies import ChatBody, conversation_of
 from piecegraph.serve.failures import ApiError
 from piecegraph.serve.logprobs import TokenTexts
 from piecegraph.serve.parsing import ParsedAnswer, deltas
@@ -39,8 +39,7 @@ class ChatCall:
         """Read the conversation and ask for its answers."""
         body.check()
         use = body.tool_use()
-        messages = [each.for_template() for each in body.messages]
-        prompt = await service.chat_prompt(messages, body.template_values(), record, use)
+        prompt = await service.chat_prompt(conversation_of(body.messages), body.template_values(), record, use)
         params = body.sampling(
             service.defaults,
             max_new_tokens=body.num_new or service.most_new(len(prompt)),

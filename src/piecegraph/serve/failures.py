@@ -111,13 +111,16 @@ def of_piecegraph(error: PiecegraphError, names: Mapping[str, str]) -> ApiError:
     subject = _subject(error)
     first, _, rest = error.what.partition(" ")
     what = f"{names.get(first, first)} {rest}" if first in _SETTINGS else error.what
-    message = describe(error.code, what, error.where, _renamed(error.why, names), _renamed(error.hint, names))
+    where, why, hint = names.get(error.where, error.where), _renamed(error.why, names), _renamed(error.hint, names)
+    message = describe(error.code, what, where, why, hint)
     param = None if subject is None or status != 400 else names.get(subject, subject)
     return ApiError(status, message, code=code, param=param)
 
 
 def _subject(error: PiecegraphError) -> str | None:
-    """The setting that an error is about, or the prompt."""
+    """The setting that an error is about, or the prompt, or the place in it."""
+    if error.code == "PG667" and error.where:
+        return error.where
     words = (error.what.partition(" ")[0], error.why.partition(" ")[0])
     return next((word for word in words if word in _SETTINGS), _ABOUT.get(error.code))
 

@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from piecegraph.llm.run.answers import Answers
+from piecegraph.llm.run.prompts import unread_value
 from piecegraph.llm.run.results import Completion
 from piecegraph.serve.bodies import Body, sampling_params
+from piecegraph.serve.conversation import Conversation, wrong_role
 from piecegraph.serve.failures import ApiError, unsupported
 from piecegraph.serve.parsing import arguments_text
 from piecegraph.serve.parts import Happening, Part, Parts, happenings, parts_of
@@ -73,17 +75,33 @@ class Turn(Body):
     role: Literal["user", "assistant"]
     content: str | list[Block]
 
-    def for_template(self) -> list[dict[str, Any]]:
+    def add_to(self, said: Conversation, place: str) -> None:
         """As chat templates have it: what came of calls is said by tools, each in a turn of its own."""
         if isinstance(self.content, str):
-            return [{"role": self.role, "content": self.content}]
-        said: dict[str, Any] = {"role": self.role, "content": _text(self.content)}
-        if thought := "".join(block.thinking for block in self.content if isinstance(block, ThinkingBlock)):
-            said["reasoning_content"] = thought
-        if calls := [_call(block) for block in self.content if isinstance(block, ToolUseBlock)]:
-            said["tool_calls"] = calls
-        results = [_result(block) for block in self.content if isinstance(block, ToolResultBlock)]
-        return [*results, said] if said["content"] or len(said) > 2 or not results else results
+            said.add({"role": self.role, "content": self.content}, f"{place}.content")
+            return
+        message: dict[str, Any] = {"role": self.role, "content": _text(self.content)}
+        thought, calls, has_results = "", dict[str, dict[str, Any]](), False
+        for number, block in enumerate(self.content):
+            where = f"{place}.content[{number}]"
+            if not isinstance(block, TextBlock) and self.role != _ROLES[block.type]:
+                raise wrong_role(where, self.role, _ROLES[block.type])
+            if isinstance(block, ToolResultBlock):
+                said.add(_result(block), where)
+                has_results = True
+            elif isinstance(block, ToolUseBlock):
+                calls[where] = _call(block)
+            elif isinstance(block, ThinkingBlock):
+                thought += block.thinking
+        if thought:
+            message["reasoning_content"] = thought
+        if calls:
+            message["tool_calls"] = list(calls.values())
+        if message["content"] or len(message) > 2 or not has_results:
+            said.add(message, f"{place}.content", calls=list(calls))
+
+
+_ROLES = {"tool_use": "assistant", "tool_result": "user", "thinking": "assistant"}
 
 
 def _call(block: ToolUseBlock) -> dict[str, Any]:
@@ -136,10 +154,14 @@ class CountBody(Body):
     tools: list[ToolBody] | None = None
     tool_choice: ToolChoice | None = None
 
-    def conversation(self) -> list[dict[str, Any]]:
+    def conversation(self) -> Conversation:
         """As chat templates have it."""
-        first = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
-        return [*first, *(said for turn in self.messages for said in turn.for_template())]
+        said = Conversation()
+        if self.system is not None:
+            said.add({"role": "system", "content": _text(self.system)}, "system")
+        for number, turn in enumerate(self.messages):
+            turn.add_to(said, f"messages[{number}]")
+        return said
 
     def names(self) -> dict[str, str]:
         """See :attr:`piecegraph.serve.record.Record.names`."""
@@ -292,7 +314,11 @@ async def read(service: Service, record: Record, body: CountBody) -> list[int]:
     use.check()
     if body.messages[-1].role == "assistant":
         raise unsupported("messages", "the last turn is the assistant's, and answers are not gone on with")
-    return await service.chat_prompt(body.conversation(), body.template_values(), record, use)
+    said, values = body.conversation(), body.template_values()
+    record.names = {**record.names, **said.names}
+    if values.get("enable_thinking") is False and unread_value(service.llm.tokenizer, values) is not None:
+        values = {}  # a template without such a switch turns nothing on
+    return await service.chat_prompt(said.messages, values, record, use)
 
 
 def _event(name: str, **data: Any) -> bytes:

@@ -11,7 +11,8 @@ from pydantic import Field
 
 from piecegraph.llm.run.answers import Answers
 from piecegraph.llm.run.results import Completion
-from piecegraph.serve.bodies import Body, CalledFunction, Effort, ToolCall, sampling_params
+from piecegraph.serve.bodies import Body, Effort, sampling_params
+from piecegraph.serve.conversation import Conversation, past_call
 from piecegraph.serve.failures import ApiError, unsupported
 from piecegraph.serve.parts import Happening, Part, Parts, happenings, parts_of
 from piecegraph.serve.record import Record
@@ -39,11 +40,11 @@ class InputItem(Body):
     id: str | None = None
     status: Literal["completed", "incomplete"] | None = None
 
-    def for_template(self) -> dict[str, Any]:
+    def add_to(self, said: Conversation, place: str) -> None:
         """As chat templates have it."""
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": self.role, "content": text}
+        said.add({"role": self.role, "content": text}, f"{place}.content", joins=True)
 
 
 class CallItem(Body):
@@ -56,11 +57,10 @@ class CallItem(Body):
     id: str | None = None
     status: Literal["completed", "incomplete"] | None = None
 
-    def for_template(self) -> dict[str, Any]:
+    def add_to(self, said: Conversation, place: str) -> None:
         """As chat templates have it."""
-        function = CalledFunction(name=self.name, arguments=self.arguments)
-        call = ToolCall(id=self.call_id, type="function", function=function)
-        return {"role": "assistant", "content": "", "tool_calls": [call.for_template()]}
+        call = past_call(self.call_id, self.name, self.arguments, f"{place}.arguments")
+        said.add({"role": "assistant", "content": "", "tool_calls": [call]}, place, calls=[place], joins=True)
 
 
 class CallOutputItem(Body):
@@ -72,9 +72,9 @@ class CallOutputItem(Body):
     id: str | None = None
     status: Literal["completed", "incomplete"] | None = None
 
-    def for_template(self) -> dict[str, Any]:
+    def add_to(self, said: Conversation, place: str) -> None:
         """As chat templates have it."""
-        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
+        said.add({"role": "tool", "tool_call_id": self.call_id, "content": self.output}, f"{place}.output")
 
 
 class ReasoningText(Body):
@@ -93,10 +93,10 @@ class ReasoningItem(Body):
     content: list[ReasoningText] | None = None
     status: Literal["completed", "incomplete"] | None = None
 
-    def for_template(self) -> dict[str, Any]:
+    def add_to(self, said: Conversation, place: str) -> None:
         """As chat templates have it."""
         text = "".join(part.text for part in self.content or ())
-        return {"role": "assistant", "content": "", "reasoning_content": text}
+        said.add({"role": "assistant", "content": "", "reasoning_content": text}, place, joins=True)
 
 
 class FunctionTool(Body):
@@ -169,19 +169,17 @@ class ResponsesBody(Body):
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
 
-    def conversation(self) -> list[dict[str, Any]]:
+    def conversation(self) -> Conversation:
         """As chat templates have it: what a model thought, said and called is one turn."""
-        first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        said = Conversation()
+        if self.instructions is not None:
+            said.add({"role": "system", "content": self.instructions}, "instructions")
         if isinstance(self.input, str):
-            return [*first, {"role": "user", "content": self.input}]
-        turns: list[dict[str, Any]] = list(first)
-        for item in self.input:
-            turn, before = item.for_template(), turns[-1] if turns else {}
-            if turn["role"] == before.get("role") == "assistant":
-                turns[-1] = _joined(before, turn)
-            else:
-                turns.append(turn)
-        return turns
+            said.add({"role": "user", "content": self.input}, "input")
+        else:
+            for number, item in enumerate(self.input):
+                item.add_to(said, f"input[{number}]")
+        return said
 
     def names(self) -> dict[str, str]:
         """See :attr:`piecegraph.serve.record.Record.names`."""
@@ -211,15 +209,6 @@ class ResponsesBody(Body):
         if of_text is not None and use.values:
             raise unsupported("text.format", "an answer has one form, and tools were given, too")
         return use.form() or of_text
-
-
-def _joined(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Two turns of a model as one."""
-    joined = {**before, **after, "content": before["content"] + after["content"]}
-    for name, empty in (("reasoning_content", ""), ("tool_calls", [])):
-        if name in before and name in after:
-            joined[name] = before.get(name, empty) + after.get(name, empty)
-    return joined
 
 
 class ResponsesCall:
@@ -260,7 +249,9 @@ class ResponsesCall:
         use.check()
         effort = body.reasoning.effort
         values = {} if effort is None else {"reasoning_effort": effort}
-        prompt = await service.chat_prompt(body.conversation(), values, record, use)
+        said = body.conversation()
+        record.names = {**record.names, **said.names}
+        prompt = await service.chat_prompt(said.messages, values, record, use)
         given = {"temperature": body.temperature, "top_p": body.top_p}
         num_new = body.max_output_tokens or service.most_new(len(prompt))
         params = sampling_params(

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
-from piecegraph.errors import PiecegraphError
+from piecegraph.errors import ModelError, PiecegraphError
 from piecegraph.llm.asking import Asking
 from piecegraph.llm.run.answers import Answers
 from piecegraph.llm.run.prompts import unread_value
@@ -24,6 +24,8 @@ from piecegraph.serve.tool_choice import ToolUse
 
 _OURS = frozenset({"self", "conversation", "tools", "chat_template"})
 """Values of a template that are not the client's to set there."""
+
+_NO_TOOLS = ToolUse()
 
 State = Literal["loading", "ready", "draining"]
 
@@ -91,7 +93,7 @@ class Service:
     # -- prompts
 
     async def chat_prompt(
-        self, messages: Sequence[dict[str, Any]], values: dict[str, Any], record: Record, use: ToolUse | None = None
+        self, messages: Sequence[dict[str, Any]], values: dict[str, Any], record: Record, use: ToolUse = _NO_TOOLS
     ) -> list[int]:
         """The tokens of a conversation.
 
@@ -104,19 +106,30 @@ class Service:
         for name in sorted(_OURS & values.keys()):
             message = f"chat_template_kwargs cannot hold {name}: it is said elsewhere, or not a request's to say"
             raise ApiError(400, message, code="invalid_value", param=f"chat_template_kwargs.{name}")
-        if (unread := unread_value(self.llm.tokenizer, values)) is not None:
+        if (unread := unread_value(self.llm.tokenizer, values, use.values or None)) is not None:
             field = record.names.get(f"template.{unread}", f"chat_template_kwargs.{unread}")
             raise unsupported(field, f"the chat template of this model does not read {unread}")
-        if use is not None and use.values:
-            if self.about.response_template is None and not use.is_forced:
-                why = "how this model writes its calls is not known: its tokenizer has no response_template"
-                raise unsupported("tools", why)
-            values = {**values, "tools": use.values}
+        if use.values and not use.is_forced and self.about.response_template is None:
+            why = "how this model writes its calls is not known: its tokenizer has no response_template"
+            raise unsupported("tools", why)
         try:
-            return await self.llm.chat_prompt(messages, **values)
+            return await self._written(messages, values, use)
         except RecursionError as error:
             param = record.names.get("prompt", "prompt")
             raise ApiError(400, f"{param} has too much in each other", code="invalid_value", param=param) from error
+
+    async def _written(self, messages: Sequence[dict[str, Any]], values: dict[str, Any], use: ToolUse) -> list[int]:
+        """By the template. A call that is forced has its form from its tools, whether the template shows them or not;
+        of those that it does not show, the model knows what the conversation says.
+        """
+        if not use.values:
+            return await self.llm.chat_prompt(messages, **values)
+        try:
+            return await self.llm.chat_prompt(messages, tools=use.values, **values)
+        except ModelError as error:
+            if not use.is_forced or error.where != "tools":
+                raise
+        return await self.llm.chat_prompt(messages, **values)
 
     def reader(self, use: ToolUse, prompt: list[int], *, has_form: bool) -> Reader | None:
         """What reads an answer: see :meth:`ToolUse.reader`."""
