@@ -109,6 +109,18 @@ def test_what_would_not_reach_the_model_is_refused_in_other_apis(plain: Served) 
         assert (status, answer["error"]["param"]) == (400, place), answer
 
 
+@pytest.mark.parametrize("knows_it", [False, True])
+def test_developers_are_systems_to_a_template_that_does_not_know_them(
+    plain: Served, monkeypatch: pytest.MonkeyPatch, *, knows_it: bool
+) -> None:
+    roles = ["system", "user"] + (["developer"] if knows_it else [])
+    template = f"{{% for m in messages if m.role in {roles} %}}{{{{ m.role }}}}: {{{{ m.content }}}};{{% endfor %}}"
+    monkeypatch.setattr(plain.llm.tokenizer, "chat_template", template)
+    status, answer, _ = plain.post("/tokenize", {"messages": [{"role": "developer", "content": "be kind"}, USER]})
+    text = plain.llm.tokenizer.decode(answer["tokens"])
+    assert (status, text) == (200, f"{roles[-1] if knows_it else 'system'}: be kind;user: hi;")
+
+
 def test_what_a_template_may_leave_out(plain: Served) -> None:
     """A speaker's name, what a model thought, and the id of a call."""
     messages = [

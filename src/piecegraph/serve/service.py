@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 from piecegraph.errors import ModelError, PiecegraphError
 from piecegraph.llm.asking import Asking
 from piecegraph.llm.run.answers import Answers
-from piecegraph.llm.run.prompts import unread_value
+from piecegraph.llm.run.prompts import template_has, unread_value
 from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.results import Chunk, Completion, cut_metrics
 from piecegraph.serve.about import About
@@ -24,6 +24,9 @@ from piecegraph.serve.tool_choice import ToolUse
 
 _OURS = frozenset({"self", "conversation", "tools", "chat_template"})
 """Values of a template that are not the client's to set there."""
+
+_OF_DEVELOPERS = {"developer": "system"}
+"""For templates that do not know the newer name of a role."""
 
 _NO_TOOLS = ToolUse()
 
@@ -112,6 +115,8 @@ class Service:
         if use.values and not use.is_forced and self.about.response_template is None:
             why = "how this model writes its calls is not known: its tokenizer has no response_template"
             raise unsupported("tools", why)
+        if not template_has(self.llm.tokenizer, "developer", use.values or None):
+            messages = [{**each, "role": _OF_DEVELOPERS.get(each["role"], each["role"])} for each in messages]
         try:
             return await self._written(messages, values, use)
         except RecursionError as error:

@@ -257,18 +257,26 @@ def _check_shown(
 
 
 def unread_value(tokenizer: Any, values: Mapping[str, Any], tools: Sequence[Any] | None = None) -> str | None:
-    """A value that the chat template would leave out without a word: one that it knows nothing of, or a typo.
+    """A value that the chat template would leave out without a word: one that it knows nothing of, or a typo."""
+    own = values.get("chat_template")
+    names = sorted(set(values) - _OF_EVERY_TEMPLATE)
+    return next((name for name in names if not template_has(tokenizer, name, tools, own)), None)
 
-    Where there is no template, it is none: whoever applies it is told.
+
+def template_has(tokenizer: Any, word: str, tools: Sequence[Any] | None = None, own: str | None = None) -> bool:
+    """Whether a word is in the chat template. Where there is no template it is: whoever applies it is told.
+
+    Args:
+        tokenizer: whose template it is.
+        word: a role, or the name of a value.
+        tools: that are given: some tokenizers have a template for that.
+        own: in the place of the tokenizer's.
     """
     try:
-        template = tokenizer.get_chat_template(values.get("chat_template"), tools)
+        template = tokenizer.get_chat_template(own, tools)
     except ValueError:
-        return None
-    unread = sorted(
-        name for name in set(values) - _OF_EVERY_TEMPLATE if not re.search(rf"\b{re.escape(name)}\b", template)
-    )
-    return unread[0] if unread else None
+        return True
+    return re.search(rf"\b{re.escape(word)}\b", template) is not None
 
 
 def _unknown(name: str) -> ConfigError:
