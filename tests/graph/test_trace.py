@@ -249,3 +249,23 @@ def test_what_is_written_is_known() -> None:
     traced = trace_it(write, torch.ones(2, 4), torch.ones(2, 4))
     assert traced.written_calls == (0,)
     assert [weight.tensor is buffer for weight in traced.written_weights] == [True]
+
+
+def test_weights_that_begin_inside_their_memory_are_not_taken_for_written() -> None:
+    """Torch makes their fakes by writing. Linears that were joined lie so, and could not be joined by another plan."""
+    memory = torch.randn(4, 4, 4)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.read, self.written = (torch.nn.Parameter(part, requires_grad=False) for part in memory[1:3])
+            self.register_buffer("view", memory[3])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.written.add_(1)
+            self.view.add_(1)
+            return x @ self.read + self.written + self.view
+
+    model = Model()
+    traced = trace_it(model, torch.randn(4, 4))
+    assert {id(weight.tensor) for weight in traced.written_weights} == {id(model.written), id(model.view)}

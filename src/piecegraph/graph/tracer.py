@@ -146,7 +146,7 @@ def trace(
         raise
     except Exception as error:  # the code around the graph is the user's as much as the graph
         raise _trace_error(function, error) from error
-    written = _written_placeholders(graph)
+    written = _written_placeholders(graph, inputs)
     outside_tensors = _outside_tensors(capture, inputs, weights)
     outside = OutsideValues(outside_tensors, capture.constants, capture.scopes)
     _require_watched(function, outside_tensors, outside)
@@ -352,12 +352,18 @@ def _fixed_dims(example: Example, traced_sizes: Mapping[tuple[int, int], Any]) -
     return fixed
 
 
-def _written_placeholders(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+def _is_newer(fake: torch.Tensor, source: GraphInput | None) -> bool:
+    """Whether a fake was written to. Torch writes once to make that of a weight that begins inside its memory."""
+    is_inside = isinstance(source, Weight) and not source.tensor._is_view() and source.tensor.storage_offset() > 0
+    return fake._version > is_inside
+
+
+def _written_placeholders(graph: torch.fx.Graph, inputs: Mapping[torch.fx.Node, GraphInput]) -> set[torch.fx.Node]:
     """Placeholders whose memory the graph writes: the fakes' version counters tell, or an op's schema."""
     placeholders = [
         n for n in graph.find_nodes(op="placeholder") if isinstance(torch_compat.meta_value(n), torch.Tensor)
     ]
-    written = {n for n in placeholders if torch_compat.meta_value(n)._version > 0}
+    written = {n for n in placeholders if _is_newer(torch_compat.meta_value(n), inputs.get(n))}
     by_storage = {torch_compat.storage_id(torch_compat.meta_value(n)): n for n in placeholders}
     for node in graph.nodes:
         if node.op != "call_function":
