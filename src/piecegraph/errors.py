@@ -80,6 +80,8 @@ CODES: dict[str, str] = {
     "PG520": "memory that a recorded graph reads has moved",
     "PG521": "an eager op returned something else than when it was recorded",
     "PG522": "a transform or a mode wants to see every op",
+    "PG523": "a tensor that was made in inference mode is written to",
+    "PG524": "a call could not be planned, and runs eagerly",
     "PG601": "an input cannot be read",
     "PG602": "an input is empty",
     "PG603": "an input is no text",

@@ -52,6 +52,12 @@ class _Kind(NamedTuple):
     """Whether it is known that it cannot be planned for more sizes."""
 
 
+class _Raised(NamedTuple):
+    """What the function raised while a call was planned."""
+
+    error: Exception
+
+
 class Engine:
     """The plans of one compiled function or module."""
 
@@ -72,6 +78,8 @@ class Engine:
         self._lock = threading.RLock()
         self._tree = TreeWatch(subject.module, subject.function)
         self._is_closed = False
+        self._unplanned: Refusal | None = None
+        """Why a call could not be planned, though the function itself raises nothing."""
         registry.compiled.add(self)
 
     @property
@@ -122,7 +130,9 @@ class Engine:
         else:
             with ThreadInterceptions.here().suspended():
                 served = self._serve(args, kwargs)
-        return self._fall_back(served.event, args, kwargs) if isinstance(served, Refusal) else served
+        if isinstance(served, Refusal):
+            return self._fall_back(served.event, args, kwargs)
+        return self._call_as_written(served, args, kwargs) if type(served) is _Raised else served
 
     def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call, or why no plan can give it."""
@@ -141,14 +151,14 @@ class Engine:
                     return _NEEDS_GRAD
                 if torch_compat.is_any_autocast():
                     return _IS_AUTOCAST
-                found = self._match(args, kwargs) or self._plan_or_refuse(args, kwargs)
-                if isinstance(found, Refusal):
+                found = self._match(args, kwargs) or self._try(self._plan_or_refuse, args, kwargs)
+                if isinstance(found, Refusal | _Raised):
                     return found
                 plan, call = found
                 if plan.sharing is not None and (reason := plan.sharing.found_in(call.tensors)):
                     return _refuse("PG206", reason)
-                route = plan.routes.get(call.sizes) or plan.arrange(call)
-                if isinstance(route, Refusal):
+                route = plan.routes.get(call.sizes) or self._try(plan.arrange, call)
+                if isinstance(route, Refusal | _Raised):
                     return route
                 questions = plan.body.questions
                 if questions and (reason := other_answer(questions, call.tensors)):
@@ -182,6 +192,26 @@ class Engine:
         return None
 
     # -- a call that no plan serves yet, or none will
+
+    def _try(self, make: Callable[..., Any], *given: Any) -> Any:
+        """What is made for later calls, too, or what the function raised meanwhile."""
+        if self._unplanned is not None and self.events.counts.get("PG524", 0) >= _MAX_UNPLANNED:
+            return self._unplanned
+        try:
+            return make(*given)
+        except (PiecegraphError, WeightMovedError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the function will raise it once more when it runs as it is written
+            return _Raised(error)
+
+    def _call_as_written(self, raised: _Raised, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What was tried left no trace. So the function runs once more: what it does before it raises happens."""
+        result = self._call_original(args, kwargs)
+        error = raised.error
+        reason = f"{type(error).__name__} while the call was planned: {str(error).partition(chr(10))[0]}"
+        self._unplanned = _refuse("PG524", reason, "see what the function does where it is raised")
+        self.events.emit(self._unplanned.event)
+        return result
 
     def _plan_or_refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PlanRunner, Call] | Refusal:
         self._check_open()
@@ -362,6 +392,8 @@ def _refuse(code: str, reason: str, hint: str = "") -> Refusal:
     return Refusal(Event(code, "call", reason, hint))
 
 
+_MAX_UNPLANNED = 3
+"""Calls that could not be planned, behind which no more is tried: it takes long."""
 _QUESTION_HINT = "call it as at the first time, or take the question out of what is compiled"
 _LAYOUT_HINT = "pass tensors as they lay at the first call, such as contiguous ones"
 _NEEDS_GRAD = _refuse(

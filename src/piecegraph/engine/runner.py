@@ -136,6 +136,11 @@ class PlanRunner:
     def _why_invalid(self, sizes: Sizes) -> Refusal | None:
         if 0 in sizes:
             return Refusal(Event("PG507", "call", f"size {SizeKey(sizes)} has no elements"))
+        if any(tensor.is_inference() for tensor in self.body.written_state):
+            reason = (
+                "a weight or buffer that is written to was made in inference mode, and nobody may write to it outside"
+            )
+            return Refusal(Event("PG523", "call", reason, "make the module outside of torch.inference_mode()"))
         violated = self.body.violated(sizes)
         return None if violated is None else Refusal(Event("PG505", "call", f"size {SizeKey(sizes)}: {violated}"))
 

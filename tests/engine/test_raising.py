@@ -1,0 +1,63 @@
+"""Functions that raise, or would, while a call is planned: what they do before happens once, as if they ran alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import piecegraph
+from piecegraph.engine.runner import PlanRunner
+
+SETTINGS: dict[str, Any] = {"backend": "eager", "options": {"graph_device": "simulated", "cache": False}}
+
+
+def counted(x: Tensor, log: Tensor) -> Tensor:
+    log.add_(1)
+    if x.shape[0] > 4:
+        raise ValueError("too long")
+    return x + log
+
+
+@pytest.mark.parametrize("first", [3, 5])
+def test_what_is_written_before_an_error_stays_written(first: int) -> None:
+    fast, log = piecegraph.compile(counted, **SETTINGS), torch.zeros(1)
+    with torch.no_grad():
+        for number, size in enumerate((first, 5, 3, 5, 3), 1):
+            if size > 4:
+                with pytest.raises(ValueError, match="too long"):
+                    fast(torch.zeros(size), log)
+            else:
+                assert fast(torch.zeros(size), log).tolist() == [number] * size
+            assert log.item() == number
+
+
+def test_what_only_planning_raises_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def arrange(self: PlanRunner, call: Any) -> Any:
+        raise RuntimeError("a defect of ours\nin two lines")
+
+    monkeypatch.setattr(PlanRunner, "arrange", arrange)
+    fast, log = piecegraph.compile(counted, **SETTINGS), torch.zeros(1)
+    with torch.no_grad(), pytest.warns(UserWarning, match="PG524 call: RuntimeError .*: a defect of ours"):
+        assert fast(torch.zeros(2), log).tolist() == [1, 1]
+    assert log.item() == 1
+    assert fast.stats()["events"] == {"PG524": 1}
+
+
+def test_a_buffer_made_in_inference_mode_may_be_written_to() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(x)
+            return self.count * 2
+
+    with torch.inference_mode():
+        fast = piecegraph.compile(Counter(), on_fallback="ignore", **SETTINGS)
+        for number in (1, 2):
+            assert fast(torch.ones(2)).tolist() == [2.0 * number] * 2
+    assert fast.stats()["events"] == {"PG523": 2}
