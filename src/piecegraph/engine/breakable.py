@@ -17,7 +17,7 @@ import torch
 from piecegraph.base import torch_compat
 from piecegraph.base.call_stack import paths_from, stacks_from_here
 from piecegraph.base.compare import first_difference
-from piecegraph.base.plan import Cut
+from piecegraph.base.plan import Cut, SizeKey
 from piecegraph.base.structure import Structure, each_once, flatten
 from piecegraph.engine.breaker import MARKED, Breaker, BreakRules, NoGraphs, Reads, callbacks, is_recording
 from piecegraph.engine.eager_interception import CallLog, ShownCalls
@@ -54,6 +54,10 @@ def _are_alike(first: Any, second: Any) -> bool:
     leaves = [flatten(result, is_container=each_once())[0] for result in (first, second)]
     tensors = [[leaf for leaf in found if isinstance(leaf, torch.Tensor)] for found in leaves]
     return len(tensors[0]) == len(tensors[1]) and first_difference(*tensors) is None
+
+
+class OtherStructureError(RecordError):
+    """What comes out at a size is put together in another way than at the first."""
 
 
 class BreakableBody:
@@ -246,9 +250,7 @@ class BreakableBody:
     def run(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> list[Any]:
         leaves, _, structure = self._take_apart(self.call(tensors))
         if structure != self.structure:
-            raise RecordError(
-                "PG403", f"the function returned another structure at size {sizes}", hint='use frontend="trace"'
-            )
+            raise OtherStructureError("PG505", f"the function returns another structure at size {SizeKey(sizes)}")
         self._remember(leaves, sizes)
         return leaves
 
@@ -270,6 +272,9 @@ class BreakableBody:
     def output_shape(self, index: int, sizes: Sizes) -> tuple[int, ...] | None:
         shape = self._seen[sizes][index]
         return shape if isinstance(shape, tuple) else None
+
+    def reads_rows(self, index: int) -> bool:
+        return True  # there is no graph to tell
 
     def number(self, leaf: FromSize | InputView | Observed | SeenView, sizes: Sizes) -> tuple[Any, ...]:
         assert isinstance(leaf, (Observed, SeenView)), "a breakable body has no symbolic sizes"

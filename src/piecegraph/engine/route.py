@@ -77,6 +77,8 @@ class TapeRoute:
         ]
         self.is_padded = bool(self._padding)
         self._written = tuple((i, self._targets[copied.index(i)]) for i in body.written_calls if i in copied)
+        self._keeps_all = clone or device is None
+        """Otherwise a result of an earlier call is given up by this one, and its memory holds what is new."""
         self._leaves = [_leaf_maker(leaf, body, key.values, sizes, clone=clone) for leaf in body.leaves]
         self._structure = body.structure
         self._is_leaf = body.structure.is_leaf
@@ -100,7 +102,8 @@ class TapeRoute:
             self._buffers.filled_by = self
         outputs = self._tape.run()
         for i, buffer in self._written:
-            tensors[i].copy_(buffer)
+            if self._keeps_all or not self._device.owns(tensors[i]):  # type: ignore[union-attr]
+                tensors[i].copy_(buffer)
         if self._is_leaf:
             return self._leaves[0](outputs, tensors)
         return self._structure.build(iter([make(outputs, tensors) for make in self._leaves]))

@@ -19,7 +19,7 @@ from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Decision, Plan, SizeKey
 from piecegraph.base.structure import Structure, each_once, flatten
-from piecegraph.engine.breakable import BreakableBody
+from piecegraph.engine.breakable import BreakableBody, OtherStructureError
 from piecegraph.engine.paths import PathRecorder, Paths, library_of
 from piecegraph.engine.pipeline import Pipeline
 from piecegraph.engine.route import FunctionRoute, PiecesRoute, Refusal, Route, TapeRoute, UpdatingRoute, why_elsewhere
@@ -104,9 +104,12 @@ class PlanRunner:
             self.routes.clear()
         found: Route | Refusal | None = self._why_invalid(call.sizes)
         if found is None:
-            with self._recording(), preserved(self._of_pool(call.tensors)):
-                self.body.learn(call.tensors, call.sizes)
-                found = self._why_invalid(call.sizes) or self._compared_route(call)
+            try:
+                with self._recording(), preserved(self._of_pool(call.tensors)):
+                    self.body.learn(call.tensors, call.sizes)
+                    found = self._why_invalid(call.sizes) or self._compared_route(call)
+            except OtherStructureError as error:
+                found = Refusal(Event(error.code, "call", error.what))
         self.routes[call.sizes] = found
         return found
 

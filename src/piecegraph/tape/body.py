@@ -98,6 +98,9 @@ class Body(Protocol):
     def output_shape(self, index: int, sizes: Sizes) -> tuple[int, ...] | None:
         """The shape of an output at a size; None if it is not known before the run."""
 
+    def reads_rows(self, index: int) -> bool:
+        """Whether an output may be made of arguments with a size."""
+
     def number(self, leaf: FromSize | InputView | Observed | SeenView, sizes: Sizes) -> tuple[Any, ...]:
         """What a leaf needs at a size: its own value, or what its view is made with."""
 
@@ -166,6 +169,19 @@ class TracedBody:
         """One graph serves every size."""
 
     def reads_data(self, sizes: Sizes) -> bool:
+        return False
+
+    def reads_rows(self, index: int) -> bool:
+        if self.written_calls or self.written_state:
+            return True  # what is written may be read without the graph's saying so
+        waiting, seen = [self._output_nodes[index]], set[torch.fx.Node]()
+        while waiting:
+            node = waiting.pop()
+            source = self.traced.inputs.get(node)
+            if isinstance(source, FromCall) and self.traced.signature.tensors[source.index].dynamic:
+                return True
+            waiting += [each for each in node.all_input_nodes if each not in seen]
+            seen.update(node.all_input_nodes)
         return False
 
     def number(self, leaf: FromSize | InputView | Observed | SeenView, sizes: Sizes) -> tuple[Any, ...]:

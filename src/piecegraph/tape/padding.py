@@ -5,10 +5,14 @@ Note [Padding]
 Padding is sound when the real rows of every result, and everything the function writes to, are the same as without
 it. Nobody can tell from the graph (a cut op may do anything), so it is tried: the recorded size is replayed with the
 padded rows holding their pad value and again holding NaN, and both are compared with a run of the same rows without
-padding. A call may hide what its signs decide (``relu_``), so it is tried with its numbers negated, too. No integer is
-like NaN, so for integers two more runs have the least value of the call in real rows and the largest in padded rows,
+padding. A call may hide what its signs decide (``relu_``), or which side of the pad value it is on (``(x > 0).all()``),
+so it is tried with its numbers negated, and with all of them above zero and below, too. No integer is like NaN, so for
+integers two more runs have the least value of the call, or the pad value, in real rows and the largest in padded rows,
 and the other way round. What differs in any real row refuses padding for that size dimension.
-So do random numbers, wherever they go: those drawn after the call would be others.
+
+So do random numbers, wherever they go: those drawn after the call would be others. And so does a result of integers or
+truth values that is made of rows and has none: no number in it would be NaN, and which numbers would make it another
+is not known.
 """
 
 from __future__ import annotations
@@ -55,12 +59,37 @@ def padding_changes(
         return "it draws random numbers, and more of them for more rows"
     if not can_cut(calls.body, key.values, sizes):
         return f"results of {SizeKey(sizes)} rows are not the beginning of results of {key} rows"
-    for what, padding in (("padding", _pad_values(calls)), ("NaN in padded rows", _poison(calls, rows))):
+    if (number := _blind_result(calls, key, expected)) is not None:
+        return f"result {number} is made of rows and has none, nor numbers that would show what padded ones do"
+    paddings = {"padding": _pad_values(calls), "NaN in padded rows": _poison(calls, rows)}
+    for what, padding in paddings.items():
         reason = first_difference(trial.padded(rows, padding), expected)
         if reason is not None:
             return f"{what} gives {reason} {trial}"
-    reason = trial.other_rows_change(_negated(calls, rows), _poison(calls, rows))
-    return f"with negated numbers it gives {reason} {trial}" if reason else _extremes_change(trial, rows)
+    for name, change in _OTHER_NUMBERS.items():
+        others = _changed(calls, rows, change)
+        for what, padding in paddings.items():
+            if reason := trial.other_rows_change(others, padding):
+                return f"with {name} {what} gives {reason} {trial}"
+    return _extremes_change(trial, rows)
+
+
+_OTHER_NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "negated numbers": torch.neg,
+    "numbers above zero": lambda rows: rows.abs().to(rows.dtype) + 1,
+    "numbers below zero": lambda rows: -(rows.abs().to(rows.dtype) + 1),
+}
+
+
+def _blind_result(calls: SizedCalls, key: SizeKey, results: Sequence[Any]) -> int | None:
+    """A result that no trial would show to be another."""
+    body = calls.body
+    for number, (index, value) in enumerate(zip(_returned(body), results, strict=False)):
+        if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
+            continue
+        if body.output_shape(index, key.values) == tuple(value.shape) and body.reads_rows(index):
+            return number
+    return None
 
 
 @dataclass(frozen=True)
@@ -115,24 +144,28 @@ class _Trial:
         return first_difference(self.padded(rows, padding), expected)
 
 
-def _negated(calls: SizedCalls, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The rows, with the other sign where they are copied into buffers; torch negates no numbers of eight bits."""
+def _changed(
+    calls: SizedCalls, rows: Sequence[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """The rows with other numbers where they are copied into buffers; torch negates none of eight bits."""
     return [
-        -row if _has_nan(leaf) and leaf.dynamic and leaf.address is None and leaf.dtype.itemsize > 1 else row
+        change(row) if _has_nan(leaf) and leaf.dynamic and leaf.address is None and leaf.dtype.itemsize > 1 else row
         for row, leaf in zip(rows, calls.buffers.leaves, strict=True)
     ]
 
 
 def _extremes_change(trial: _Trial, rows: Sequence[torch.Tensor]) -> str | Unclear | None:
-    """The same, with the least integers of the call in real rows and the largest in padded ones; and the other way."""
+    """The same, with the least integers of the call in real rows and the largest in padded ones; and the other way.
+
+    The pad value counts as one of the call: it is valid, and a call may hold one value alone.
+    """
     calls = trial.calls
-    leaves = calls.buffers.leaves
+    leaves, pads = calls.buffers.leaves, calls.buffers.pad_values
     padded = [i for i, leaf in enumerate(leaves) if leaf.dynamic and leaf.address is None]
     counted = [i for i in padded if not _has_nan(leaves[i])]
     least, largest = list(rows), list(rows)
     for i in counted:
-        least[i], largest[i] = (row.expand_as(rows[i]) for row in _extremes(rows[i], leaves[i]))
-    pads = calls.buffers.pad_values
+        least[i], largest[i] = (row.expand_as(rows[i]) for row in _extremes(rows[i], leaves[i], pads[i]))
     if counted == padded and all(bool((least[i] == pads[i]).all() & (largest[i] == pads[i]).all()) for i in counted):
         return Unclear(f"all of {', '.join(leaves[i].name for i in counted)} is what padding would be")
     for real, other in ((least, largest), (largest, least)) if counted else ():
@@ -142,11 +175,14 @@ def _extremes_change(trial: _Trial, rows: Sequence[torch.Tensor]) -> str | Uncle
     return None
 
 
-def _extremes(rows: torch.Tensor, leaf: TensorLeaf) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and the largest value of each column, over all dimensions that vary."""
+def _extremes(rows: torch.Tensor, leaf: TensorLeaf, pad: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest value of each column, over all dimensions that vary, and of padding."""
     dims = [dim for dim, _ in leaf.dynamic]
-    numbers = rows.to(torch.int64)
-    return numbers.amin(dims, keepdim=True).to(rows.dtype), numbers.amax(dims, keepdim=True).to(rows.dtype)
+    numbers, least = rows.to(torch.int64), int(pad)
+    return (
+        numbers.amin(dims, keepdim=True).clamp(max=least).to(rows.dtype),
+        numbers.amax(dims, keepdim=True).clamp(min=least).to(rows.dtype),
+    )
 
 
 def _has_nan(leaf: TensorLeaf) -> bool:
