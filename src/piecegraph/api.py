@@ -16,7 +16,7 @@ from piecegraph.base import torch_compat
 from piecegraph.base.config import CompileConfig, CudagraphMode, Frontend, Padding, make_config
 from piecegraph.base.events import OnFallback
 from piecegraph.base.plan import Plan
-from piecegraph.engine.engine import Engine, run_eagerly
+from piecegraph.engine.engine import Engine, running_eagerly
 from piecegraph.engine.planner import Subject
 from piecegraph.engine.report import explain_engine, stats_of
 from piecegraph.errors import ConfigError
@@ -296,11 +296,8 @@ def install(module: torch.nn.Module, **arguments: Any) -> Installed:
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
     """Inside this context every compiled or installed module runs its original code."""
-    token = run_eagerly.set(True)
-    try:
+    with running_eagerly():
         yield
-    finally:
-        run_eagerly.reset(token)
 
 
 def _compile_module(module: torch.nn.Module, config: CompileConfig) -> CompiledModule:

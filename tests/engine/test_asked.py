@@ -124,3 +124,17 @@ def test_questions_that_are_none() -> None:
 
     assert questions_in([function.__code__]) == ()
     assert questions_in([nn.Module.__getattr__.__code__]) == (), "of a package"
+
+
+@pytest.mark.filterwarnings("ignore::piecegraph.errors.PiecegraphWarning")
+@pytest.mark.parametrize("frontend", ["auto", "breakable"])
+def test_a_generator_that_is_seeded_draws_the_same_again(frontend: str) -> None:
+    def function(x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(3)
+        return x + torch.rand(2, generator=generator)
+
+    options = {"graph_device": "simulated", "cache": False}
+    fast = piecegraph.compile(function, backend="eager", frontend=frontend, options=options)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(fast(torch.zeros(2, 2)), function(torch.zeros(2, 2)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from operator import call as call_it
@@ -158,11 +159,11 @@ class Engine:
                 if plan.sharing is not None and (reason := plan.sharing.found_in(call.tensors)):
                     return _refuse("PG206", reason)
                 route = plan.routes.get(call.sizes) or self._try(plan.arrange, call)
-                if isinstance(route, Refusal | _Raised):
-                    return route
-                questions = plan.body.questions
+                questions = plan.body.questions  # some are known only behind the first run
                 if questions and (reason := other_answer(questions, call.tensors)):
                     return _refuse("PG517", reason, _QUESTION_HINT)
+                if isinstance(route, Refusal | _Raised):
+                    return route
                 if route.loss is not None:
                     self.events.emit(route.loss)
                 result = route.serve(call)
@@ -198,7 +199,8 @@ class Engine:
         if self._unplanned is not None and self.events.counts.get("PG524", 0) >= _MAX_UNPLANNED:
             return self._unplanned
         try:
-            return make(*given)
+            with running_eagerly():  # what is compiled inside of the function is part of this plan, and makes none
+                return make(*given)
         except (PiecegraphError, WeightMovedError):
             raise
         except Exception as error:  # noqa: BLE001 - the function will raise it once more when it runs as it is written
@@ -343,7 +345,7 @@ class Engine:
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for an example call if there is none, and record its sizes."""
-        with ThreadInterceptions.here().suspended(), self._lock:
+        with ThreadInterceptions.here().suspended(), self._lock, running_eagerly():
             self._check_open()
             try:
                 self._notice_changes()
@@ -386,6 +388,16 @@ class Engine:
 def _are_others(modes: Sequence[Any]) -> bool:
     """Whether one of them is not ours: ours know of replays."""
     return any(type(mode).__module__.partition(".")[0] != __name__.partition(".")[0] for mode in modes)
+
+
+@contextlib.contextmanager
+def running_eagerly() -> Iterator[None]:
+    """Inside, what is compiled runs its original code."""
+    token = run_eagerly.set(True)
+    try:
+        yield
+    finally:
+        run_eagerly.reset(token)
 
 
 def _refuse(code: str, reason: str, hint: str = "") -> Refusal:

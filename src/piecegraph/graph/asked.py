@@ -3,7 +3,8 @@
 A trace is made of tensors of no special kind (no gradients, none made in inference mode, no two of them the same), and
 with gradients and inference mode off: so it serves calls in all modes. A function that asks for such a thing goes
 another way where the answer is another, and nothing in its graph would tell. So its own code is searched for such
-questions, and a call for which one of them has another answer runs as it is written.
+questions, and a call for which one of them has another answer runs as it is written. So does every call of a function
+that seeds random numbers: a replay would go on with the next ones.
 """
 
 from __future__ import annotations
@@ -31,32 +32,39 @@ def _has_attributes(tensors: _Tensors) -> bool:
 
 
 _QUESTIONS: dict[str, tuple[frozenset[str], Callable[[_Tensors], bool]]] = {
-    "gradients are on": (frozenset({"is_grad_enabled"}), lambda _: torch.is_grad_enabled()),
-    "inference mode is on": (
+    "asks whether gradients are on": (frozenset({"is_grad_enabled"}), lambda _: torch.is_grad_enabled()),
+    "asks whether inference mode is on": (
         frozenset({"is_inference_mode_enabled"}),
         lambda _: torch.is_inference_mode_enabled(),
     ),
-    "a tensor was made in inference mode": (
+    "asks whether a tensor was made in inference mode": (
         frozenset({"is_inference"}),
         lambda tensors: any(tensor.is_inference() for tensor in tensors),
     ),
-    "a tensor requires gradients": (
+    "asks whether a tensor requires gradients": (
         frozenset({"requires_grad", "is_leaf", "grad", "grad_fn", "retains_grad"}),
         lambda tensors: any(tensor.requires_grad for tensor in tensors),
     ),
-    "a tensor is a parameter or buffer": (
+    "asks whether a tensor is a parameter or buffer": (
         frozenset({"Parameter", "Buffer"}),
         lambda tensors: any(isinstance(each, torch.nn.Parameter | torch.nn.Buffer) for each in tensors),
     ),
-    "a tensor is conjugated or negated": (
+    "asks whether a tensor is conjugated or negated": (
         frozenset({"is_conj", "is_neg"}),
         lambda tensors: any(tensor.is_conj() or tensor.is_neg() for tensor in tensors),
     ),
-    "a tensor has attributes of its own": (frozenset({"getattr", "hasattr", "vars", "__dict__"}), _has_attributes),
-    "two arguments are one": (frozenset(), _is_one_twice),
+    "asks whether a tensor has attributes of its own": (
+        frozenset({"getattr", "hasattr", "vars", "__dict__"}),
+        _has_attributes,
+    ),
+    "asks whether two arguments are one": (frozenset(), _is_one_twice),
+    "seeds random numbers": (
+        frozenset({"manual_seed", "manual_seed_all", "set_rng_state", "fork_rng"}),
+        lambda _: True,  # a replay would go on with the next ones
+    ),
 }
-"""In words, the names by which it is asked, and whether the answer of a call is not that of a trace."""
-_SAME = "two arguments are one"
+"""What code does, the names by which it does, and whether a call is then another than the trace."""
+_SAME = "asks whether two arguments are one"
 _VARIABLES = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_DEREF")
 
 
@@ -69,7 +77,7 @@ class Question:
     """Of the first place."""
 
     def __str__(self) -> str:
-        return f"{self.where} asks whether {self.what}"
+        return f"{self.where} {self.what}"
 
 
 def questions_in(codes: Iterable[types.CodeType]) -> tuple[Question, ...]:
