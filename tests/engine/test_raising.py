@@ -61,3 +61,34 @@ def test_a_buffer_made_in_inference_mode_may_be_written_to() -> None:
         for number in (1, 2):
             assert fast(torch.ones(2)).tolist() == [2.0 * number] * 2
     assert fast.stats()["events"] == {"PG523": 2}
+
+
+@pytest.mark.parametrize("frontend", ["auto", "breakable"])
+def test_a_result_that_is_a_view_at_another_size_only(frontend: str) -> None:
+    def function(x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] < 4 else x[:4]
+
+    fast = piecegraph.compile(function, frontend=frontend, on_fallback="ignore", **SETTINGS)
+    with torch.no_grad():
+        for size in (3, 6, 3):
+            found, expected = torch.ones(2, size, 2)
+            fast(found).zero_()
+            function(expected).zero_()
+            assert torch.equal(found, expected)
+
+
+def test_a_global_with_the_name_of_an_attribute_is_another_thing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("shift", torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.shift
+
+    fast = piecegraph.compile(Shift(), frontend="breakable", **SETTINGS)
+    with torch.no_grad():
+        for number in range(3):
+            monkeypatch.setitem(globals(), "shift", number)
+            fast(torch.ones(4, 3))
+    assert len(fast.stats()["plans"]) == 1

@@ -94,6 +94,8 @@ class BreakableBody:
         """Whether Python is told about data, at each size that was looked at."""
         self._new_writes: dict[Sizes, str] = {}
         """What each size that was looked at writes to and the first did not; empty if nothing."""
+        self._new_views: dict[Sizes, str] = {}
+        """Which result is a view of an argument at a size, and was not at the first."""
         self.untraced = ""
         """Why it was not traced, if that was tried."""
         self.cuts: tuple[Cut, ...] = ()
@@ -147,7 +149,7 @@ class BreakableBody:
     def along(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> BreakableBody:
         """The same function on the way it goes with these tensors. See Note [Paths]."""
         other = copy.copy(self)
-        other._seen, other._views, other._has_reads, other._new_writes = {}, {}, {}, {}
+        other._seen, other._views, other._has_reads, other._new_writes, other._new_views = {}, {}, {}, {}, {}
         other._look_at(tensors)
         other.learn(tensors, sizes)
         return other
@@ -217,9 +219,21 @@ class BreakableBody:
         leaves = self._take_apart(run.watched.returned)[0]
         self._has_reads[sizes] = bool(run.breaker.reads.answers)
         self._remember(leaves, sizes)
-        for index in views if not self._has_reads[sizes] or run.breaker.reads.answers == self.expected else ():
-            found = run.watched.view_of_input(leaves[index])
-            self._views[sizes, index] = () if found is None else found[1]
+        if self._has_reads[sizes] and run.breaker.reads.answers != self.expected:
+            return
+        for leaf in self.leaves:
+            if isinstance(leaf, FromOutput | SeenView) and torch_compat.has_memory(leaves[leaf.index]):
+                self._note_view(leaf, run.watched.view_of_input(leaves[leaf.index]), sizes)
+
+    def _note_view(
+        self, leaf: FromOutput | SeenView, found: tuple[int, tuple[ViewOp, ...]] | None, sizes: Sizes
+    ) -> None:
+        """What of an argument a result is at a size; it must be of the same as in the first call, if it is at all."""
+        if isinstance(leaf, SeenView):
+            self._views[sizes, leaf.index] = () if found is None else found[1]
+        if found is not None and (isinstance(leaf, FromOutput) or found[0] != leaf.argument):
+            name = self._example.signature.tensors[found[0]].name
+            self._new_views[sizes] = f"result {leaf.index} is a view of {name}, unlike in the first call"
 
     def check_writes(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
         """Raise if it writes to memory that nobody would put back, because the first call did not write there."""
@@ -281,7 +295,7 @@ class BreakableBody:
         return (self._seen[sizes][leaf.index],) if isinstance(leaf, Observed) else self._views[sizes, leaf.index]
 
     def violated(self, sizes: Sizes) -> str | None:
-        return self._new_writes.get(sizes) or None
+        return self._new_writes.get(sizes) or self._new_views.get(sizes)
 
     def weights(self) -> list[WatchedWeight]:
         """Which graph reads a weight is not known here: all of the module's are watched, and what else is in reach."""

@@ -9,6 +9,7 @@ arguments of a partial, defaults. Eager ops read at every replay, so their code 
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import gc
 import sys
@@ -91,7 +92,7 @@ class CodeLog:
         reader = _Reader(names, is_any=is_any)
         reader.walk_modules(module, others)
         for scope in {id(scope): scope for scope in theirs.values()}.values():
-            reader.walk_scope(scope, [name for code in theirs if theirs[code] is scope for name in code.co_names])
+            reader.walk_scope(scope, [name for code in theirs if theirs[code] is scope for name in _globals_of(code)])
         reader.walk_held(_held_by(function))
         for function in _functions_of(theirs):
             reader.walk_closure(function)
@@ -229,6 +230,14 @@ def _is_data(name: str, held: Any) -> bool:
     return not name.startswith("__") and (
         type(held).__name__ == "member_descriptor" or not (callable(held) or hasattr(held, "__get__"))
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _globals_of(code: CodeType) -> tuple[str, ...]:
+    """The globals that code names; attributes may have the names of others."""
+    if "globals" in code.co_names:
+        return code.co_names
+    return tuple(each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
 
 
 def _functions_of(codes: Iterable[CodeType]) -> list[FunctionType]:
