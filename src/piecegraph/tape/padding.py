@@ -178,10 +178,10 @@ def _extremes_change(trial: _Trial, rows: Sequence[torch.Tensor]) -> str | Uncle
 def _extremes(rows: torch.Tensor, leaf: TensorLeaf, pad: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The least and the largest value of each column, over all dimensions that vary, and of padding."""
     dims = [dim for dim, _ in leaf.dynamic]
-    numbers, least = rows.to(torch.int64), int(pad)
+    numbers, pad = rows.to(torch.int64), int(pad)
     return (
-        numbers.amin(dims, keepdim=True).clamp(max=least).to(rows.dtype),
-        numbers.amax(dims, keepdim=True).clamp(min=least).to(rows.dtype),
+        numbers.amin(dims, keepdim=True).clamp(max=pad).to(rows.dtype),
+        numbers.amax(dims, keepdim=True).clamp(min=pad).to(rows.dtype),
     )
 
 
