@@ -46,7 +46,8 @@ def test_what_only_planning_raises_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     assert fast.stats()["events"] == {"PG524": 1}
 
 
-def test_a_buffer_made_in_inference_mode_may_be_written_to() -> None:
+@pytest.mark.parametrize("frontend", ["auto", "breakable"])
+def test_a_buffer_made_in_inference_mode_may_be_written_to(frontend: str) -> None:
     class Counter(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -57,7 +58,7 @@ def test_a_buffer_made_in_inference_mode_may_be_written_to() -> None:
             return self.count * 2
 
     with torch.inference_mode():
-        fast = piecegraph.compile(Counter(), on_fallback="ignore", **SETTINGS)
+        fast = piecegraph.compile(Counter(), frontend=frontend, on_fallback="ignore", **SETTINGS)
         for number in (1, 2):
             assert fast(torch.ones(2)).tolist() == [2.0 * number] * 2
     assert fast.stats()["events"] == {"PG523": 2}

@@ -139,13 +139,19 @@ class PlanRunner:
     def _why_invalid(self, sizes: Sizes) -> Refusal | None:
         if 0 in sizes:
             return Refusal(Event("PG507", "call", f"size {SizeKey(sizes)} has no elements"))
-        if any(tensor.is_inference() for tensor in self.body.written_state):
+        if self._writes_inference_tensor():
             reason = (
                 "a weight or buffer that is written to was made in inference mode, and nobody may write to it outside"
             )
             return Refusal(Event("PG523", "call", reason, "make the module outside of torch.inference_mode()"))
         violated = self.body.violated(sizes)
         return None if violated is None else Refusal(Event("PG505", "call", f"size {SizeKey(sizes)}: {violated}"))
+
+    def _writes_inference_tensor(self) -> bool:
+        """Without a trace, what is written to is known by its memory only."""
+        written = {torch_compat.storage_id(tensor) for tensor in self.body.written_state}
+        tensors = (*self.body.written_state, *(weight.tensor for weight in self.body.weights() if written))
+        return any(tensor.is_inference() and torch_compat.storage_id(tensor) in written for tensor in tensors)
 
     def _updating_route(self, call: Call) -> Route | Refusal:
         found = self._choose_route(call)
