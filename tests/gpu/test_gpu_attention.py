@@ -13,6 +13,7 @@ import torch
 
 from piecegraph.llm.kernels.attention import reference, triton_paged, varlen
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
+from piecegraph.llm.kernels.skinny import Heads, plain_rotate
 from piecegraph.llm.specs import Accepted, AttentionLayer, LatentLayer
 from tests.cases.attention import (
     Problem,
@@ -293,3 +294,34 @@ def test_a_batch_of_padding_alone() -> None:
             case.batch.prompts.lens.zero_()
         run(TRITON, case)
         assert torch.equal(case.arguments["out"], torch.zeros_like(case.arguments["out"]))
+
+
+FEW = Sequences(name="few", spans=((9, 9), (1, 200), (5, 68)), padded_tokens=1, padded_seqs=1, max_seq_len=1024)
+UNDER_LOAD = Sequences(
+    name="under load",
+    spans=((1, 300), (1, 17), (1, 1), (70, 70), (33, 190)),
+    padded_tokens=10,
+    padded_seqs=2,
+    max_seq_len=1024,
+    max_prompts=4,
+)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("sequences", [FEW, MIXED, UNDER_LOAD], ids=lambda sequences: sequences.name)
+def test_heads_are_turned_on_their_way_to_the_cache(sequences: Sequences, has_norm: bool, width: int) -> None:
+    """By the kernels for prompts and for decoding, as by plain torch before them."""
+    case = problem(layer(8, 2, width), sequences, HALF, CUDA, defined=False)
+    arguments, expected = case.arguments, widened(case).arguments
+    rows = [arguments.pop(name).flatten(1) for name in ("q", "k", "v")]
+    parts = torch.cat(rows, -1)[None].split([part.shape[1] for part in rows], -1)
+    turn, gains = (torch.randn(2, size, width, device=CUDA, dtype=HALF) for size in (rows[0].shape[0], 1))
+    heads = Heads(*turn[:, None], *(gains.flatten(1) if has_norm else (None, None)), 1e-6)
+    wide = [None if part is None else part.float() for part in (heads.cos, heads.sin, heads.q_gain, heads.k_gain)]
+    turned = plain_rotate(*(part.float() for part in parts), Heads(*wide, 1e-6))  # type: ignore[arg-type]
+    reference.KERNEL.attend(**{**expected, **dict(zip("qkv", turned, strict=True))})
+    triton_paged.attend_turned(*parts, heads, **arguments)
+    for name in ("out", "key_cache", "value_cache"):
+        found, wanted = arguments[name].float(), expected[name].float()
+        torch.testing.assert_close(found, wanted, rtol=3e-2, atol=3e-2, equal_nan=True)

@@ -80,7 +80,7 @@ def test_heads_are_turned(tokens: int, num_q: int, num_k: int, width: int, has_n
     heads = Heads(*(draw(1, tokens, width, dtype=torch.bfloat16) for _ in range(2)), *gains, 1e-6)
     wide = Heads(*(None if part is None else part.float() for part in (heads.cos, heads.sin, *gains)), 1e-6)  # type: ignore[arg-type]
     expected = skinny.plain_rotate(*(part.float() for part in parts), wide)
-    found = skinny.rotate(*parts, heads, early=True)
+    found = skinny.rotate(*parts, heads)
     for one, other, count in zip(found, expected, (num_q, num_k, num_k), strict=True):
         assert one.shape == (tokens, count, width)
         assert one.is_contiguous()
@@ -142,7 +142,7 @@ def test_attention_turns_heads(rows: int, has_norm: bool) -> None:
         parts = skinny.multiply(hidden, Linear(qkv), early=True).split(widths, -1)
         out = torch.empty(rows, Q_HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
         if is_turned_before:
-            triton_paged.attend(*skinny.rotate(*parts, heads, early=True), out, None, *caches, layer, batch)
+            triton_paged.attend(*skinny.rotate(*parts, heads), out, None, *caches, layer, batch)
         else:
             triton_paged.attend_turned(*parts, heads, out, None, *caches, layer, batch)
         return out

@@ -137,8 +137,8 @@ def _cleared() -> None:
     case = problem(layer(4, 2, 16), DECODES_FIRST, torch.float32)
     arguments = case.arguments
     before = {name: arguments[name].clone() for name in ("out", "value_cache")}
-    names = ("k", "v", "key_cache", "value_cache", "batch")
-    triton_paged.write(*(arguments[name] for name in names), clear=arguments["out"])
+    operands = {name: part for name, part in arguments.items() if name != "batch"}
+    triton_paged.write(triton_paged.plain_operands(**operands), case.batch, clears=True)
     num_real = int(case.batch.query_starts[-1])
     assert not arguments["out"][num_real:].any()
     assert torch.equal(arguments["out"][:num_real].isnan(), before["out"][:num_real].isnan())
@@ -149,11 +149,13 @@ def _cleared() -> None:
 
 
 def _turned_heads() -> None:
-    """One sequence by two kernels, several by one."""
-    for spans, has_norm in itertools.product((((1, 40),), ((1, 200), (1, 3), (1, 129))), (False, True)):
-        case = problem(layer(4, 2, 16), Sequences(name="", spans=spans, max_seq_len=256), torch.float32)
+    """One sequence by two kernels, several by one; prompts by the kernel that writes to the cache; both in one step."""
+    each = (((1, 40),), ((1, 200), (1, 3), (1, 129)))
+    alone, several = (Sequences(name="", spans=spans, max_seq_len=256) for spans in each)
+    for sequences, has_norm in itertools.product((alone, several, MIXED, DECODES_FIRST), (False, True)):
+        case = problem(layer(4, 2, 16), sequences, torch.float32)
         arguments, expected = case.arguments, copy.deepcopy(case.arguments)
-        turn = torch.randn(2, 1, len(spans), 16)
+        turn = torch.randn(2, 1, arguments["q"].shape[0], 16)
         heads = Heads(*turn, *(torch.rand(2, 16) if has_norm else (None, None)), 1e-6)
         rows = [arguments.pop(name).flatten(1)[None] for name in ("q", "k", "v")]
         expected |= zip(("q", "k", "v"), plain_rotate(*rows, heads), strict=True)

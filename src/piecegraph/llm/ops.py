@@ -95,7 +95,7 @@ _define()
 
 ATTENTION = torch.ops.piecegraph.attention.default
 TURNED_ATTENTION = torch.ops.piecegraph.turned_attention.default
-"""Attention of steps of decoding, which is given what a linear makes of tokens: see ``kernels/turned_attention.py``."""
+"""Attention that is given what a linear makes of tokens: see ``kernels/turned_attention.py``."""
 LATENT_ATTENTION = torch.ops.piecegraph.latent_attention.default
 EXPERTS = torch.ops.piecegraph.experts.default
 STATEFUL = torch.ops.piecegraph.stateful.default

@@ -5,9 +5,8 @@ Note [Pieces of their own for decoding]
 A step of decoding with few sequences is a chain of small kernels, each of which waits for the one before. A compiler
 cannot put a norm, an activation or a residual into a linear whose kernel is not its own. So the same trace is lowered
 a second time, for such steps alone: a norm before a linear, SiLU and the product behind it, and a residual go into the
-op :func:`fused_linear`; norms and turns of the heads of queries and keys go into attention (``turned_attention.py``);
-and all of them begin while the one before ends (Note [Early launches]). Patterns are matched in the traced graph,
-whoever wrote the model; what is not matched is the compiler's, as in all other steps.
+op :func:`fused_linear`, and all of them begin while the one before ends (Note [Early launches]). Patterns are matched
+in the traced graph, whoever wrote the model; what is not matched is the compiler's, as in all other steps.
 
 Nothing of it may change what a step computes but for rounding, of which there is less: the self check compares steps of
 one and of several sequences.
@@ -87,7 +86,7 @@ def describe(graph: torch.fx.Graph) -> str:
         counts["norms"] += found.norm is not None
         counts["activations"] += found.is_gated
         counts["residuals"] += found.residual is not None
-    counts["turns of heads"] = sum(1 for _ in find_turned(graph))
+    counts["turns of heads (in all steps)"] = sum(1 for _ in find_turned(graph))
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "nothing"
 
 

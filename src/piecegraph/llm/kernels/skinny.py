@@ -400,7 +400,7 @@ class Heads:
     eps: float = 0.0
 
 
-def rotate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads, *, early: bool) -> Sequence[torch.Tensor]:
+def rotate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads) -> Sequence[torch.Tensor]:
     """Queries, keys and values as attention takes them, [tokens, heads, width], of rows with heads side by side."""
     width, tokens = heads.cos.shape[-1], q.numel() // q.shape[-1]
     rows = [tensor.reshape(tokens, -1) for tensor in (q, k, v)]
@@ -425,7 +425,7 @@ def rotate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads, *, e
         K_HEADS=num_k,
         HAS_NORM=heads.q_gain is not None,
         num_warps=1,
-        **chained_constants(q.device, tokens, is_wanted=early),
+        **chained_constants(q.device, tokens, is_wanted=tokens <= MOST_ROWS),
     )
     return outs
 

@@ -81,7 +81,7 @@ class TracedModel:
     """A model, ready to be given memory."""
 
     traced: Traced
-    """Its decoder."""
+    """Its decoder, as it is cut where calls are intercepted: attention turns no heads in it."""
     pipeline: Pipeline
     """What cuts and compiles it."""
     decoder: Decoder
@@ -138,7 +138,7 @@ def trace_model(
             ``mrope_positions``, behind the positions. None: that is found out.
         on_traced: called before the pieces are compiled.
         deterministic: its linears must not let a row depend on others.
-        decode_pieces: steps of decoding with few sequences get pieces of their own.
+        decode_pieces: steps of decoding with few sequences get pieces of their own, and heads are turned by attention.
         part: which part of a model it is; None for all of it.
         clock: times its stages.
         place_weight: moves weights that are joined.
@@ -161,12 +161,13 @@ def trace_model(
     traced, fused = pipeline.fuse(traced, place_weight)
     if on_traced is not None:
         on_traced(TracedSites(traced.graph, layers, reaches, states, pipeline))
-    lowered = pipeline.cut(traced)
-    few = _few_rows(pipeline, traced, model.device) if decode_pieces else None
+    turned = turn_in_attention(traced) if decode_pieces else traced
+    lowered = pipeline.cut(turned)
+    few = _few_rows(pipeline, turned, model.device) if decode_pieces else None
     return TracedModel(
         traced,
         pipeline,
-        _decoder_of(traced, lowered),
+        _decoder_of(turned, lowered),
         few,
         Head(model),
         layers,
@@ -187,8 +188,7 @@ def _factors(cache: TraceCache, part: Part | None, *, decode_pieces: bool) -> di
 
 def _few_rows(pipeline: Pipeline, traced: Traced, device: torch.device) -> FewRows:
     variant = Variant("decode", (use_outer_products, use_fused_ops), inductor_settings(device))
-    turned = turn_in_attention(traced)
-    return FewRows(_decoder_of(turned, pipeline.cut_again(turned, variant)), most_rows(traced.graph))
+    return FewRows(_decoder_of(traced, pipeline.cut_again(traced, variant)), most_rows(traced.graph))
 
 
 def _decoder_of(traced: Traced, lowered: Lowered) -> Decoder:

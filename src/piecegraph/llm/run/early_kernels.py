@@ -54,7 +54,7 @@ class Shapes:
     fused: tuple[LinearShape, ...] = ()
     """Of steps of decoding, if those have pieces of their own."""
     turned: Mapping[int, bool] = field(default_factory=dict)
-    """Which call sites of attention turn heads in these steps, and whether they norm them before."""
+    """Which call sites of attention turn heads, and whether they norm them before."""
     most_fused: int = 0
     """For so many sequences at most."""
 
@@ -172,8 +172,7 @@ class EarlyKernels:
             buffers.fill_dummy(bucket)
             memory.use_batch(buffers.views(bucket).attention, functools.partial(buffers.state_batch, bucket))
             for site, layer in enumerate(self._layers):
-                turns = self._turned[site] if bucket.has_few_rows(self._shapes.most_fused) else {None}
-                for has_norm in turns:
+                for has_norm in self._turned[site]:
                     self._attend(memory, site, layer, bucket.num_tokens, has_norm)
             for state in self._states:
                 self._mix(states, state, bucket.num_tokens)

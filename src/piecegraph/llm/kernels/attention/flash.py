@@ -18,6 +18,7 @@ import torch
 
 from piecegraph.llm.kernels.attention import triton_paged
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
+from piecegraph.llm.kernels.skinny import Heads
 from piecegraph.llm.specs import (
     Accepted,
     AttentionBatch,
@@ -49,39 +50,47 @@ def attend(
     batch: AttentionBatch,
 ) -> None:
     """See :class:`~piecegraph.llm.kernels.attention.kernel.Attend`."""
-    if min(q.shape[0], batch.max_query_len) < MIN_TOKENS or _why_not(layer):
-        triton_paged.attend(q, k, v, out, sinks, key_cache, value_cache, layer, batch)
-        return
-    triton_paged.write(k, v, key_cache, value_cache, batch, clear=out)
-    if batch.prompts is None:
-        _attend_prompts(q, out, key_cache, value_cache, layer, batch, batch.rows)
-        return
     operands = triton_paged.plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer)
-    with triton_paged.beside_decode(operands, batch):
-        _attend_prompts(q, out, key_cache, value_cache, layer, batch, batch.prompts)
+    triton_paged.attend_operands(operands, batch, _for_prompts(operands, batch))
 
 
-def _attend_prompts(
+def attend_turned(
     q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: Heads,
     out: torch.Tensor,
+    sinks: torch.Tensor | None,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     layer: AttentionLayer,
     batch: AttentionBatch,
-    rows: SequenceRows,
 ) -> None:
+    """See :class:`~piecegraph.llm.kernels.attention.kernel.AttendTurned`."""
+    operands = triton_paged.turned_operands(q, k, v, heads, out, sinks, key_cache, value_cache, layer, batch)
+    triton_paged.attend_operands(operands, batch, _for_prompts(operands, batch))
+
+
+def _for_prompts(operands: triton_paged.Operands, batch: AttentionBatch) -> triton_paged.AttendPrompts | None:
+    """What attends with prompts; None if our own kernel does."""
+    if min(operands.q.shape[0], batch.max_query_len) < MIN_TOKENS or _why_not(operands.layer):
+        return None
+    return _attend_prompts
+
+
+def _attend_prompts(operands: triton_paged.Operands, batch: AttentionBatch, rows: SequenceRows) -> None:
     _flash_attention()(
-        q,
-        key_cache,
-        value_cache,
+        triton_paged.whole_key(operands.q, operands.q_rest),
+        triton_paged.whole_key(operands.key_cache, operands.rest_cache),
+        operands.value_cache,
         cu_seqlens_q=rows.starts,
         seqused_k=rows.lens,
         max_seqlen_q=batch.max_query_len,
         max_seqlen_k=batch.max_seq_len,
         page_table=rows.table,
-        softmax_scale=layer.scale,
+        softmax_scale=operands.layer.scale,
         causal=True,
-        out=out,
+        out=operands.out,
     )
 
 
@@ -146,7 +155,7 @@ KERNEL = AttentionKernel(
     use_for=_use_for,
     capture_safe=_capture_safe,
     attend=attend,
-    attend_turned=triton_paged.attend_turned,
+    attend_turned=attend_turned,
     attend_latent=triton_paged.attend_latent,
     prepare=triton_paged.prepare,
     block_size=BLOCK_SIZE,

@@ -43,7 +43,7 @@ class Attend(Protocol):
 
 
 class AttendTurned(Protocol):
-    """The same for one query in each sequence, which is normed and turned by the kernel, as keys are."""
+    """The same for queries and keys that are still to be normed and turned."""
 
     def __call__(
         self,
@@ -175,7 +175,7 @@ class AttentionKernel:
         if self.attend_turned is not None:
             self.attend_turned(q, k, v, heads, out, sinks, key_cache, value_cache, layer, batch)
             return
-        q, k, v = rotate(q, k, v, heads, early=True)
+        q, k, v = rotate(q, k, v, heads)
         self.attend(q, k, v, out, sinks, key_cache, value_cache, layer, batch)
 
     def verdict(self, layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support:

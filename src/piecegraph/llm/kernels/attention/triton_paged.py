@@ -31,7 +31,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -114,10 +114,7 @@ def attend(
     batch: AttentionBatch,
 ) -> None:
     """See :class:`~piecegraph.llm.kernels.attention.kernel.Attend`."""
-    operands = plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer)
-    if batch.max_query_len > 1:
-        write(k, v, key_cache, value_cache, batch)
-    launch(operands, batch)
+    attend_operands(plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer), batch)
 
 
 def attend_turned(
@@ -132,30 +129,35 @@ def attend_turned(
     layer: AttentionLayer,
     batch: AttentionBatch,
 ) -> None:
-    """See :class:`~piecegraph.llm.kernels.attention.kernel.AttendTurned`.
+    """See :class:`~piecegraph.llm.kernels.attention.kernel.AttendTurned`."""
+    attend_operands(turned_operands(q, k, v, heads, out, sinks, key_cache, value_cache, layer, batch), batch)
 
-    One sequence is faster with heads that are turned before it (a layer of Qwen3-0.6B on an H200: 19.1 against 20.0
-    us): there is nothing else to do until they are.
+
+class AttendPrompts(Protocol):
+    """Attends with any number of queries in each of some sequences, the keys being in the cache."""
+
+    def __call__(self, operands: Operands, batch: AttentionBatch, rows: SequenceRows) -> None: ...
+
+
+def attend_operands(operands: Operands, batch: AttentionBatch, attend_prompts: AttendPrompts | None = None) -> None:
+    """Each kind of rows by its kernel. If there are prompts, what is new comes into the cache before.
+
+    Args:
+        operands: what to attend with.
+        batch: where the tokens belong.
+        attend_prompts: another kernel for prompts, which is in need of what :func:`write` clears.
     """
-    is_alone, is_padded = batch.seq_lens.shape[0] == 1, padded(layer.key_width) != layer.key_width
-    if is_alone or is_padded or batch.max_query_len > 1 or not fits_heads((q, k, v), heads):
-        q, k, v = rotate(q, k, v, heads, early=True)
-        attend(q, k, v, out, sinks, key_cache, value_cache, layer, batch)
-        return
-    q, k, v = (part.view(part.shape[1], -1, layer.key_width) for part in (q, k, v))
-    operands = plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer)
-    launch_decode(replace(operands, heads=heads), batch)
-
-
-def launch(operands: Operands, batch: AttentionBatch) -> None:
-    """Each kind of rows by its kernel; where there are prompts, the new keys are in the cache."""
     if batch.max_query_len == 1:
         launch_decode(operands, batch)
-    elif batch.prompts is None:
-        launch_prefill(operands, batch, batch.rows)
-    else:
-        with beside_decode(operands, batch):
-            launch_prefill(operands, batch, batch.prompts)
+        return
+    queries = write(operands, batch, clears=attend_prompts is not None)
+    placed = replace(operands, q=queries)
+    attend = attend_prompts or launch_prefill
+    if batch.prompts is None:
+        attend(placed, batch, batch.rows)
+        return
+    with beside_decode(operands, batch):
+        attend(placed, batch, batch.prompts)
 
 
 @contextlib.contextmanager
@@ -194,8 +196,8 @@ def attend_fixed(
     Tiles then have one size, and a row of a tile is computed by itself, over the keys in steps that begin at multiples
     of their size: keys it does not see are added as zeros. All that is left is to have one loop for all of them.
     """
-    write(k, v, key_cache, value_cache, batch)
     operands = plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer)
+    write(operands, batch)
     launch_prefill(operands, batch, batch.rows, is_fixed=True)
 
 
@@ -227,9 +229,7 @@ def attend_latent(
         layer=shared_key_layer(layer),
         values_are_keys=True,
     )
-    if batch.max_query_len > 1:
-        write(operands.k, operands.k_rest, latent_cache, rope_cache, batch)
-    launch(operands, batch)
+    attend_operands(operands, batch)
     project_values(summed, up_projection, out, layer)
 
 
@@ -261,48 +261,98 @@ def plain_operands(
     )
 
 
-def write(
+def turned_operands(
+    q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    heads: Heads,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
+    layer: AttentionLayer,
     batch: AttentionBatch,
-    *,
-    clear: torch.Tensor | None = None,
-) -> None:
-    """Put every token's key and value where it belongs, in one launch.
+) -> Operands:
+    """Those of heads that are still to be turned, by the kernels if they can.
+
+    One sequence is faster with heads that are turned before it (a layer of Qwen3-0.6B on an H200: 19.1 against 20.0
+    us): there is nothing else to do until they are.
+    """
+    is_alone = batch.max_query_len == 1 and batch.seq_lens.shape[0] == 1
+    if is_alone or padded(layer.key_width) != layer.key_width or not fits_heads((q, k, v), heads):
+        q, k, v = rotate(q, k, v, heads)
+        return plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer)
+    q, k, v = (part.view(part.shape[1], -1, layer.key_width) for part in (q, k, v))
+    return replace(plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer), heads=heads)
+
+
+def write(operands: Operands, batch: AttentionBatch, *, clears: bool = False) -> torch.Tensor:
+    """Put every token's key and value where it belongs, and return the queries, all of it as attention takes them.
+
+    If heads are still to be turned, they are here, but for those of rows of decoding, whose kernel does it all.
 
     Args:
-        clear: the rows of results, if their padding is to become zeros, and with it the values behind each prompt.
+        operands: what to write. Latents have two parts of a key, and no values.
+        batch: where the tokens belong.
+        clears: whether padded rows of the results become zeros, and with them the values behind each prompt.
     """
-    rows = batch.prompts or batch.rows
-    num_heads, key, value = k.shape[1], k.shape[2], v.shape[2]
-    heads = min(power_of_two(num_heads), max(1, WRITTEN_AT_ONCE // padded(max(key, value))))
-    out = v if clear is None else clear
-    _prefill().write_kernel[(k.shape[0], -(-num_heads // heads))](
+    rows, heads, q = batch.prompts or batch.rows, operands.heads, operands.q
+    k, key_cache = operands.k, operands.key_cache
+    v, value_cache = operands.v, operands.value_cache
+    if operands.values_are_keys:
+        v, value_cache = operands.k_rest, operands.rest_cache
+    elif operands.k_rest.shape[-1]:
+        k, key_cache = whole_key(k, operands.k_rest), whole_key(key_cache, operands.rest_cache)
+    num_tokens, num_heads, key = k.shape
+    value, num_queries = v.shape[2], q.shape[1] if heads is not None else 0
+    tile = min(power_of_two(num_heads), max(1, WRITTEN_AT_ONCE // padded(max(key, value))))
+    kv_tiles = -(-num_heads // tile)
+    queries = q if heads is None else torch.empty_like(q, memory_format=torch.contiguous_format)
+    _prefill().write_kernel[(num_tokens, kv_tiles + -(-num_queries // tile))](
         k,
         v,
+        q,
+        *((None,) * 4 if heads is None else (heads.cos, heads.sin, heads.q_gain, heads.k_gain)),
         key_cache,
         value_cache,
+        queries,
+        operands.out,
         batch.slots,
-        out,
         rows.starts,
         rows.lens.shape[0],
-        *_row_strides(k, v),
+        0.0 if heads is None else heads.eps,
+        *_row_strides(k, v, q),
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
-        *_row_strides(out),
+        *_row_strides(queries, operands.out),
         NUM_HEADS=num_heads,
-        GROUP=out.shape[1] // num_heads,
-        HEADS=heads,
+        NUM_QUERIES=num_queries,
+        GROUP=operands.shape.group,
+        HEADS=tile,
+        KV_TILES=kv_tiles,
         KEY=key,
         KEY_PADDED=padded(key),
         VALUE=value,
         VALUE_PADDED=padded(value),
         BLOCK_SIZE=batch.block_size,
-        CLEARS=clear is not None,
+        CLEARS=clears,
+        TURNS=heads is not None,
+        HAS_NORM=heads is not None and heads.q_gain is not None,
+        **_chained(operands),
         num_warps=4,
     )
+    return queries
+
+
+def whole_key(first: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """What both parts of keys, or queries, are columns of; not for latents, whose parts lie apart."""
+    return first.as_strided((*first.shape[:-1], first.shape[-1] + rest.shape[-1]), first.stride())
+
+
+def _chained(operands: Operands) -> dict[str, Any]:
+    """How kernels for prompts are launched: early if heads are left to them, in steps of few rows."""
+    rows = operands.q.shape[0]
+    return chained_constants(operands.q.device, rows, is_wanted=operands.heads is not None and rows <= MOST_ROWS)
 
 
 def launch_prefill(
@@ -338,6 +388,7 @@ def launch_prefill(
         *operands.value_cache.stride()[:3],
         rows.table.stride(0),
         FIXED=is_fixed,
+        **_chained(operands),
         **_constants(operands, batch, tiles),
     )
 

@@ -19,6 +19,7 @@ from piecegraph.llm.kernels.attention.triton_steps import (
     first_visible,
     load_tile,
 )
+from piecegraph.llm.kernels.skinny_kernels import await_writes, load_turned
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
@@ -64,6 +65,8 @@ def prefill_kernel(
     CHUNK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     FIXED: tl.constexpr,
+    EARLY: tl.constexpr,
+    CHAINED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -85,6 +88,7 @@ def prefill_kernel(
     used = (rows < BLOCK_Q * TILE_HEADS) & (head_in_group < GROUP)
     columns = tl.arange(0, VALUE_PADDED)
 
+    await_writes(EARLY, CHAINED)
     num_real = tl.load(query_starts + num_seqs)
     if (block + 1) * BLOCK_Q > num_real:  # padding begins in or before this block of rows
         token = (block * BLOCK_Q + rows // TILE_HEADS).to(tl.int64)
@@ -157,43 +161,81 @@ def prefill_kernel(
 def write_kernel(
     k,
     v,
+    q,
+    cos,
+    sin,
+    q_gain,
+    k_gain,
     key_cache,
     value_cache,
-    slots,
+    q_out,
     out,
+    slots,
     prompt_starts,
     num_seqs,
+    eps,
     k_token_stride,
     k_head_stride,
     v_token_stride,
     v_head_stride,
+    q_token_stride,
+    q_head_stride,
     key_block_stride,
     key_token_stride,
     key_head_stride,
     value_block_stride,
     value_token_stride,
     value_head_stride,
+    q_out_token_stride,
+    q_out_head_stride,
     out_token_stride,
     out_head_stride,
     NUM_HEADS: tl.constexpr,
+    NUM_QUERIES: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
+    KV_TILES: tl.constexpr,
     KEY: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     VALUE: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CLEARS: tl.constexpr,
+    TURNS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    EARLY: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Write keys and values to their places in the cache. Grid: (tokens, tiles of heads).
 
     CLEARS: for a kernel that does neither, write zeros to the rows of ``out`` that are padding, and to the values
     behind each prompt in its last block.
+    TURNS: keys are normed and turned before, and behind their tiles are those of queries, which go to ``q_out``. Tokens
+    before the prompts are left to the kernel for decoding.
     """
+    await_writes(EARLY, CHAINED)
     token = tl.program_id(0).to(tl.int64)
-    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
+    tile = tl.program_id(1)
+    if TURNS:
+        if token < tl.load(prompt_starts):
+            return
+        cos += token * KEY
+        sin += token * KEY
+        if tile >= KV_TILES:
+            heads = ((tile - KV_TILES) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
+            used = heads < NUM_QUERIES
+            rows = token * q_token_stride + heads * q_head_stride
+            turned = load_turned(q, rows, used, q_gain, cos, sin, eps, KEY, HAS_NORM)
+            rows = token * q_out_token_stride + heads * q_out_head_stride
+            tl.store(q_out + rows[:, None] + tl.arange(0, KEY)[None, :], turned, mask=used[:, None])
+            return
+    heads = (tile * HEADS + tl.arange(0, HEADS)).to(tl.int64)
     used = heads < NUM_HEADS
-    key_tile = load_tile(k, token * k_token_stride + heads * k_head_stride, used, KEY, KEY_PADDED, True)
+    key_rows = token * k_token_stride + heads * k_head_stride
+    if TURNS:
+        key_tile = load_turned(k, key_rows, used, k_gain, cos, sin, eps, KEY, HAS_NORM)
+    else:
+        key_tile = load_tile(k, key_rows, used, KEY, KEY_PADDED, True)
     value_tile = load_tile(v, token * v_token_stride + heads * v_head_stride, used, VALUE, VALUE_PADDED, True)
     slot = tl.load(slots + token)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
