@@ -14,7 +14,15 @@ PARAMS = SamplingParams(max_tokens=7, temperature=0.5, stop="x")
 
 
 def rows(num_prompts: int, params: Any = None, **given: Any) -> list[SamplingParams]:
-    return [SamplingParams(**row) for row in sampling_rows(num_prompts, params, given)]
+    found = sampling_rows(num_prompts, params, given)
+    assert not any(isinstance(row, ConfigError) for row in found)
+    return found  # type: ignore[return-value]
+
+
+def test_what_is_wrong_in_a_list_is_the_error_of_one_prompt() -> None:
+    first, second = sampling_rows(2, None, {"temperature": [0.5, -1.0]})
+    assert isinstance(first, SamplingParams)
+    assert str(second).startswith("PG108 temperature is -1.0")
 
 
 def test_arguments_are_those_of_the_parameters() -> None:

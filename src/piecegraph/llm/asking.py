@@ -76,8 +76,10 @@ class Asking(ABC):
             RequestError: PG658, as many requests wait as may.
             ConfigError: an argument is wrong, or the model was closed.
         """
-        (row,) = sampling_rows(1, sampling_params, sampling)
-        params, now = SamplingParams(**row), time.perf_counter()
+        (params,) = sampling_rows(1, sampling_params, sampling)
+        if isinstance(params, ConfigError):
+            raise params
+        now = time.perf_counter()
         asked = Asked(
             params=params,
             priority=_priority(priority),

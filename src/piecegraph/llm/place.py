@@ -14,10 +14,11 @@ import torch
 
 from piecegraph.errors import ConfigError, PiecegraphError, RankError
 from piecegraph.llm.ranks.orders import STEP, Orders
+from piecegraph.llm.run.arguments import SamplingRow
 from piecegraph.llm.run.results import Chunk, Completion
 from piecegraph.llm.running import Prompt, RunningModel
 
-Rows = Sequence[dict[str, Any]]
+Rows = Sequence[SamplingRow]
 """How to go on from each prompt."""
 
 

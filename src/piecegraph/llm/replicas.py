@@ -14,6 +14,7 @@ from piecegraph.llm.place import Place, Rows, closed_by_first
 from piecegraph.llm.ranks.group import Ranks
 from piecegraph.llm.ranks.orders import Orders
 from piecegraph.llm.run.prompts import raise_first
+from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.results import Chunk, Completion
 from piecegraph.llm.running import Prompt, RunningModel
 
@@ -61,7 +62,7 @@ class Replica(Place):
             self._orders.tell(_CLOSE)
 
     def _lead(self, prompts: Sequence[Prompt], rows: Rows) -> list[Completion]:
-        if any(row.get("logits_processors") for row in rows):
+        if any(isinstance(row, SamplingParams) and row.logits_processors for row in rows):
             why = "they would have to be sent to other processes"
             error = ConfigError("PG108", "logits_processors was given to replicas", why=why)
             self._orders.tell(_REFUSE, error)

@@ -18,6 +18,7 @@ import torch
 from piecegraph.base.collector import collect_all
 from piecegraph.errors import ConfigError, ModelError, RequestError
 from piecegraph.llm.config import LLMConfig
+from piecegraph.llm.run.arguments import SamplingRow
 from piecegraph.llm.run.fair_lock import FairLock
 from piecegraph.llm.run.generation import Generation
 from piecegraph.llm.run.prompts import (
@@ -93,7 +94,7 @@ class RunningModel:
         return tokenizer_or_error(loaded.tokenizer, self._path, loaded.tokenizer_error)
 
     def answer(
-        self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], raises: bool, *, first_index: int = 0
+        self, prompts: Sequence[Prompt], rows: Sequence[SamplingRow], raises: bool, *, first_index: int = 0
     ) -> list[Completion]:
         """The answers to prompts.
 
@@ -115,7 +116,7 @@ class RunningModel:
             raise_first(answers)
         return answers
 
-    def stream(self, prompts: Sequence[Prompt], rows: Sequence[dict[str, Any]], raises: bool) -> Iterator[Chunk]:
+    def stream(self, prompts: Sequence[Prompt], rows: Sequence[SamplingRow], raises: bool) -> Iterator[Chunk]:
         """The same as they come. Nothing is queued before the first chunk is asked for: a stream that nobody reads
         holds nothing.
         """
@@ -239,7 +240,7 @@ class RunningModel:
     def _queued(
         self,
         prompts: Sequence[Prompt],
-        rows: Sequence[dict[str, Any]],
+        rows: Sequence[SamplingRow],
         chunks: deque[Chunk] | None,
         first_index: int = 0,
     ) -> Iterator[list[Generation | Completion]]:
@@ -275,7 +276,7 @@ class RunningModel:
         self,
         index: int,
         prompt: Prompt,
-        row: dict[str, Any],
+        row: SamplingRow,
         first: int,
         chunks: deque[Chunk] | None,
         arrival_time: float,
@@ -292,10 +293,11 @@ class RunningModel:
         """
         num_answers = 1
         try:
-            params = SamplingParams(**row)
-            num_answers = params.n
+            if isinstance(row, ConfigError):
+                raise row
+            num_answers = row.n
             on_new = None if chunks is None else lambda number: _collector(first + number, chunks)
-            found = self.prepare(prompt, params, on_new=on_new, arrival_time=arrival_time)
+            found = self.prepare(prompt, row, on_new=on_new, arrival_time=arrival_time)
         except (RequestError, ConfigError, ModelError) as error:
             return [refused(prompt, name_prompt(error, index))] * num_answers
         for generation in found:

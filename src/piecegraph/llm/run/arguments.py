@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from piecegraph.base.coerce import as_list
 from piecegraph.errors import ConfigError
@@ -75,18 +74,22 @@ _REFUSED |= {"use_beam_search": _REFUSED["num_beams"], "length_penalty": _REFUSE
 """What others know and we do not have, with the reason."""
 
 
-def sampling_rows(num_prompts: int, params: Any, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The fields of :class:`SamplingParams` for each prompt.
+SamplingRow: TypeAlias = SamplingParams | ConfigError
+"""How to go on from a prompt, or what is wrong with that."""
+
+
+def sampling_rows(num_prompts: int, params: Any, given: Mapping[str, Any]) -> list[SamplingRow]:
+    """How to go on from each prompt.
 
     What is wrong for all prompts is raised here; what is wrong in a list is left to be the error of one request.
 
     Args:
-        num_prompts: how many rows there are.
+        num_prompts: how many there are.
         params: one for all prompts, a list with one for each, or None.
         given: arguments by name, in the place of ``params``.
     """
     if params is not None:
-        return _rows_of_params(num_prompts, params, given)
+        return _given_params(num_prompts, params, given)
     unknown = sorted(set(given) - SAMPLING_NAMES)
     if unknown and unknown[0] in _REFUSED:
         raise ConfigError("PG101", f"{unknown[0]} is not supported", why=_REFUSED[unknown[0]], hint="ask for n answers")
@@ -96,9 +99,21 @@ def sampling_rows(num_prompts: int, params: Any, given: Mapping[str, Any]) -> li
     shared = {name: value for name, value in given.items() if name not in lists}
     if isinstance(shared.get("stop"), Iterator):
         shared["stop"] = tuple(shared["stop"])  # it is read for every prompt
-    SamplingParams(**shared)
+    for_all = SamplingParams(**shared)
     check_lengths(lists, num_prompts)
-    return [shared | {name: values[index] for name, values in lists.items()} for index in range(num_prompts)]
+    if not lists:
+        return [for_all] * num_prompts
+    return [
+        _params_or_error(shared | {name: values[index] for name, values in lists.items()})
+        for index in range(num_prompts)
+    ]
+
+
+def _params_or_error(row: Mapping[str, Any]) -> SamplingRow:
+    try:
+        return SamplingParams(**row)
+    except ConfigError as error:
+        return error
 
 
 def check_flags(stream: Any, on_error: Any) -> None:
@@ -129,7 +144,7 @@ def unknown_argument(name: str, known: Collection[str], others: Mapping[str, str
     return ConfigError("PG101", f"unknown argument {name!r}", hint=hint)
 
 
-def _rows_of_params(num_prompts: int, params: Any, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _given_params(num_prompts: int, params: Any, given: Mapping[str, Any]) -> list[SamplingRow]:
     listed = [params] * num_prompts if isinstance(params, SamplingParams) else as_list(params)
     if listed is None or not all(isinstance(each, SamplingParams) for each in listed):
         why = "it must be SamplingParams, or a list of them with one for each prompt"
@@ -138,4 +153,4 @@ def _rows_of_params(num_prompts: int, params: Any, given: Mapping[str, Any]) -> 
         why = "sampling_params were given, too, and hold all of it"
         raise ConfigError("PG108", f"{min(given)} was given by name", why=why, hint="give one or the other")
     check_lengths({"sampling_params": listed}, num_prompts)
-    return [{field.name: getattr(each, field.name) for field in fields(SamplingParams)} for each in listed]
+    return listed
