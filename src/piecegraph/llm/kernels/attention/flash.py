@@ -18,6 +18,7 @@ import torch
 
 from piecegraph.llm.kernels.attention import triton_paged
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
+from piecegraph.llm.kernels.attention.left_to_triton import use_for, why_left
 from piecegraph.llm.kernels.skinny import Heads
 from piecegraph.llm.specs import (
     Accepted,
@@ -73,7 +74,7 @@ def attend_turned(
 
 def _for_prompts(operands: triton_paged.Operands, batch: AttentionBatch) -> triton_paged.AttendPrompts | None:
     """What attends with prompts; None if our own kernel does."""
-    if min(operands.q.shape[0], batch.max_query_len) < MIN_TOKENS or _why_not(operands.layer):
+    if min(operands.q.shape[0], batch.max_query_len) < MIN_TOKENS or why_left(operands.layer, WIDTHS):
         return None
     return _attend_prompts
 
@@ -123,26 +124,8 @@ def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: t
     return triton_paged.KERNEL.supports(layer, dtype, device)
 
 
-def _why_not(layer: AttentionLayer | LatentLayer) -> str:
-    """Why the prompts of a layer are left to our own kernel; empty if they are not."""
-    if isinstance(layer, LatentLayer):
-        return "latent"
-    if layer.window or layer.chunk:
-        return "a limited reach"
-    if layer.softcap or layer.has_sinks:
-        return "a soft cap or sinks"
-    if layer.key_width != layer.value_width or layer.key_width not in WIDTHS:
-        return f"heads of {layer.key_width} and {layer.value_width}"
-    return ""
-
-
 def _use_for(layers: Sequence[AttentionLayer | LatentLayer]) -> Support:
-    reasons = [_why_not(layer) for layer in layers]
-    left = sorted({reason for reason in reasons if reason})
-    if layers and all(reasons):
-        return Rejected(f"prompts of no layer: {', '.join(left)}")
-    others = f"; in {sum(map(bool, reasons))} layers by triton ({', '.join(left)})" if left else ""
-    return Accepted(f"prompts by FlashAttention 4 in steps of {MIN_TOKENS} tokens or more{others}")
+    return use_for(layers, WIDTHS, f"FlashAttention 4 in steps of {MIN_TOKENS} tokens or more")
 
 
 def _capture_safe(kind: StepKind) -> Support:
