@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from piecegraph.base.compare import relative_error
 from piecegraph.bench.machine import hardware
 from piecegraph.bench.timing import Effort, measure
-from piecegraph.llm.kernels.attention import reference, triton_paged, varlen
+from piecegraph.llm.kernels.attention import gluon_paged, reference, triton_paged, varlen
 from piecegraph.llm.kernels.attention.triton_tiles import MAX_SPLITS, Tiles, decode_tiles, prefill_tiles
-from piecegraph.llm.specs import AttentionBatch, AttentionLayer
+from piecegraph.llm.specs import Accepted, AttentionBatch, AttentionLayer
 
 HEADS = {"qwen": (16, 8, 128), "llama": (32, 8, 128)}
 DECODES = list(itertools.product([1, 8, 64], [128, 1024, 8192]))
@@ -147,6 +147,9 @@ def compare(name: str, case: Case, *, is_prefill: bool) -> None:
     row(name, "triton", captured_us(lambda i: triton_paged.attend(*case.arguments(i))), case)  # type: ignore[arg-type]
     row(name, "varlen (eager)", eager_us(lambda i: varlen.attend(*case.arguments(i))), case)  # type: ignore[arg-type]
     if is_prefill:
+        if isinstance(gluon_paged.KERNEL.supports(case.layer, DTYPE, torch.device(DEVICE)), Accepted):
+            gluon_paged.prepare([case.layer], torch.device(DEVICE))
+            row(name, "gluon", captured_us(lambda i: gluon_paged.attend(*case.arguments(i))), case)  # type: ignore[arg-type]
         row(name, "sdpa (no cache)", captured_us(sdpa(case)), case)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from piecegraph.errors import ConfigError
-from piecegraph.llm.kernels.attention import cpu, fixed, flash, reference, triton_paged, varlen
+from piecegraph.llm.kernels.attention import cpu, fixed, flash, gluon_paged, reference, triton_paged, varlen
 from piecegraph.llm.kernels.attention.kernel import (
     Attend,
     AttendLatent,
@@ -24,7 +24,7 @@ from piecegraph.llm.kernels.attention.kernel import (
 from piecegraph.llm.specs import Accepted, AttentionLayer, LatentLayer, Rejected, Support
 
 _kernels: dict[str, AttentionKernel] = {
-    kernel.name: kernel for kernel in (flash.KERNEL, triton_paged.KERNEL, varlen.KERNEL, cpu.KERNEL, reference.KERNEL)
+    module.KERNEL.name: module.KERNEL for module in (flash, gluon_paged, triton_paged, varlen, cpu, reference)
 }
 _by_name_only: set[str] = set()
 _fixed = {kernel.name: kernel for kernel in (triton_paged.FIXED_KERNEL, fixed.KERNEL)}
@@ -35,7 +35,7 @@ def attention_kernels() -> tuple[AttentionKernel, ...]:
     """All kernels, in the order in which ``auto`` tries them.
 
     >>> [kernel.name for kernel in attention_kernels()]
-    ['flash', 'triton', 'varlen', 'cpu', 'reference']
+    ['flash', 'gluon', 'triton', 'varlen', 'cpu', 'reference']
     """
     return tuple(_kernels.values())
 

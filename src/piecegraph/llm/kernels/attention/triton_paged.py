@@ -366,7 +366,7 @@ def launch_prefill(
     """Attend with any number of queries in each sequence, new keys being in the cache."""
     num_tokens, num_seqs = operands.q.shape[0], rows.lens.shape[0]
     shape = operands.shape
-    tiles = tiles or prefill_tiles(shape, num_tokens, batch.max_query_len, _num_processors(operands.q.device))
+    tiles = tiles or prefill_tiles(shape, num_tokens, batch.max_query_len, num_processors(operands.q.device))
     blocks = -(-num_tokens // (tiles.block_m // tiles.tile_heads)) + num_seqs
     grid = (shape.num_kv_heads * -(-shape.group // tiles.tile_heads), blocks)
     _prefill().prefill_kernel[grid](
@@ -399,7 +399,7 @@ def launch_decode(operands: Operands, batch: AttentionBatch, tiles: Tiles | None
     shape, heads = operands.shape, operands.heads
     if tiles is None and is_mixed:
         tiles = mixed_decode_tiles(shape)
-    tiles = tiles or decode_tiles(shape, num_seqs, batch.max_seq_len, _num_processors(device))
+    tiles = tiles or decode_tiles(shape, num_seqs, batch.max_seq_len, num_processors(device))
     workspace = _workspace(device, padded(shape.value_width))
     splits, columns = combine_shape(shape, tiles)
     head_tiles, max_parts = shape.num_kv_heads * -(-shape.group // tiles.tile_heads), workspace.arrived.shape[0]
@@ -455,8 +455,14 @@ def prepare(layers: Sequence[AttentionLayer | LatentLayer], device: torch.device
 
 
 def _workspace(device: torch.device, width: int) -> _Workspace:
-    index = device.index if device.index is not None or device.type != "cuda" else torch.cuda.current_device()
-    return _make_workspace(torch.device(device.type, index), width)
+    return _make_workspace(with_index(device), width)
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The one GPU that is meant: what is kept for a device is kept for it."""
+    if device.index is not None or device.type != "cuda":
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @functools.cache
@@ -464,7 +470,7 @@ def _make_workspace(device: torch.device, width: int) -> _Workspace:
     """Room for as many partial results as :func:`decode_tiles` ever makes."""
     if device.type == "cuda":
         assert not torch.cuda.is_current_stream_capturing(), "prepare() was not called before the capture"
-    num_parts = 2 * _num_processors(device)
+    num_parts = 2 * num_processors(device)
     with torch.inference_mode(False):
         return _Workspace(
             partial=torch.empty(num_parts, MIN_TILE, width, device=device),
@@ -512,7 +518,8 @@ def _row_strides(*tensors: torch.Tensor) -> list[int]:
 
 
 @functools.cache
-def _num_processors(device: torch.device) -> int:
+def num_processors(device: torch.device) -> int:
+    """How many programs run at a time, if one fills a processor."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
 
 

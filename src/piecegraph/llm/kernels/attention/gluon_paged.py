@@ -1,0 +1,198 @@
+"""Prompts on Hopper GPUs by a kernel of ours in Gluon; rows of decoding, and all other layers, by those in Triton.
+
+It takes a batch as they do, but there are as many programs as processors. As FlashAttention it leaves it to the kernel
+that writes keys and values to clear padded rows and the values behind a prompt, which it multiplies by zero.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from piecegraph.llm.kernels.attention import triton_paged
+from piecegraph.llm.kernels.attention.kernel import AttentionKernel
+from piecegraph.llm.kernels.attention.left_to_triton import use_for, why_left
+from piecegraph.llm.kernels.skinny import Heads
+from piecegraph.llm.specs import (
+    AttentionBatch,
+    AttentionLayer,
+    LatentLayer,
+    Rejected,
+    SequenceRows,
+    StepKind,
+    Support,
+)
+
+MIN_TOKENS = 128
+"""Of a step; as many as a tile has rows. One prompt of them took as long as by Triton, one of 256 a twentieth less."""
+WIDTHS = (64, 128)
+"""Of heads: what is copied at once is 64 wide, and of wider ones too few fit on the chip."""
+ROWS_AT_ONCE = 8
+"""Of a block, in which copies are laid out in shared memory."""
+CACHED_BYTES = 32 << 20
+"""Of the L2 cache, of which a Hopper GPU has 50 MiB, for keys and values: see Note [Order of tiles]."""
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    layer: AttentionLayer,
+    batch: AttentionBatch,
+) -> None:
+    """See :class:`~piecegraph.llm.kernels.attention.kernel.Attend`."""
+    operands = triton_paged.plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer)
+    triton_paged.attend_operands(operands, batch, for_prompts(operands, batch))
+
+
+def attend_turned(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: Heads,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    layer: AttentionLayer,
+    batch: AttentionBatch,
+) -> None:
+    """See :class:`~piecegraph.llm.kernels.attention.kernel.AttendTurned`."""
+    operands = triton_paged.turned_operands(q, k, v, heads, out, sinks, key_cache, value_cache, layer, batch)
+    triton_paged.attend_operands(operands, batch, for_prompts(operands, batch))
+
+
+def for_prompts(operands: triton_paged.Operands, batch: AttentionBatch) -> triton_paged.AttendPrompts | None:
+    """What attends with prompts; None if it is the Triton kernel."""
+    is_small = min(operands.q.shape[0], batch.max_query_len) < MIN_TOKENS
+    if is_small or batch.block_size % ROWS_AT_ONCE or why_left(operands.layer, WIDTHS):
+        return None
+    return launch
+
+
+def launch(operands: triton_paged.Operands, batch: AttentionBatch, rows: SequenceRows) -> None:
+    """See :class:`~piecegraph.llm.kernels.attention.triton_paged.AttendPrompts`."""
+    gluon, layer, device = _gluon(), operands.layer, operands.q.device
+    num_seqs, width, group = rows.lens.shape[0], layer.key_width, layer.num_heads // layer.num_kv_heads
+    heads, box = tile_heads(group), math.gcd(batch.block_size, gluon.BLOCK_N.value)
+    queries = gluon.BLOCK_M.value // heads
+    most_tiles = (-(-operands.q.shape[0] // queries) + num_seqs) * (layer.num_heads // heads)
+    key_cache, value_cache = operands.key_cache, operands.value_cache
+    gluon.prefill_kernel[(min(most_tiles, triton_paged.num_processors(device)),)](
+        gluon.described(operands.q, [gluon.SIDE.value // heads, heads, gluon.COLUMNS.value]),
+        gluon.described(_token_rows(key_cache), [box, gluon.COLUMNS.value]),
+        gluon.described(_token_rows(value_cache), [box, gluon.COLUMNS.value]),
+        operands.out,
+        rows.starts,
+        rows.lens,
+        rows.table,
+        _counters(device),
+        num_seqs,
+        layer.num_heads,
+        group,
+        CACHED_BYTES // (2 * width * key_cache.element_size()),
+        layer.scale * math.log2(math.e),
+        key_cache.stride(2),
+        value_cache.stride(2),
+        key_cache.stride(0) // key_cache.stride(1),
+        value_cache.stride(0) // value_cache.stride(1),
+        rows.table.stride(0),
+        *operands.out.stride()[:2],
+        WIDTH=width,
+        TILE_HEADS=heads,
+        BLOCK_SIZE=batch.block_size,
+        BOX=box,
+        num_warps=4,
+    )
+
+
+def tile_heads(group: int) -> int:
+    """How many heads of a group are in one tile: the largest power of two of which there are several, or one.
+
+    >>> [tile_heads(group) for group in (1, 4, 7, 12, 71, 128)]
+    [1, 4, 1, 4, 1, 64]
+    """
+    return min(group & -group, 64)
+
+
+def _token_rows(cache: torch.Tensor) -> torch.Tensor:
+    """A cache as rows of one token each, which all heads share; rows between blocks, if there are some, are in it."""
+    num_blocks, block_size, num_heads, width = cache.shape
+    block, token, head, _ = cache.stride()
+    assert block % token == 0, "blocks must lie whole rows apart"
+    return cache.as_strided(
+        ((num_blocks - 1) * (block // token) + block_size, (num_heads - 1) * head + width), (token, 1)
+    )
+
+
+@functools.cache
+def _gluon() -> Any:
+    """Triton is imported when it is needed: where there is no GPU, it may not be installed."""
+    from piecegraph.llm.kernels.attention import gluon_prefill
+
+    return gluon_prefill
+
+
+def prepare(layers: Sequence[AttentionLayer | LatentLayer], device: torch.device) -> None:
+    """See :class:`~piecegraph.llm.kernels.attention.kernel.Prepare`."""
+    triton_paged.prepare(layers, device)
+    _counters(device)
+
+
+def _counters(device: torch.device) -> torch.Tensor:
+    return _make_counters(triton_paged.with_index(device))
+
+
+@functools.cache
+def _make_counters(device: torch.device) -> torch.Tensor:
+    """Tiles that are taken, and programs that found none any more. Kept for good, as the workspaces of decoding are."""
+    assert not torch.cuda.is_current_stream_capturing(), "prepare() was not called before the capture"
+    with torch.inference_mode(False):
+        return torch.zeros(2, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    """As it is written for; before Triton 3.6, warps got their roles in another way."""
+    version: str = importlib.import_module("triton").__version__
+    major, minor = version.split(".")[:2]
+    return (int(major), int(minor)) >= (3, 6)
+
+
+def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return Rejected("it is for Hopper GPUs")
+    if dtype not in (torch.float16, torch.bfloat16):
+        return Rejected(f"{dtype} is neither float16 nor bfloat16")
+    verdict = triton_paged.KERNEL.supports(layer, dtype, device)
+    return verdict if isinstance(verdict, Rejected) or _has_gluon() else Rejected("Triton 3.6 is needed")
+
+
+def _use_for(layers: Sequence[AttentionLayer | LatentLayer]) -> Support:
+    steps = f"in steps of {MIN_TOKENS} tokens or more, where blocks have a multiple of {ROWS_AT_ONCE}"
+    return use_for(layers, WIDTHS, f"our kernel for Hopper GPUs {steps}")
+
+
+def _capture_safe(kind: StepKind) -> Support:
+    return triton_paged.KERNEL.capture_safe(kind)
+
+
+KERNEL = AttentionKernel(
+    name="gluon",
+    supports=_supports,
+    use_for=_use_for,
+    capture_safe=_capture_safe,
+    attend=attend,
+    attend_turned=attend_turned,
+    attend_latent=triton_paged.attend_latent,
+    prepare=prepare,
+)
