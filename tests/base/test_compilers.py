@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -165,22 +165,45 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def test_kernels_of_triton_are_compiled_by_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _source_of_triton() -> Any:
+    from triton.compiler.compiler import ASTSource
+
+    from piecegraph.llm.kernels import race_kernels
+
+    kernel = race_kernels.first_largest_kernel
+    types = {"largest": "*fp32", "places": "*i32", "out": "*i64", "num_parts": "i32"}
+    constants = {"BAD": -1, "BLOCK": 16, **dict.fromkeys(kernel.arg_names[6:], False)}
+    return ASTSource(kernel, {name: types.get(name, "constexpr") for name in kernel.arg_names}, constants)
+
+
+def _source_of_gluon() -> Any:
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from piecegraph.llm.kernels.attention import gluon_prefill
+
+    kernel = gluon_prefill.prefill_kernel
+    constants = {"WIDTH": 64, "TILE_HEADS": 2, "BLOCK_SIZE": 16, "BOX": 16}
+    types = dict.fromkeys(("query_starts", "seq_lens", "block_table", "counters"), "*i32")
+    types |= dict.fromkeys(("key_cache", "value_cache"), f"tensordesc<bf16[16, 64],{gluon_prefill.box_layout(2)!r}>")
+    types |= {"q": f"tensordesc<bf16[32, 2, 64],{gluon_prefill.box_layout(3)!r}>", "out": "*bf16", "scale": "fp32"}
+    types |= dict.fromkeys(constants, "constexpr")
+    return GluonASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, constants)
+
+
+@pytest.mark.parametrize("make_source", [_source_of_triton, _source_of_gluon])
+def test_kernels_of_triton_are_compiled_by_copies(
+    make_source: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As ``AsyncCompileMode`` of Triton has it: the second to ask finds it on disk."""
     triton = pytest.importorskip("triton")
     compiler = pytest.importorskip("triton.compiler.compiler")
     from triton.backends.compiler import GPUTarget
 
-    from piecegraph.llm.kernels import race_kernels
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     target = GPUTarget("cuda", 90, 32)
     options = compiler.make_backend(target).parse_options({"num_warps": 4})
     env_vars: dict[str, str] = {}
-    kernel = race_kernels.first_largest_kernel
-    types = {"largest": "*fp32", "places": "*i32", "out": "*i64", "num_parts": "i32"}
-    constants = {"BAD": -1, "BLOCK": 16, **dict.fromkeys(kernel.arg_names[6:], False)}
-    src = compiler.ASTSource(kernel, {name: types.get(name, "constexpr") for name in kernel.arg_names}, constants)
+    src = make_source()
 
     def compile_kernel() -> Any:
         return triton.compile(src, target=target, options=options.__dict__, _env_vars=env_vars)
@@ -190,9 +213,9 @@ def test_kernels_of_triton_are_compiled_by_copies(tmp_path: Path, monkeypatch: p
         torch_compat.compile_by_copy(compile_kernel, pool)
     finally:
         pool.close()
-    assert list(tmp_path.glob("*/first_largest_kernel.cubin"))
-    monkeypatch.setattr(compiler.ASTSource, "make_ir", None)  # what compiles would call it
-    assert compile_kernel().metadata.num_warps == 4
+    assert list(tmp_path.glob(f"*/{src.fn.__name__}.cubin"))
+    monkeypatch.setattr(type(src), "make_ir", None)  # what compiles would call it
+    assert compile_kernel().src is src
 
 
 def _name_by_inductor() -> str:

@@ -162,7 +162,8 @@ def compile_by_copy(compile_kernel: Callable[[], Any], compilers: Compilers) -> 
 
     What goes wrong, goes wrong again in the job itself, or only took its time.
 
-    Triton 3.6 and 3.7: the job closes over a kernel of a module, and all that it is compiled for.
+    Triton 3.6 and 3.7: the job closes over a kernel of a module, and all that it is compiled for. The kind of source is
+    that of Triton or of Gluon.
     """
     job = inspect.getclosurevars(compile_kernel).nonlocals
     kernel, source = job["src"].fn, job["src"]
@@ -170,16 +171,17 @@ def compile_by_copy(compile_kernel: Callable[[], Any], compilers: Compilers) -> 
     what = source.signature, source.constants, source.attrs
     place = {name: os.environ[name] for name in ("TRITON_CACHE_DIR",) if name in os.environ}
     with contextlib.suppress(Exception):
-        compilers.submit(_compile_source, kernel.fn.__module__, kernel.fn.__qualname__, what, how, place).result()
+        job_of_copy = type(source), kernel.fn.__module__, kernel.fn.__qualname__, what, how, place
+        compilers.submit(_compile_source, *job_of_copy).result()
 
 
 def _compile_source(
-    module: str, name: str, what: tuple[Any, ...], how: dict[str, Any], environment: dict[str, str]
+    kind: Any, module: str, name: str, what: tuple[Any, ...], how: dict[str, Any], environment: dict[str, str]
 ) -> None:
     triton: Any = importlib.import_module("triton.compiler.compiler")
     os.environ.update(environment)
     signature, constants, attrs = what
-    source = triton.ASTSource(getattr(importlib.import_module(module), name), signature, None, attrs)
+    source = kind(getattr(importlib.import_module(module), name), signature, None, attrs)
     source.constants = constants
     _make_launcher(triton.compile(source, **how))
 
