@@ -104,8 +104,8 @@ def _tile_of_fused(rows: int, depth: int, *, is_gated: bool) -> Tile | None:
     """With a norm before it or a gate behind it; None if these are kernels of their own.
 
     A norm alone is not worth it with more than 8 rows (a layer of Qwen3-0.6B on an H200, 16 rows: 38.4 against 34.2
-    us). Norms are part of narrow tiles alone: wider ones take longer with them than behind a kernel of their own (a layer of
-    Qwen3-0.6B on an H200, 64 rows: 47.4 against 45.5 us; with cuBLAS 50.2; one of Llama-8B 152.0 against 159.3).
+    us). Norms are part of narrow tiles alone: wider ones take longer with them than behind a kernel of their own (the
+    same with 64 rows: 47.4 against 45.5 us; with cuBLAS 50.2; a layer of Llama-8B 152.0 against 159.3).
     """
     if rows <= 16:
         is_one_step = depth in (512, 1024) and (is_gated or rows <= 8)
