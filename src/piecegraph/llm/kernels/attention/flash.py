@@ -19,7 +19,6 @@ import torch
 from piecegraph.llm.kernels.attention import triton_paged
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
 from piecegraph.llm.kernels.attention.left_to_triton import use_for, why_left
-from piecegraph.llm.kernels.skinny import Heads
 from piecegraph.llm.specs import (
     Accepted,
     AttentionBatch,
@@ -37,39 +36,6 @@ MIN_TOKENS = 384
 """Of a step; below that our own kernel was as quick."""
 WIDTHS = (64, 96, 128)
 """Of heads, for which it takes as many keys at once."""
-
-
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    sinks: torch.Tensor | None,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    layer: AttentionLayer,
-    batch: AttentionBatch,
-) -> None:
-    """See :class:`~piecegraph.llm.kernels.attention.kernel.Attend`."""
-    operands = triton_paged.plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer)
-    triton_paged.attend_operands(operands, batch, _for_prompts(operands, batch))
-
-
-def attend_turned(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    heads: Heads,
-    out: torch.Tensor,
-    sinks: torch.Tensor | None,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    layer: AttentionLayer,
-    batch: AttentionBatch,
-) -> None:
-    """See :class:`~piecegraph.llm.kernels.attention.kernel.AttendTurned`."""
-    operands = triton_paged.turned_operands(q, k, v, heads, out, sinks, key_cache, value_cache, layer, batch)
-    triton_paged.attend_operands(operands, batch, _for_prompts(operands, batch))
 
 
 def _for_prompts(operands: triton_paged.Operands, batch: AttentionBatch) -> triton_paged.AttendPrompts | None:
@@ -131,6 +97,8 @@ def _use_for(layers: Sequence[AttentionLayer | LatentLayer]) -> Support:
 def _capture_safe(kind: StepKind) -> Support:
     return Accepted()
 
+
+attend, attend_turned = triton_paged.attending(_for_prompts)
 
 KERNEL = AttentionKernel(
     name="flash",

@@ -17,7 +17,6 @@ import torch
 from piecegraph.llm.kernels.attention import triton_paged
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
 from piecegraph.llm.kernels.attention.left_to_triton import use_for, why_left
-from piecegraph.llm.kernels.skinny import Heads
 from piecegraph.llm.specs import (
     AttentionBatch,
     AttentionLayer,
@@ -36,39 +35,6 @@ ROWS_AT_ONCE = 8
 """Of a block, in which copies are laid out in shared memory."""
 CACHED_BYTES = 32 << 20
 """Of the L2 cache, of which a Hopper GPU has 50 MiB, for keys and values: see Note [Order of tiles]."""
-
-
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    sinks: torch.Tensor | None,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    layer: AttentionLayer,
-    batch: AttentionBatch,
-) -> None:
-    """See :class:`~piecegraph.llm.kernels.attention.kernel.Attend`."""
-    operands = triton_paged.plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer)
-    triton_paged.attend_operands(operands, batch, for_prompts(operands, batch))
-
-
-def attend_turned(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    heads: Heads,
-    out: torch.Tensor,
-    sinks: torch.Tensor | None,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    layer: AttentionLayer,
-    batch: AttentionBatch,
-) -> None:
-    """See :class:`~piecegraph.llm.kernels.attention.kernel.AttendTurned`."""
-    operands = triton_paged.turned_operands(q, k, v, heads, out, sinks, key_cache, value_cache, layer, batch)
-    triton_paged.attend_operands(operands, batch, for_prompts(operands, batch))
 
 
 def for_prompts(operands: triton_paged.Operands, batch: AttentionBatch) -> triton_paged.AttendPrompts | None:
@@ -185,6 +151,8 @@ def _use_for(layers: Sequence[AttentionLayer | LatentLayer]) -> Support:
 def _capture_safe(kind: StepKind) -> Support:
     return triton_paged.KERNEL.capture_safe(kind)
 
+
+attend, attend_turned = triton_paged.attending(for_prompts)
 
 KERNEL = AttentionKernel(
     name="gluon",

@@ -35,7 +35,7 @@ from typing import Any, Protocol
 
 import torch
 
-from piecegraph.llm.kernels.attention.kernel import AttentionKernel
+from piecegraph.llm.kernels.attention.kernel import Attend, AttendTurned, AttentionKernel
 from piecegraph.llm.kernels.attention.latent import absorb_query, project_values, shared_key_layer
 from piecegraph.llm.kernels.attention.triton_tiles import (
     MIN_TILE,
@@ -102,41 +102,53 @@ class _Workspace:
     arrived: torch.Tensor
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    sinks: torch.Tensor | None,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    layer: AttentionLayer,
-    batch: AttentionBatch,
-) -> None:
-    """See :class:`~piecegraph.llm.kernels.attention.kernel.Attend`."""
-    attend_operands(plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer), batch)
-
-
-def attend_turned(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    heads: Heads,
-    out: torch.Tensor,
-    sinks: torch.Tensor | None,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    layer: AttentionLayer,
-    batch: AttentionBatch,
-) -> None:
-    """See :class:`~piecegraph.llm.kernels.attention.kernel.AttendTurned`."""
-    attend_operands(turned_operands(q, k, v, heads, out, sinks, key_cache, value_cache, layer, batch), batch)
-
-
 class AttendPrompts(Protocol):
     """Attends with any number of queries in each of some sequences, the keys being in the cache."""
 
     def __call__(self, operands: Operands, batch: AttentionBatch, rows: SequenceRows) -> None: ...
+
+
+class ForPrompts(Protocol):
+    """Chooses what attends with the prompts of a step, keys written; None for :func:`launch_prefill`."""
+
+    def __call__(self, operands: Operands, batch: AttentionBatch) -> AttendPrompts | None: ...
+
+
+def attending(for_prompts: ForPrompts) -> tuple[Attend, AttendTurned]:
+    """What a kernel is to do, with another one for some prompts."""
+
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        layer: AttentionLayer,
+        batch: AttentionBatch,
+    ) -> None:
+        operands = plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer)
+        attend_operands(operands, batch, for_prompts(operands, batch))
+
+    def attend_turned(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        heads: Heads,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        layer: AttentionLayer,
+        batch: AttentionBatch,
+    ) -> None:
+        is_left = _leaves_heads(q, k, v, heads, layer, batch)
+        q, k, v = _as_heads(q, k, v, layer) if is_left else rotate(q, k, v, heads)
+        operands = plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer, heads if is_left else None)
+        attend_operands(operands, batch, for_prompts(operands, batch))
+
+    return attend, attend_turned
 
 
 def attend_operands(operands: Operands, batch: AttentionBatch, attend_prompts: AttendPrompts | None = None) -> None:
@@ -242,6 +254,7 @@ def plain_operands(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     layer: AttentionLayer,
+    heads: Heads | None = None,
 ) -> Operands:
     """The operands of a layer that is not latent."""
     first, _ = key_parts(layer.key_width)
@@ -258,32 +271,25 @@ def plain_operands(
         value_cache=value_cache,
         layer=layer,
         values_are_keys=False,
+        heads=heads,
     )
 
 
-def turned_operands(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    heads: Heads,
-    out: torch.Tensor,
-    sinks: torch.Tensor | None,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    layer: AttentionLayer,
-    batch: AttentionBatch,
-) -> Operands:
-    """Those of heads that are still to be turned, by the kernels if they can.
+def _leaves_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads, layer: AttentionLayer, batch: AttentionBatch
+) -> bool:
+    """Whether heads that are still to be turned are left to the kernels.
 
     One sequence is faster with heads that are turned before it (a layer of Qwen3-0.6B on an H200: 19.1 against 20.0
     us): there is nothing else to do until they are.
     """
     is_alone = batch.max_query_len == 1 and batch.seq_lens.shape[0] == 1
-    if is_alone or padded(layer.key_width) != layer.key_width or not fits_heads((q, k, v), heads):
-        q, k, v = rotate(q, k, v, heads)
-        return plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer)
-    q, k, v = (part.view(part.shape[1], -1, layer.key_width) for part in (q, k, v))
-    return replace(plain_operands(q, k, v, out, sinks, key_cache, value_cache, layer), heads=heads)
+    return not is_alone and padded(layer.key_width) == layer.key_width and fits_heads((q, k, v), heads)
+
+
+def _as_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> Iterator[torch.Tensor]:
+    """Rows, [1, tokens, heads * width], as attention takes them."""
+    return (part.view(part.shape[1], -1, layer.key_width) for part in (q, k, v))
 
 
 def write(operands: Operands, batch: AttentionBatch, *, clears: bool = False) -> torch.Tensor:
@@ -572,6 +578,8 @@ def _supports_fixed(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, dev
 def _capture_safe(kind: StepKind) -> Support:
     return Accepted()
 
+
+attend, attend_turned = attending(lambda operands, batch: None)
 
 KERNEL = AttentionKernel(
     name="triton",
