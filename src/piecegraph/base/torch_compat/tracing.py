@@ -376,9 +376,13 @@ class _Tolerance:
 
     def patches(self) -> list[tuple[Any, str, Any]]:
         """(owner, name, what takes its place)."""
-        from torch._dynamo import utils
+        from torch._dynamo import symbolic_convert, utils
 
+        # Dynamo finds the name of every line's function by reading whole files, for a log that few ask for.
+        is_logged = torch._logging._internal.log_state.is_artifact_enabled("trace_call")
+        unlogged = [] if is_logged else [(symbolic_convert, "get_funcname", lambda file, line: None)]
         return [
+            *unlogged,
             (self._misc.LoggingLoggerVariable, "call_method", _as_method(self._call_logger)),
             (self._misc.IgnoredFunctionVariable, "call_function", _as_method(self._call_ignored)),
             (self._tensor.TensorVariable, "method_requires_grad_", _as_method(self._require_grad)),
