@@ -42,7 +42,8 @@ def code_used(codes: Iterable[types.CodeType], function: Any) -> tuple[CodeUsed,
     """
     describer = Describer()
     plain = getattr(function, "__func__", function)
-    names = {module.__file__: name for name, module in list(sys.modules.items()) if getattr(module, "__file__", None)}
+    codes = list(codes)
+    names = _modules_of(code.co_filename for code in codes)
     names[plain.__code__.co_filename] = plain.__module__
     found: dict[CodeUsed, None] = {}
     for code in codes:
@@ -62,8 +63,22 @@ def code_used(codes: Iterable[types.CodeType], function: Any) -> tuple[CodeUsed,
 
 def places_of(codes: Iterable[types.CodeType]) -> list[tuple[str, str]]:
     """The module and the qualified name of each code that lies in a file of a module."""
-    names = {module.__file__: name for name, module in list(sys.modules.items()) if getattr(module, "__file__", None)}
+    codes = list(codes)
+    names = _modules_of(code.co_filename for code in codes)
     return [(names[code.co_filename], code.co_qualname) for code in codes if code.co_filename in names]
+
+
+_seen_files: list[dict[str, str]] = [{}]
+"""The modules by their files, when all of them were last looked at: there are thousands."""
+
+
+def _modules_of(files: Iterable[str]) -> dict[str, str]:
+    """The names of the modules that lie in these files, where there are any."""
+    wanted, seen = set(files), _seen_files[0]
+    if any(getattr(sys.modules.get(seen.get(file, "")), "__file__", None) != file for file in wanted):
+        modules = [(name, getattr(each, "__file__", None)) for name, each in list(sys.modules.items())]
+        _seen_files[0] = seen = {file: name for name, file in modules if file}
+    return {file: seen[file] for file in wanted if file in seen}
 
 
 def classes_at(places: Iterable[tuple[str, str]]) -> tuple[type, ...]:
