@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any, cast
 
@@ -1916,6 +1919,47 @@ def test_what_a_function_holds_changes(name: str, frontend: Any) -> None:
         for _ in range(2):
             torch.testing.assert_close(fast(x), function(x))
     assert fast.stats()["coverage"] == 1.0
+
+
+def test_what_a_function_holds_that_the_collector_no_longer_knows(compiled: Any) -> None:
+    factors = [2.0]
+
+    def scale(x: Tensor) -> Tensor:
+        return x * factors[0]
+
+    def function(x: Tensor) -> Tensor:
+        return scale(x) + 1
+
+    gc.freeze()
+    fast, x = compiled(function), torch.ones(3)
+    for factor in (2.0, 3.0):
+        factors[0] = factor
+        for _ in range(2):
+            torch.testing.assert_close(fast(x), function(x))
+
+
+def test_what_a_function_imports_takes_no_room_from_what_it_holds(
+    compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [f"value_{i} = {i}\ntotal = value_{i}" for i in range(2_500)]
+    (tmp_path / "of_many_values.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "of_many_values", raising=False)
+    factors = [2.0]
+
+    def scale(x: Tensor) -> Tensor:
+        return x * factors[0]
+
+    def function(x: Tensor) -> Tensor:
+        import of_many_values
+
+        return scale(x) + of_many_values.value_1
+
+    fast, x = compiled(function), torch.ones(3)
+    for factor in (2.0, 3.0):
+        factors[0] = factor
+        for _ in range(2):
+            torch.testing.assert_close(fast(x), function(x))
 
 
 def adds_one(x: Tensor) -> Tensor:

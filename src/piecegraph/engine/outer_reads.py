@@ -12,7 +12,9 @@ import contextlib
 import dis
 import functools
 import gc
+import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -51,6 +53,10 @@ class CodeLog:
     def __init__(self, is_recorded: Callable[[], bool]) -> None:
         self._is_recorded = is_recorded
         self._ran: dict[CodeType, dict[str, Any]] = {}
+        self._ours: set[CodeType] = set()
+        self._importing: FrameType | None = None
+        """The outermost module that is being imported: what that runs will not run again, and may be thousands."""
+        self._functions = _Functions()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -61,11 +67,28 @@ class CodeLog:
             yield
         finally:
             sys.setprofile(before)
+            self._functions.note_ended()
+            self._importing = None
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
-        is_new = event == "call" and frame.f_code not in self._ran
-        if is_new and package_of(frame.f_globals) not in _OURS and self._is_recorded():
+        self._functions.note_ended()
+        if self._importing is not None:
+            self._importing = None if event == "return" and frame is self._importing else self._importing
+        elif event == "return":
+            self._functions.note_ending(frame)
+        elif event == "call" and frame.f_code not in self._ran and frame.f_code not in self._ours:
+            self._note_code(frame)
+
+    def _note_code(self, frame: FrameType) -> None:
+        package = package_of(frame.f_globals)
+        if _is_imported(frame):
+            self._importing = frame
+        elif package in _OURS:
+            self._ours.add(frame.f_code)
+        elif self._is_recorded():
             self._ran[frame.f_code] = frame.f_globals
+            if package != "torch":
+                self._functions.look_for(frame.f_code)
 
     def classes(self) -> tuple[type, ...]:
         """Those whose methods ran."""
@@ -94,10 +117,62 @@ class CodeLog:
         for scope in {id(scope): scope for scope in theirs.values()}.values():
             reader.walk_scope(scope, [name for code in theirs if theirs[code] is scope for name in _globals_of(code)])
         reader.walk_held(_held_by(function))
-        for function in _functions_of(theirs):
+        for function in self._functions.found():
             reader.walk_closure(function)
             reader.walk_defaults(function)
         return OuterNames(reader.tensors, reader.constants, reader.scopes)
+
+
+class _Functions:
+    """The functions whose code runs, for what they have with them: a frame does not say whose it is.
+
+    But a frame that has ended owns its function, and a collector is told. What was made by the call itself is gone
+    after it, and need not be looked at.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: set[CodeType] = set()
+        self._missing: set[CodeType] = set()
+        """Code of which no function was seen: a generator may still wait."""
+        self._found: weakref.WeakKeyDictionary[FunctionType, None] = weakref.WeakKeyDictionary()
+        self._ending: FrameType | None = None
+
+    def look_for(self, code: CodeType) -> None:
+        is_function = code.co_flags & inspect.CO_OPTIMIZED
+        if is_function and (code.co_freevars or code.co_argcount or code.co_kwonlyargcount):
+            self._wanted.add(code)
+            self._missing.add(code)
+
+    def note_ending(self, frame: FrameType) -> None:
+        """It still runs when a profiler hears of it."""
+        if frame.f_code in self._wanted:
+            self._ending = frame
+
+    def note_ended(self) -> None:
+        """Look at the frame that was ending when something was last heard."""
+        if self._ending is None:
+            return
+        frame, self._ending = self._ending, None
+        for each in gc.get_referents(frame):
+            if type(each) is FunctionType and each.__code__ is frame.f_code:
+                self._found[each] = None
+                self._missing.discard(frame.f_code)
+
+    def found(self) -> list[FunctionType]:
+        """Those that still live."""
+        if self._missing:
+            for each in _functions_of(self._missing):
+                self._found[each] = None
+        return list(self._found)
+
+
+def _functions_of(codes: Iterable[CodeType]) -> list[FunctionType]:
+    """The functions with these codes.
+
+    ``isinstance`` would ask each object that lives, and a proxy of something that is gone raises.
+    """
+    wanted = {id(code) for code in codes}
+    return [each for each in gc.get_objects() if type(each) is FunctionType and id(each.__code__) in wanted]
 
 
 class _Reader:
@@ -240,13 +315,10 @@ def _globals_of(code: CodeType) -> tuple[str, ...]:
     return tuple(each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
 
 
-def _functions_of(codes: Iterable[CodeType]) -> list[FunctionType]:
-    """The functions with these codes: a frame does not say whose it is.
-
-    ``isinstance`` would ask each object that lives, and a proxy of something that is gone raises.
-    """
-    wanted = {id(code) for code in codes}
-    return [each for each in gc.get_objects() if type(each) is FunctionType and id(each.__code__) in wanted]
+def _is_imported(frame: FrameType) -> bool:
+    """Whether it is a module that runs for the first time."""
+    caller = frame.f_back if frame.f_code.co_name == "<module>" else None
+    return caller is not None and caller.f_code.co_filename.startswith("<frozen importlib")
 
 
 def _held_by(function: Any) -> dict[str, Any]:
