@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cProfile
+import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -252,3 +254,14 @@ def test_arguments_whose_shape_is_changed_in_place(change: Any) -> None:
         compile_breakable(lambda x: change(x), capture_sizes="auto")(x)
     assert x.shape == (2, 3)
     assert not x.any()
+
+
+@torch.no_grad()
+def test_a_profiler_of_python_goes_on() -> None:
+    fast = compile_breakable(lambda x: x * 2, dynamic_dims={"x": [0]})
+    profiler = cProfile.Profile()
+    with profiler:
+        assert fast(torch.ones(3)).tolist() == [2.0] * 3
+        json.dumps({})
+    assert fast.stats()["events"] == {}
+    assert any(row.code is json.dumps.__code__ for row in profiler.getstats())

@@ -61,12 +61,17 @@ class CodeLog:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Note what runs inside, on this thread."""
-        before = sys.getprofile()
+        before: Any = sys.getprofile()
+        is_native = before is not None and not callable(before)  # cProfile's: only it can put itself back
+        if is_native:
+            before.disable()
         sys.setprofile(self._note)
         try:
             yield
         finally:
-            sys.setprofile(before)
+            sys.setprofile(None if is_native else before)
+            if is_native:
+                before.enable()
             self._functions.note_ended()
             self._importing = None
 
