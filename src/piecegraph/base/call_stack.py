@@ -68,8 +68,22 @@ def current_path() -> str:
 
 
 def calling_modules() -> list[torch.nn.Module]:
-    """The modules whose ``forward`` is running in this thread, outermost first."""
-    return _modules(list(_frames()))
+    """The modules whose ``forward`` is running in this thread, outermost first.
+
+    Asked at every op: this is :func:`_frames` without a generator.
+    """
+    found = []
+    frame: FrameType | None = sys._getframe(1)
+    outside = _outside.get()
+    while frame is not None and frame is not outside:
+        code = frame.f_code
+        if code is _MODULE_CALL:
+            found.append(frame.f_locals["self"])
+        elif code.co_filename.startswith(_COMMANDS):
+            break
+        frame = frame.f_back
+    found.reverse()
+    return found
 
 
 def path_of(calling: Sequence[torch.nn.Module], root: torch.nn.Module | None) -> str:

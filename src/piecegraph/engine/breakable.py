@@ -7,6 +7,7 @@ results follow from the sizes.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,12 +102,11 @@ class BreakableBody:
         self.cuts: tuple[Cut, ...] = ()
         self.reads = Reads((), (), ())
         """Those of the recording."""
-        with ShownCalls(self._log.run):
-            self._look_at(example.tensors)
+        self._look_at(example.tensors, log=self._log)
 
-    def _look_at(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _look_at(self, tensors: Sequence[torch.Tensor], log: CallLog | None = None) -> None:
         """See what the function does with tensors like these."""
-        seen = self._settled_run(tensors)
+        seen = self._settled_run(tensors, log)
         watched = seen.watched
         arguments = {torch_compat.storage_id(tensor) for tensor in watched.inputs}
         self._in_reach = [t for t in seen.python.tensors if torch_compat.storage_id(t) not in arguments]
@@ -154,11 +154,11 @@ class BreakableBody:
         other.learn(tensors, sizes)
         return other
 
-    def _settled_run(self, tensors: Sequence[torch.Tensor]) -> _Run:
+    def _settled_run(self, tensors: Sequence[torch.Tensor], log: CallLog | None = None) -> _Run:
         """Run on copies. What the run changes in Python is refused, unless that happens once and changes no result:
         then something was kept for later, as any first call would have done.
         """
-        first = self._watched_run(tensors, is_careful=False)
+        first = self._watched_run(tensors, is_careful=False, log=log)
         refuse_moved(first.watched, self._example)
         change = first.python.change()
         if change is None:
@@ -179,11 +179,12 @@ class BreakableBody:
             "@piecegraph.eager_op",
         )
 
-    def _watched_run(self, tensors: Sequence[torch.Tensor], *, is_careful: bool) -> _Run:
+    def _watched_run(self, tensors: Sequence[torch.Tensor], *, is_careful: bool, log: CallLog | None = None) -> _Run:
         """Run once on copies, to see what comes out, what is written and what Python is told.
 
         Args:
             is_careful: tell apart what is changed in Python by calls that are marked: they run at every replay.
+            log: writes down the calls. It is asked before what watches, whose own copies and comparisons are no calls.
         """
         looked: list[tuple[Breaker, PythonState]] = []
 
@@ -192,7 +193,8 @@ class BreakableBody:
             python = PythonState(self._reachable(args, kwargs))
             breaker = Breaker(NoGraphs(), (), self._rules, python=python if is_careful else None)
             looked.append((breaker, python))
-            with breaker.recording(), self._code.listening():
+            logged = contextlib.nullcontext() if log is None else ShownCalls(log.run)
+            with logged, breaker.recording(), self._code.listening():
                 return self._function(*args, **kwargs)
 
         num_codes = self._code.num_codes
