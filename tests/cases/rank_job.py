@@ -73,6 +73,7 @@ def run_ranks(num_ranks: int, work: Callable[[int], Any]) -> list[dict[str, Any]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    gc.freeze()  # a model that is closed collects: what ranks share is none of theirs
     pipes = [os.pipe() for _ in range(num_ranks)]
     children = {}
     for rank, (_, written) in enumerate(pipes):
