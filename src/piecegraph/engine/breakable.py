@@ -292,6 +292,9 @@ class BreakableBody:
     def reads_rows(self, index: int) -> bool:
         return True  # there is no graph to tell
 
+    def chooses_by_rows(self) -> bool:
+        return False  # such an op is a read, and no size that reads is padded
+
     def number(self, leaf: FromSize | InputView | Observed | SeenView, sizes: Sizes) -> tuple[Any, ...]:
         assert isinstance(leaf, (Observed, SeenView)), "a breakable body has no symbolic sizes"
         return (self._seen[sizes][leaf.index],) if isinstance(leaf, Observed) else self._views[sizes, leaf.index]

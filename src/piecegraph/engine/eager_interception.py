@@ -40,16 +40,10 @@ class _Functions(TorchFunctionMode):
         return self._run(func, args, kwargs or {})
 
 
-class _Ops(torch_compat.TorchDispatchMode):
-    supports_higher_order_operators = True
-
+class _Ops(torch_compat.WatchingMode):
     def __init__(self, run: RunCall) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = run
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:  # torch 2.13; earlier versions do not ask
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return self._run(func, args, kwargs or {})

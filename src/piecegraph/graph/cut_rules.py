@@ -117,6 +117,8 @@ class CutRules:
                 return reason, False
         if torch_compat.is_cudagraph_unsafe(target):
             return "tagged cudagraph_unsafe by its author", True
+        if torch_compat.chooses_by_data(target):
+            return "reads on the host what is to run", True
         return ("reads on the host whether it succeeded", True) if packet in _CHECKED_ON_HOST else None
 
     def _of(self, node: torch.fx.Node, from_data: _FromData) -> CutVerdict | None:

@@ -74,7 +74,7 @@ def one_call(sink: CallSink, make_call: Callable[[], LaunchCall]) -> Iterator[No
 FindOrigins = Callable[[str], tuple[Origin, ...]]
 
 
-class OpObserver(torch_compat.TorchDispatchMode):
+class OpObserver(torch_compat.WatchingMode):
     """Every op is a call.
 
     Args:
@@ -82,17 +82,10 @@ class OpObserver(torch_compat.TorchDispatchMode):
         find_origins: the places in the model, given the op's name.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, sink: CallSink, find_origins: FindOrigins | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sink = sink
         self._find_origins = find_origins or (lambda op: (current_origin(op),))
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Or torch.compile would run everything eagerly."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -101,6 +101,9 @@ class Body(Protocol):
     def reads_rows(self, index: int) -> bool:
         """Whether an output may be made of arguments with a size."""
 
+    def chooses_by_rows(self) -> bool:
+        """Whether an op inside reads data of arguments with a size to know what to run."""
+
     def number(self, leaf: FromSize | InputView | Observed | SeenView, sizes: Sizes) -> tuple[Any, ...]:
         """What a leaf needs at a size: its own value, or what its view is made with."""
 
@@ -172,9 +175,16 @@ class TracedBody:
         return False
 
     def reads_rows(self, index: int) -> bool:
+        return self._is_made_of_rows(self._output_nodes[index])
+
+    def chooses_by_rows(self) -> bool:
+        nodes = self.traced.graph.nodes
+        return any(torch_compat.chooses_by_data(node.target) and self._is_made_of_rows(node) for node in nodes)
+
+    def _is_made_of_rows(self, node: torch.fx.Node) -> bool:
         if self.written_calls or self.written_state:
             return True  # what is written may be read without the graph's saying so
-        waiting, seen = [self._output_nodes[index]], set[torch.fx.Node]()
+        waiting, seen = [node], set[torch.fx.Node]()
         while waiting:
             node = waiting.pop()
             source = self.traced.inputs.get(node)

@@ -12,7 +12,7 @@ and the other way round. What differs in any real row refuses padding for that s
 
 So do random numbers, wherever they go: those drawn after the call would be others. And so does a result of integers or
 truth values that is made of rows and has none: no number in it would be NaN, and which numbers would make it another
-is not known.
+is not known. Nor is it known which numbers would have ``torch.cond`` take its other branch.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ def padding_changes(
     expected = trial.without_padding(rows)
     if torch_compat.random_states(calls.devices) != random_states:
         return "it draws random numbers, and more of them for more rows"
+    if calls.body.chooses_by_rows():
+        return "padded rows would be part of what decides which branch runs"
     if not can_cut(calls.body, key.values, sizes):
         return f"results of {SizeKey(sizes)} rows are not the beginning of results of {key} rows"
     if (number := _blind_result(calls, key, expected)) is not None:

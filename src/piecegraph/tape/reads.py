@@ -118,9 +118,11 @@ def show_answer(answer: tuple[Structure, list[Any]]) -> str:
 
 
 def reads_data(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})) -> bool:
-    """Whether what Python sees of a call's result depends on data."""
+    """Whether what Python sees of a call's result depends on data, or what the call runs."""
     if function in _INDEXING:
         return _has_mask(args[1])
+    if torch_compat.chooses_by_data(function):
+        return True
     tags = torch_compat.tags_of(function) or ()
     if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
         return True

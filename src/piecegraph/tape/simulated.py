@@ -96,7 +96,7 @@ class SimulatedGraphs:
 
     @contextlib.contextmanager
     def session(self, *, tidies: bool = True) -> Iterator[None]:
-        with _Watch(self):
+        with torch_compat.shown_ops(_Watch(self)):
             yield
 
     @property
@@ -218,7 +218,7 @@ class SimulatedGraphs:
         return time.perf_counter() - start
 
 
-class _Watch(torch_compat.TorchDispatchMode):
+class _Watch(torch_compat.WatchingMode):
     """Records the ops that run between breaks, for code that is captured as it runs."""
 
     def __init__(self, device: SimulatedGraphs) -> None:

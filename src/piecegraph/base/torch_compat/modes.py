@@ -55,7 +55,32 @@ def _set_dispatch_modes(modes: Sequence[Any]) -> None:
         torch._C._push_on_torch_dispatch_stack(mode)
 
 
-class _Parts(TorchDispatchMode):
+class WatchingMode(TorchDispatchMode):
+    """A mode that looks at ops and leaves them what they are.
+
+    It is shown ops that call functions, too, such as ``torch.cond``. And what torch compiles while it is on is compiled
+    as ever: torch would mark the code of a function that was called under a mode, which is never compiled again then,
+    and ``torch.cond`` cannot run so.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:  # torch 2.13; earlier versions do not ask
+        return True
+
+
+@contextlib.contextmanager
+def shown_ops(mode: WatchingMode) -> Iterator[None]:
+    """A mode is on inside. Not by entering it: that tells earlier versions of torch that nothing can be compiled."""
+    _set_dispatch_modes([*_dispatch_modes(), mode])
+    try:
+        yield
+    finally:
+        _set_dispatch_modes([each for each in _dispatch_modes() if each is not mode])
+
+
+class _Parts(WatchingMode):
     """Hands every op of this thread to a function."""
 
     def __init__(self, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
@@ -91,7 +116,7 @@ def run_parts(
 
     Not by ``op.decompose()``: that prefers decompositions in Python, and the one of ``dropout`` draws other numbers.
     """
-    with _Parts(run):
+    with shown_ops(_Parts(run)):
         return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 

@@ -97,6 +97,11 @@ def is_higher_order(target: Any) -> bool:
     return isinstance(target, HigherOrderOperator)
 
 
+def chooses_by_data(target: Any) -> bool:
+    """Whether an op reads data on the host to know what to run: ``torch.cond``, ``torch.while_loop``."""
+    return isinstance(target, HigherOrderOperator) and target.name() in ("cond", "while_loop")
+
+
 def tags_of(target: Any) -> Collection[torch.Tag] | None:
     """The tags of an overload; None for anything else."""
     return target.tags if isinstance(target, OpOverload) else None

@@ -84,10 +84,8 @@ class _Saver(torch.fx.Interpreter):
         return outputs
 
 
-class _OpSaver(torch_compat.TorchDispatchMode):
+class _OpSaver(torch_compat.WatchingMode):
     """The same for code that is not traced."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, writer: _Writer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
