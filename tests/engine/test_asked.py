@@ -126,15 +126,75 @@ def test_questions_that_are_none() -> None:
     assert questions_in([nn.Module.__getattr__.__code__]) == (), "of a package"
 
 
+KEPT = torch.Generator()
+STATE = torch.Generator().manual_seed(7).get_state()
+
+
+def seeds_a_new_generator(x: Tensor) -> Tensor:
+    return x + torch.rand(2, generator=torch.Generator().manual_seed(3))
+
+
+def draws_from_a_new_generator(x: Tensor) -> Tensor:
+    return x + torch.rand(2, generator=torch.Generator())
+
+
+def sets_a_state(x: Tensor) -> Tensor:
+    KEPT.set_state(STATE)
+    return x + torch.rand(2, generator=KEPT)
+
+
+def seeds_all(x: Tensor) -> Tensor:
+    torch.manual_seed(3)
+    return x + torch.rand(2)
+
+
+def asks_for_the_seed(x: Tensor) -> Tensor:
+    return x + torch.initial_seed()
+
+
 @pytest.mark.filterwarnings("ignore::piecegraph.errors.PiecegraphWarning")
 @pytest.mark.parametrize("frontend", ["auto", "breakable"])
-def test_a_generator_that_is_seeded_draws_the_same_again(frontend: str) -> None:
+@pytest.mark.parametrize(
+    "function", [seeds_a_new_generator, draws_from_a_new_generator, sets_a_state, seeds_all, asks_for_the_seed]
+)
+def test_what_is_seeded_draws_the_same_again(frontend: Any, function: Callable[[Tensor], Tensor]) -> None:
+    options = {"graph_device": "simulated", "cache": False}
+    fast = piecegraph.compile(function, backend="eager", frontend=frontend, options=options)
+    with torch.no_grad():
+        for seed in range(3):
+            torch.manual_seed(seed)
+            expected, state = function(torch.zeros(2, 2)), torch.get_rng_state()
+            torch.manual_seed(seed)
+            assert torch.equal(fast(torch.zeros(2, 2)), expected)
+            assert torch.equal(torch.get_rng_state(), state)
+    assert fast.stats()["coverage"] == 0
+    assert "PG517" in fast.explain()
+
+
+@pytest.mark.parametrize("frontend", ["auto", "breakable"])
+def test_a_generator_from_before_the_call_is_replayed(frontend: Any) -> None:
     def function(x: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(3)
-        return x + torch.rand(2, generator=generator)
+        return x + torch.rand(2, generator=KEPT) + torch.rand(2, generator=KEPT)
 
     options = {"graph_device": "simulated", "cache": False}
     fast = piecegraph.compile(function, backend="eager", frontend=frontend, options=options)
     with torch.no_grad():
-        for _ in range(3):
-            assert torch.equal(fast(torch.zeros(2, 2)), function(torch.zeros(2, 2)))
+        KEPT.manual_seed(1)
+        expected = [function(torch.zeros(2, 2)) for _ in range(3)]
+        KEPT.manual_seed(1)
+        assert all(torch.equal(fast(torch.zeros(2, 2)), each) for each in expected)
+    assert fast.stats()["coverage"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::piecegraph.errors.PiecegraphWarning")
+def test_a_question_on_a_path_that_is_taken_later() -> None:
+    def function(x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x + torch.rand(2, generator=torch.Generator().manual_seed(3))
+        return x * 2
+
+    options = {"graph_device": "simulated", "cache": False}
+    fast = piecegraph.compile(function, backend="eager", frontend="breakable", options=options)
+    with torch.no_grad():
+        for x in (-torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2)):
+            assert torch.equal(fast(x), function(x))

@@ -27,7 +27,7 @@ from piecegraph.engine.python_state import PythonState, outer_objects
 from piecegraph.engine.reach import modules_in_reach
 from piecegraph.engine.watch import ViewOp, Watched, refuse_moved, watch
 from piecegraph.errors import RecordError, TraceError
-from piecegraph.graph.asked import Question, questions_in
+from piecegraph.graph.asked import Question
 from piecegraph.graph.example import Example
 from piecegraph.graph.interception import Interception
 from piecegraph.graph.outside import OutsideValues
@@ -82,7 +82,6 @@ class BreakableBody:
         """What runs, of all paths and sizes."""
         self.outside = OutsideValues((), (), {})
         """What it may read outside of the call."""
-        self.questions: tuple[Question, ...] = ()
         self._example = example
         self._weights = weights
         self._current_weight = current_weight
@@ -134,6 +133,11 @@ class BreakableBody:
     def classes(self) -> tuple[type, ...]:
         """Whose methods ran."""
         return self._code.classes()
+
+    @property
+    def questions(self) -> tuple[Question, ...]:
+        """What the code that ran asks for, on whichever path."""
+        return self._code.questions
 
     def num_places(self, interception: Interception) -> int:
         """How many calls an interception is for, as seen in the first run."""
@@ -200,9 +204,10 @@ class BreakableBody:
         num_codes = self._code.num_codes
         watched = watch(call, tensors)
         run = _Run(watched, *looked[0], self.outside.first_changed())
+        if not {*map(torch_compat.generator_id, run.breaker.drawn_from)} <= run.python.generators:
+            self._code.note_new_generator(self._function)
         if self._code.num_codes > num_codes:
             self.outside.renew(*self._code.names(self._function, self._module, self._modules()))
-            self.questions = questions_in(self._code.codes)
         return run
 
     def _reachable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -144,6 +144,8 @@ class Breaker:
         self._state = {torch_compat.storage_id(tensor): tensor for tensor in state}
         self._used: dict[int, torch.Tensor] = {}
         self._generators: dict[int, torch.Generator] = {}
+        self.drawn_from: list[torch.Generator] = []
+        """The generators that recorded calls were given."""
         self._undo: tuple[tuple[torch.Tensor, ...], tuple[torch.Generator, ...]] = ((), ())
         self._writes_number = False
         self.cuts: list[Cut] = []
@@ -210,10 +212,12 @@ class Breaker:
             if isinstance(atom, torch.Tensor) and (storage := torch_compat.storage_id(atom)) in self._state:
                 self._used[storage] = self._state[storage]
             elif isinstance(atom, torch.Generator):
-                self._generators[id(atom)] = atom
+                self._generators[torch_compat.generator_id(atom)] = atom
+                if _recording.get() is self:
+                    self.drawn_from.append(atom)
         if torch.Tag.nondeterministic_seeded in tags and self._rules is not None:
             for generator in _default_generators(self._rules.device):
-                self._generators[id(generator)] = generator
+                self._generators[torch_compat.generator_id(generator)] = generator
 
     def run_marked(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function that is marked as an eager op. What it calls may be intercepted."""

@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from piecegraph.base.user_code import user_line
 from piecegraph.engine.reach import FIXED, package_of
+from piecegraph.graph.asked import SEEDING, Question, questions_in, seeds_at
 from piecegraph.graph.code_used import classes_at
 from piecegraph.graph.signature import is_constant
 
@@ -57,6 +59,10 @@ class CodeLog:
         self._importing: FrameType | None = None
         """The outermost module that is being imported: what that runs will not run again, and may be thousands."""
         self._functions = _Functions()
+        self._seeding: tuple[Question, ...] = ()
+        """Where random numbers were seeded, if they were."""
+        self.questions: tuple[Question, ...] = ()
+        """What the code was found to ask for, of all runs and on all paths."""
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -74,11 +80,14 @@ class CodeLog:
                 before.enable()
             self._functions.note_ended()
             self._importing = None
+            self.questions = (*questions_in(self._ran), *self._seeding)
 
-    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+    def _note(self, frame: FrameType, event: str, called: Any) -> None:
         self._functions.note_ended()
         if self._importing is not None:
             self._importing = None if event == "return" and frame is self._importing else self._importing
+        elif event == "c_call":
+            self._note_seeding(frame, called)
         elif event == "return":
             self._functions.note_ending(frame)
         elif event == "call" and frame.f_code not in self._ran and frame.f_code not in self._ours:
@@ -95,14 +104,21 @@ class CodeLog:
             if package != "torch":
                 self._functions.look_for(frame.f_code)
 
+    def _note_seeding(self, frame: FrameType, called: Any) -> None:
+        """Whoever does it, a library too: it is seen where it is done."""
+        if getattr(called, "__name__", None) not in SEEDING or not isinstance(called.__self__, torch.Generator):
+            return
+        if not self._seeding and package_of(frame.f_globals) not in _OURS and self._is_recorded():
+            self._seeding = (seeds_at(str(user_line() or called.__qualname__)),)
+
+    def note_new_generator(self, function: Callable[..., Any]) -> None:
+        """A generator that was made by the call begins anew with every call."""
+        self._seeding = self._seeding or (seeds_at(getattr(function, "__qualname__", "the function")),)
+        self.questions = (*questions_in(self._ran), *self._seeding)
+
     def classes(self) -> tuple[type, ...]:
         """Those whose methods ran."""
         return classes_at((str(scope.get("__name__")), code.co_qualname) for code, scope in self._ran.items())
-
-    @property
-    def codes(self) -> tuple[CodeType, ...]:
-        """All that ran."""
-        return tuple(self._ran)
 
     @property
     def num_codes(self) -> int:

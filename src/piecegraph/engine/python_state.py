@@ -83,6 +83,13 @@ class PythonState:
         return [value for _, value, _ in self._before if isinstance(value, torch.Tensor)]
 
     @property
+    def generators(self) -> set[int]:
+        """Those of torch among the objects, and those of devices."""
+        defaults = (torch.default_generator, *torch.cuda.default_generators)
+        found = [value for _, value, _ in self._before if isinstance(value, torch.Generator)]
+        return {torch_compat.generator_id(generator) for generator in (*defaults, *found)}
+
+    @property
     def objects(self) -> dict[int, Any]:
         """All of them, by their ids."""
         return {id(value): value for _, value, _ in self._before}

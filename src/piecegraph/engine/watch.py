@@ -273,8 +273,8 @@ class _Watch:
     def _save_generators(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Those of devices are put back around a run. One that the user made is known when it is first drawn from."""
         for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Generator) and id(value) not in self._drawn:
-                self._drawn[id(value)] = value, value.get_state()
+            if isinstance(value, torch.Generator) and torch_compat.generator_id(value) not in self._drawn:
+                self._drawn[torch_compat.generator_id(value)] = value, value.get_state()
                 torch_compat.note_generator(value)
 
     def first_unknown(self, known: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -58,12 +58,18 @@ _QUESTIONS: dict[str, tuple[frozenset[str], Callable[[_Tensors], bool]]] = {
         _has_attributes,
     ),
     "asks whether two arguments are one": (frozenset(), _is_one_twice),
-    "seeds random numbers": (
-        frozenset({"manual_seed", "manual_seed_all", "set_rng_state", "fork_rng"}),
+    "seeds random numbers, or asks where they are": (
+        frozenset(
+            {"manual_seed", "manual_seed_all", "set_rng_state", "fork_rng", "initial_seed"}
+            | {"get_rng_state", "get_rng_state_all", "set_rng_state_all"}
+        ),
         lambda _: True,  # a replay would go on with the next ones
     ),
 }
 """What code does, the names by which it does, and whether a call is then another than the trace."""
+SEEDING = frozenset({"manual_seed", "seed", "set_state", "graphsafe_set_state"})
+"""Methods of generators. Others have such names, too, so they are looked for where they are called."""
+_SEEDS = next(what for what in _QUESTIONS if what.startswith("seeds"))
 _SAME = "asks whether two arguments are one"
 _VARIABLES = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_DEREF")
 
@@ -92,6 +98,11 @@ def questions_in(codes: Iterable[types.CodeType]) -> tuple[Question, ...]:
                 place = f"{code.co_qualname} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
                 found.setdefault(what, Question(what, place))
     return tuple(found.values())
+
+
+def seeds_at(where: str) -> Question:
+    """What is said of code that was seen to seed random numbers."""
+    return Question(_SEEDS, where)
 
 
 def other_answer(questions: Iterable[Question], tensors: _Tensors) -> str:

@@ -201,6 +201,11 @@ def drawn_again(devices: Iterable[torch.device]) -> Iterator[None]:
             generator.set_state(state)
 
 
+def generator_id(generator: torch.Generator) -> int:
+    """The same for every object that stands for one generator: ops are shown new ones."""
+    return int(generator._cdata)
+
+
 _noted_generators: weakref.WeakSet[torch.Generator] = weakref.WeakSet()
 
 
