@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -91,3 +93,20 @@ def test_dims_that_were_asked_for_are_no_matter_of_tracing() -> None:
     weight = torch.ones(4)
     with torch.no_grad(), pytest.raises(TraceError, match="PG205"):
         piecegraph.compile(lambda x: x * weight, dynamic_dims={"x": 0}, **SIMULATED)(X)
+
+
+@pytest.mark.parametrize(
+    ("module", "dims", "shapes"),
+    [
+        (torch.nn.MaxPool1d(2), {"input": 2}, [(2, 3, 6), (2, 3, 9), (2, 3, 4)]),
+        (torch.nn.GRU(4, 5, batch_first=True), {"input": (0, 1)}, [(2, 6, 4), (3, 6, 4), (2, 7, 4)]),
+    ],
+)
+def test_a_size_that_only_the_trace_of_an_op_fixes(module: torch.nn.Module, dims: Any, shapes: Any) -> None:
+    fast = piecegraph.compile(module, dynamic_dims=dims, **SIMULATED)
+    with torch.no_grad():
+        for shape in (*shapes, *shapes):
+            x = torch.randn(shape)
+            torch.testing.assert_close(fast(x), module(x))
+    assert fast.stats()["coverage"] == 1
+    assert fast.plan.frontend == "breakable"

@@ -21,12 +21,12 @@ from piecegraph.engine.mode import choose_mode, make_graph_device
 from piecegraph.engine.pipeline import Pipeline
 from piecegraph.engine.runner import PlanRunner
 from piecegraph.engine.trace_check import check_trace
-from piecegraph.engine.watch import Watched, refuse_moved, watch_example
+from piecegraph.engine.watch import Watched, refuse_moved, watch, watch_example
 from piecegraph.errors import PiecegraphError, TraceError, describe, located
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.dims import EarlierShape
 from piecegraph.graph.equal_layers import LayerStack, find_stack
-from piecegraph.graph.example import Example, read_example
+from piecegraph.graph.example import Example, read_example, sizes_of
 from piecegraph.graph.fuse import separate
 from piecegraph.graph.interception import Interception
 from piecegraph.graph.outside import OutsideValues
@@ -37,6 +37,7 @@ from piecegraph.graph.split import find_intercepted
 from piecegraph.graph.tracer import Traced
 from piecegraph.graph.views import StridedView
 from piecegraph.tape.body import Body, TracedBody
+from piecegraph.tape.buffers import rows_at
 from piecegraph.tape.device import GraphDevice
 from piecegraph.tape.library import TapeWatch
 
@@ -245,10 +246,34 @@ class Planner:
             if wish == "trace" or error.code in _NO_MATTER_OF_TRACING:
                 raise
             untraced = self._watch_instead(example, pipeline, error)
+            if error.code == _IS_FIXED and not self._takes_other_sizes(example):
+                raise
             if error.code == _CHANGES_STATE:  # not any more: what the first run keeps for later runs is there now
                 with contextlib.suppress(TraceError):
                     return self._trace(example, pipeline)
             return untraced
+
+    def _takes_other_sizes(self, example: Example) -> bool:
+        """Whether the function itself works with other sizes than those of a call, each by itself: some ops are traced
+        for one size only (``max_pool1d``, ``gru``).
+        """
+        leaves, own = example.signature.tensors, sizes_of(example.signature, example)
+
+        def call(tensors: Sequence[torch.Tensor]) -> Any:
+            args, kwargs = example.with_tensors(tensors)
+            return self.subject.function(*args, **kwargs)
+
+        def takes(sizes: tuple[int, ...]) -> bool:
+            pairs = zip(example.tensors, leaves, strict=True)
+            tensors = [rows_at(tensor, leaf, own, sizes) for tensor, leaf in pairs]
+            try:
+                watch(call, tensors)
+            except Exception:  # noqa: BLE001 - whatever the function says of such a call
+                return False
+            return True
+
+        others = [[(*own[:i], other, *own[i + 1 :]) for other in (2 * size, size + 1)] for i, size in enumerate(own)]
+        return all(any(map(takes, choices)) for choices in others)
 
     def _watch_instead(
         self, example: Example, pipeline: Pipeline, error: TraceError
@@ -357,8 +382,10 @@ class Planner:
         return None if mode in ("none", "direct") else self.device
 
 
-_NO_MATTER_OF_TRACING = ("PG203", "PG205", "PG207")
+_NO_MATTER_OF_TRACING = ("PG203", "PG207")
 """Arguments are what they are."""
+_IS_FIXED = "PG205"
+"""A size was fixed, by the function or by its trace alone."""
 _CHANGES_STATE = "PG202"
 """Python state would not change in a replay of any kind, but may be made once and stay."""
 

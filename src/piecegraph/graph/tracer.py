@@ -345,7 +345,7 @@ def _fixed_dims(example: Example, traced_sizes: Mapping[tuple[int, int], Any]) -
                 raise TraceError(
                     "PG205",
                     f"{leaf.name}.shape[{dim}] cannot vary",
-                    why=f"the model only works for {expr}",
+                    why=f"its trace holds for {expr} alone",
                     hint="leave it out of dynamic_dims, or remove what fixes it (a reshape to a number, a weight)",
                 )
             fixed[leaf.name, dim] = int(expr)
