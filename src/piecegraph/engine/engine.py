@@ -19,7 +19,7 @@ from piecegraph.base.collector import collector_paused
 from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
 from piecegraph.engine.eager_interception import ThreadInterceptions, as_eager_code
-from piecegraph.engine.planner import Planner, Subject
+from piecegraph.engine.planner import NeitherWayError, Planner, Subject
 from piecegraph.engine.recorded import RecordedTapes
 from piecegraph.engine.route import Refusal
 from piecegraph.engine.runner import PlanRunner
@@ -204,6 +204,8 @@ class Engine:
         try:
             with running_eagerly():  # what is compiled inside of the function is part of this plan, and makes none
                 return make(*given)
+        except NeitherWayError as error:
+            return _Raised(error)
         except (PiecegraphError, WeightMovedError):
             raise
         except Exception as error:  # noqa: BLE001 - the function will raise it once more when it runs as it is written

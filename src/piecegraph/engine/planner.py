@@ -136,6 +136,10 @@ class Blueprint:
         return self.source.num_places(interception)
 
 
+class NeitherWayError(TraceError):
+    """A function can neither be traced nor run under those who watch it; it may well run without them."""
+
+
 class Planner:
     """Makes the plans of one subject. All of them share one memory pool, which no other subject has."""
 
@@ -288,11 +292,9 @@ class Planner:
             told, hint = repr(second), ""
             if isinstance(second, PiecegraphError):
                 told, hint = describe(second.code, second.what, second.where, second.why), second.hint
-            else:  # a call that the function itself does not take raises what it raises without us
-                args, kwargs = example.with_tensors([tensor.clone() for tensor in example.tensors])
-                self.subject.function(*args, **kwargs)
             why = f"{error.why.rstrip('.')}; nor can it run as it is: {told}"
-            raise TraceError(
+            kind = TraceError if isinstance(second, PiecegraphError) else NeitherWayError
+            raise kind(
                 error.code, error.what, where=error.where, why=why, hint=hint, phase="trace", line=error.line
             ) from second
         body.untraced = describe(error.code, error.what, error.where, error.why)

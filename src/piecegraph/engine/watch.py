@@ -304,7 +304,8 @@ _BASE = object()
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in flatten(value)[0] if torch_compat.has_memory(leaf)]
+    """Those that hold the data of a value: a write to a nested tensor is one to what it is made of."""
+    return [part for leaf in flatten(value)[0] for part in torch_compat.parts_with_memory(leaf)]
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:

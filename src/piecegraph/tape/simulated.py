@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,12 +147,14 @@ class SimulatedGraphs:
 
     def record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call now, move fresh results into the pool, and remember the call."""
+        _refuse_wrappers(_tensors((args, kwargs)))
         calls, self._calls = self._calls, None  # what happens inside is part of this call, and not recorded again
         assert calls is not None, "not capturing"
         self._save_written(function, args, kwargs)
         try:
             self._check_random_state()
             leaves, _, structure = flatten(function(*args, **kwargs))
+            _refuse_wrappers(leaves)
             results = self._move_fresh(leaves, {torch_compat.storage_id(t) for t in _tensors((args, kwargs))})
             calls.append(_Call(function, _borrow(args, self), _borrow(kwargs, self), results))
             self._random_state = torch.get_rng_state()
@@ -231,6 +233,14 @@ class _Watch(torch_compat.WatchingMode):
         if reads_data(func, args):
             raise RuntimeError(f"operation not permitted when stream is capturing: {func} reads data on the host")
         return self._device.record(func, args, kwargs or {})
+
+
+def _refuse_wrappers(values: Sequence[Any]) -> None:
+    """What a nested tensor and its like are made of is out of sight here."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and not value.is_meta and not torch_compat.has_memory(value):
+            kind = f"{type(value).__name__} ({value.layout})"
+            raise RuntimeError(f"simulated graphs cannot hold a {kind}, which has no memory of its own")
 
 
 def _name_of(function: Any) -> str:

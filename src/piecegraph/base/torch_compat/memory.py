@@ -55,7 +55,17 @@ def has_memory(value: Any) -> bool:
 
     if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or is_traceable_wrapper_subclass(value):
         return False
-    return value.layout is torch.strided and value.device.type != "meta"
+    return value.layout is torch.strided and not value.is_nested and value.device.type != "meta"
+
+
+def parts_with_memory(value: Any) -> list[torch.Tensor]:
+    """The tensors that hold a value's data: itself, or those that a wrapper such as a nested tensor is made of."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if is_traceable_wrapper_subclass(value):
+        names, _ = value.__tensor_flatten__()
+        return [part for name in names for part in parts_with_memory(getattr(value, name))]
+    return [value] if has_memory(value) else []
 
 
 def storage_id(tensor: torch.Tensor) -> int:
