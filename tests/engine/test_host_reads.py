@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -370,3 +372,26 @@ def test_work_on_memory_of_the_host_runs_at_every_replay(monkeypatch: pytest.Mon
 def test_models_whose_masks_are_read(kind: str, attention: str) -> None:
     fast = check_tiny(kind, attention, "cpu", compile_reading)
     assert fast.stats()["coverage"] == 1.0
+
+
+def by_dlpack(x: Tensor) -> Tensor:
+    return x * float(np.from_dlpack(x).sum())
+
+
+def by_dlpack_written(x: Tensor) -> Tensor:
+    y = x * 1
+    array = np.from_dlpack(y)
+    if array.flags.writeable:
+        array += 1
+    return y * 2
+
+
+@pytest.mark.parametrize("function", [by_dlpack, by_dlpack_written])
+@pytest.mark.parametrize("frontend", ["auto", "breakable"])
+def test_memory_that_is_handed_to_another_library(function: Callable[[Tensor], Tensor], frontend: Any) -> None:
+    options = {"graph_device": "simulated", "cache": False}
+    fast = piecegraph.compile(function, frontend=frontend, backend="eager", on_fallback="ignore", options=options)
+    with torch.no_grad():
+        for number in (1.0, 2.0, 2.0, 5.0):
+            assert torch.equal(fast(torch.full((4, 3), number)), function(torch.full((4, 3), number)))
+    assert "hands out memory of the host" in fast.explain()

@@ -26,6 +26,7 @@ from piecegraph.tape.reads import (
     FlatResult,
     PathLeft,
     all_visible,
+    hands_out_memory,
     other_than_tensors,
     reads_argument,
     reads_data,
@@ -179,6 +180,8 @@ class Breaker:
             self._notice(function, args, kwargs)
         if _recording.get() is not self:  # inside of a call that broke the capture
             return function(*args, **kwargs)
+        if self._rules is not None and hands_out_memory(function, args):
+            raise RuntimeError(f"{function.__qualname__} hands out memory of the host, and a replay would not")
         rules, chain = self._rules, wanting(self._interceptions, function)
         if rules is not None and not chain and reads_data(function, args, kwargs):
             return self._read(function, args, kwargs)

@@ -137,6 +137,11 @@ def reads_argument(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     return isinstance(args[position] if position < len(args) else kwargs.get(name), torch.Tensor)
 
 
+def hands_out_memory(function: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call gives another library memory of the host: what is done with it is no step that is repeated."""
+    return function is torch.Tensor.__dlpack__ and args[0].device.type == "cpu"
+
+
 def _has_mask(indices: Sequence[Any]) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
