@@ -308,3 +308,44 @@ def test_code_that_is_named_and_changes_nothing() -> None:
         for number in range(3):
             assert fast(torch.full((2,), float(number))).tolist() == [number] * 2
     assert fast.stats()["coverage"] == 1.0
+
+
+class Tally:
+    number = 0
+
+
+def adds_to_a_set(seen: set[int] = set()) -> int:  # noqa: B006 - it is what is tried
+    seen.add(len(seen))
+    return len(seen)
+
+
+def counts_on(numbers: Iterator[int] = itertools.count(1)) -> int:  # noqa: B008 - it is what is tried
+    return next(numbers)
+
+
+def counts_in_a_class() -> int:
+    Tally.number += 1
+    return Tally.number
+
+
+def counts_in_itself() -> int:
+    counts_in_itself.number += 1  # type: ignore[attr-defined]
+    return counts_in_itself.number  # type: ignore[attr-defined,no-any-return]
+
+
+counts_in_itself.number = 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("count", [adds_to_a_set, counts_on, counts_in_a_class, counts_in_itself])
+@pytest.mark.parametrize("frontend", ["auto", "breakable"])
+def test_what_no_tracer_tells_of_is_refused(count: Callable[[], int], frontend: Any) -> None:
+    def function(x: Tensor) -> Tensor:
+        return x + count()
+
+    options = {"graph_device": "simulated", "cache": False}
+    with torch.no_grad(), pytest.raises(TraceError, match="PG202 the function changes Python state"):
+        piecegraph.compile(function, frontend=frontend, backend="eager", options=options)(torch.zeros(2))
+    if count is not counts_on:  # no iterator can be put back
+        assert count() == 1
+    Tally.number = counts_in_itself.number = 0  # type: ignore[attr-defined]
+    adds_to_a_set.__defaults__[0].clear()  # type: ignore[index]

@@ -23,7 +23,7 @@ from piecegraph.base.structure import Structure, each_once, flatten
 from piecegraph.engine.breaker import MARKED, Breaker, BreakRules, NoGraphs, Reads, callbacks, is_recording
 from piecegraph.engine.eager_interception import CallLog, ShownCalls
 from piecegraph.engine.outer_reads import CodeLog
-from piecegraph.engine.python_state import PythonState, outer_objects
+from piecegraph.engine.python_state import PythonState, changes_python, outer_objects
 from piecegraph.engine.reach import modules_in_reach
 from piecegraph.engine.watch import ViewOp, Watched, refuse_moved, watch
 from piecegraph.errors import RecordError, TraceError
@@ -175,13 +175,7 @@ class BreakableBody:
                 raise _is_read(again.changed)
             return again
         first.python.restore()
-        raise TraceError(
-            "PG202",
-            f"the function changes Python state: {change}",
-            why="a replay runs no Python, so the change would happen only once",
-            hint="keep the state in a tensor (register_buffer) and change it in place, or mark what changes it with "
-            "@piecegraph.eager_op",
-        )
+        raise changes_python(change)
 
     def _watched_run(self, tensors: Sequence[torch.Tensor], *, is_careful: bool, log: CallLog | None = None) -> _Run:
         """Run once on copies, to see what comes out, what is written and what Python is told.

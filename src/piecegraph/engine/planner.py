@@ -19,6 +19,7 @@ from piecegraph.engine.breaker import BreakRules
 from piecegraph.engine.layer_check import Layers
 from piecegraph.engine.mode import choose_mode, make_graph_device
 from piecegraph.engine.pipeline import Pipeline
+from piecegraph.engine.python_state import PythonState, changes_python, outer_objects
 from piecegraph.engine.runner import PlanRunner
 from piecegraph.engine.trace_check import check_trace
 from piecegraph.engine.watch import Watched, refuse_moved, watch, watch_example
@@ -311,7 +312,7 @@ class Planner:
         traced, decisions = pipeline.fuse(pipeline.trace(subject.function, example, subject.weights(), find_layers))
         decisions = (*traced.decisions, *decisions)
         self._joined += [w for w in traced.inputs.values() if isinstance(w, Weight) and w.parts]
-        watched = watch_example(subject.function, example)
+        watched = self._settled_run(example)
         refuse_moved(watched, example)
         try:
             check_trace(traced, watched, subject.function, example)
@@ -333,6 +334,23 @@ class Planner:
             reason = "they change no tensor, and a replay runs no Python"
             decisions = (*decisions, Decision("left out of replays", ", ".join(traced.left_out), reason))
         return seen, decisions
+
+    def _settled_run(self, example: Example) -> Watched:
+        """Run a function that was traced. What it changes in Python is refused, also what no tracer tells of (a set, an
+        iterator), unless that happens once: then something was kept for later calls.
+        """
+        function, module = self.subject.function, self.subject.module
+        roots = {**outer_objects(function), **({} if module is None else {"self": module})}
+        first = PythonState(roots)
+        watched = watch_example(function, example)
+        if (change := first.change()) is None:
+            return watched
+        second = PythonState(roots)
+        watched = watch_example(function, example)
+        if second.change() is None:
+            return watched
+        first.restore()
+        raise changes_python(change)
 
     def _watch(self, example: Example, pipeline: Pipeline) -> tuple[BreakableBody, tuple[Decision, ...]]:
         subject = self.subject

@@ -2,7 +2,8 @@
 
 The objects that a function can reach are walked before the run and compared after it, one level of each at a time. A
 function is made of what it names outside of itself, so the walk goes on through those that it calls, and through hooks.
-What is not found that way (files, clocks, class attributes, objects that only C knows) is not noticed.
+Classes of the user's own are objects, too. What is not found that way (files, clocks, objects that only C knows) is not
+noticed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 import torch
 
 from piecegraph.base import torch_compat
-from piecegraph.engine.reach import FIXED, methods_that_run, outer_variables, package_of
+from piecegraph.engine.reach import FIXED, is_installed, methods_that_run, outer_variables, package_of
+from piecegraph.errors import TraceError
 from piecegraph.graph.signature import is_constant, is_same_constant
 
 _MAX_OBJECTS = 500_000
@@ -102,6 +104,17 @@ class PythonState:
                 _refill(value, before)
 
 
+def changes_python(what: str) -> TraceError:
+    """The refusal of a function that changes something in Python at every call."""
+    return TraceError(
+        "PG202",
+        f"the function changes Python state: {what}",
+        why="a replay runs no Python, so the change would happen only once",
+        hint="keep the state in a tensor (register_buffer) and change it in place, or mark what changes it with "
+        "@piecegraph.eager_op",
+    )
+
+
 def outer_objects(function: Callable[..., Any]) -> dict[str, Any]:
     """Where walking begins for a function: at itself, or at the object that is called."""
     return {"the function" if isinstance(function, _CODE) else "self": function}
@@ -113,7 +126,7 @@ def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[Any, Any]]]
     ahead: deque[tuple[str, Any]] = deque(roots.items())
     while ahead and len(seen) < _MAX_OBJECTS:
         name, value = ahead.popleft()
-        if id(value) in seen or (is_constant(value) and not isinstance(value, (torch.nn.Module, *_CODE))):
+        if id(value) in seen or (is_constant(value) and not isinstance(value, (torch.nn.Module, *_CODE, type))):
             continue
         seen.add(id(value))
         parts = _parts(value)
@@ -140,11 +153,14 @@ def _led_to(name: str, value: Any) -> list[tuple[str, Any]]:
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()] if is_theirs else []
         decorated = (value.__qualname__, getattr(value, "__wrapped__", None))
         return [*((f"a default of {value.__qualname__}", each) for each in defaults), decorated]
-    return [(method.__qualname__, method) for method in methods_that_run(value)] if callable(value) else []
+    kind = [] if isinstance(value, type) else [(type(value).__name__, type(value))]
+    return [*kind, *((method.__qualname__, method) for method in methods_that_run(value) if callable(value))]
 
 
 def _parts(value: Any) -> dict[Any, Any]:
     """What an object is made of, one level deep."""
+    if isinstance(value, type):
+        return {name: part for name, part in vars(value).items() if _is_value(name, part)} if _is_users(value) else {}
     if isinstance(value, _OPAQUE) or type(value).__module__.startswith(_OWN):
         return {}
     if isinstance(value, types.FunctionType):
@@ -166,9 +182,23 @@ def _parts(value: Any) -> dict[Any, Any]:
     return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
 
 
+def _is_users(cls: type) -> bool:
+    """Whether a class is of the user's own code: packages keep books in theirs."""
+    home = sys.modules.get(cls.__module__)
+    return home is not None and package_of(vars(home)) not in FIXED and not is_installed(vars(home))
+
+
+def _is_value(name: str, part: Any) -> bool:
+    """Whether an attribute of a class is one of its values, and not what Python makes of its code."""
+    is_code = isinstance(part, (*_CODE, staticmethod, classmethod, property)) or hasattr(type(part), "__get__")
+    return not is_code and not (name.startswith("__") and name.endswith("__")) and not name.startswith("_abc_")
+
+
 def _outer_values(function: types.FunctionType) -> dict[str, Any]:
-    """What a function finds outside. In code that nobody replaces, only other code: a decorator keeps its own books."""
-    found: dict[str, Any] = {}
+    """What a function finds outside, and its own attributes. In code that nobody replaces, only other code: a decorator
+    keeps its own books.
+    """
+    found = {f"{function.__name__}.{name}": part for name, part in vars(function).items() if name != "__wrapped__"}
     for name, variable in outer_variables(function).items():
         with contextlib.suppress(LookupError):  # it is empty
             found[name] = variable.get()
@@ -249,6 +279,8 @@ def _is(old: Any, new: Any) -> bool:
 def _refill(value: Any, before: Mapping[Any, Any]) -> None:
     if isinstance(value, types.FunctionType):
         _reset_variables(value, before)
+    elif isinstance(value, type):
+        _reset_attributes(value, before)
     elif _draws_numbers(value):
         _set_number_state(value, pickle.loads(before["state"]))
     elif isinstance(value, (list, deque)):
@@ -275,6 +307,16 @@ def _reset_variables(function: types.FunctionType, before: Mapping[str, Any]) ->
     for name in _differing(before, _outer_values(function)):
         if name in before and name in variables:
             variables[name].set(before[name])
+        elif name in before:
+            setattr(function, name.rpartition(".")[2], before[name])
+
+
+def _reset_attributes(cls: type, before: Mapping[str, Any]) -> None:
+    for name in _differing(before, _parts(cls)):
+        if name in before:
+            setattr(cls, name, before[name])
+        else:
+            delattr(cls, name)
 
 
 def _random_states() -> list[tuple[str, Any]]:

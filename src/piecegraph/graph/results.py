@@ -7,6 +7,7 @@ or a view of one, which a constant, and which objects the call makes; what it do
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -246,8 +247,10 @@ def _changes(old: dict[Any, Any], new: dict[Any, Any]) -> list[Any]:
 def _state(value: Any) -> dict[Any, Any]:
     if isinstance(value, dict):
         return dict(value)
-    if isinstance(value, list):
+    if isinstance(value, (list, deque)):
         return dict(enumerate(value))
+    if isinstance(value, set):
+        return dict.fromkeys(value)
     return dict(getattr(value, "__dict__", {}))
 
 
@@ -255,8 +258,15 @@ def _restore(value: Any, state: dict[Any, Any]) -> None:
     if isinstance(value, dict):
         value.clear()
         value.update(state)
-    elif isinstance(value, list):
-        value[:] = state.values()
+    elif isinstance(value, (list, deque)):
+        value.clear()
+        value.extend(state.values())
+    elif isinstance(value, set):
+        value.clear()
+        value.update(state)
+    elif isinstance(value, type):
+        for name in _changes(state, _state(value)):
+            setattr(value, name, state[name]) if name in state else delattr(value, name)
     elif hasattr(value, "__dict__"):
         value.__dict__.clear()
         value.__dict__.update(state)
