@@ -19,6 +19,12 @@ FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
     "isnan": lambda x: torch.where(x.isnan(), float("-inf"), x).amax(),
     "rows": lambda x: torch.where((x > 0).all(), x * 2, x * 3),
 }
+THRESHOLDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda x: torch.where((x > 100).all(), x * 2, x),
+    "amin": lambda x: x - (x.abs().amin() > 100).float(),
+    "sum": lambda x: x * (x > 100).sum(0).eq(x.shape[0]),
+    "mean": lambda x: x * (x > 100).float().mean(0),
+}
 
 
 def compiled(function: Callable[[Tensor], Any], frontend: str, **arguments: Any) -> Any:
@@ -39,6 +45,27 @@ def test_signs_and_thresholds(name: str, frontend: str) -> None:
         fast(torch.randn(5, 3))
         for x in (torch.rand(5, 3) * 0.4 + 0.6, -torch.rand(5, 3) - 0.6, torch.randn(5, 3)):
             assert torch.equal(fast(x), function(x))
+
+
+@pytest.mark.parametrize("frontend", ["trace", "breakable"])
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_thresholds_that_no_trial_crosses(name: str, frontend: str) -> None:
+    function = THRESHOLDS[name]
+    fast = compiled(function, frontend)
+    with torch.no_grad():
+        for x in (torch.ones(5, 3), torch.full((5, 3), 101.0), torch.full((6, 3), 101.0), torch.full((3, 3), -101.0)):
+            assert torch.equal(fast(x), function(x))
+
+
+def test_truth_values_of_another_size_refuse_nothing() -> None:
+    def function(x: Tensor, keep: Tensor) -> Tensor:
+        return x * torch.where(keep.any(), 2.0, 3.0)
+
+    fast = compiled(function, "trace", dynamic_dims={"x": {0: "rows"}, "keep": {0: "others"}})
+    with torch.no_grad():
+        fast(torch.ones(5, 3), torch.tensor([True, False, False]))
+        assert "padding of rows: allowed" in fast.explain()
+        assert "padding of others: refused" in fast.explain()
 
 
 @pytest.mark.parametrize("frontend", ["trace", "breakable"])

@@ -57,7 +57,7 @@ def test_padded_rows_take_no_part_in_the_choice() -> None:
     )
     fast(torch.ones(5, 3))
     assert torch.equal(fast(torch.full((5, 3), 101.0)), chooses_by_threshold(torch.full((5, 3), 101.0)))
-    assert "padded rows would be part of what decides which branch runs" in fast.explain()
+    assert "padded rows would be part of what decides" in fast.explain()
 
 
 def test_no_full_graph_holds_a_choice() -> None:

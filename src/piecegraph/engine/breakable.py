@@ -25,6 +25,7 @@ from piecegraph.engine.eager_interception import CallLog, ShownCalls
 from piecegraph.engine.outer_reads import CodeLog
 from piecegraph.engine.python_state import PythonState, changes_python, outer_objects
 from piecegraph.engine.reach import modules_in_reach
+from piecegraph.engine.row_counts import Count, RowCounts, first_without_rows
 from piecegraph.engine.watch import ViewOp, Watched, refuse_moved, watch
 from piecegraph.errors import RecordError, TraceError
 from piecegraph.graph.asked import Question
@@ -46,6 +47,7 @@ class _Run:
     watched: Watched
     breaker: Breaker
     python: PythonState
+    counts: RowCounts
     changed: str
     """What has another value outside of the call than the run before it found; empty if nothing."""
 
@@ -92,6 +94,8 @@ class BreakableBody:
         """How each result that is a view of an argument is made of it, by size and leaf."""
         self._has_reads: dict[Sizes, bool] = {}
         """Whether Python is told about data, at each size that was looked at."""
+        self._counts: dict[Sizes, tuple[Count, ...]] = {}
+        """Truth values and counts of them that were made of rows, at each size that was looked at."""
         self._new_writes: dict[Sizes, str] = {}
         """What each size that was looked at writes to and the first did not; empty if nothing."""
         self._new_views: dict[Sizes, str] = {}
@@ -154,6 +158,7 @@ class BreakableBody:
         """The same function on the way it goes with these tensors. See Note [Paths]."""
         other = copy.copy(self)
         other._seen, other._views, other._has_reads, other._new_writes, other._new_views = {}, {}, {}, {}, {}
+        other._counts = {}
         other._look_at(tensors)
         other.learn(tensors, sizes)
         return other
@@ -184,15 +189,16 @@ class BreakableBody:
             is_careful: tell apart what is changed in Python by calls that are marked: they run at every replay.
             log: writes down the calls. It is asked before what watches, whose own copies and comparisons are no calls.
         """
-        looked: list[tuple[Breaker, PythonState]] = []
+        looked: list[tuple[Breaker, PythonState, RowCounts]] = []
 
         def call(inputs: Sequence[torch.Tensor]) -> Any:
             args, kwargs = self._example.with_tensors(inputs)
             python = PythonState(self._reachable(args, kwargs))
             breaker = Breaker(NoGraphs(), (), self._rules, python=python if is_careful else None)
-            looked.append((breaker, python))
+            counts = RowCounts(inputs, self._example.signature.tensors)
+            looked.append((breaker, python, counts))
             logged = contextlib.nullcontext() if log is None else ShownCalls(log.run)
-            with logged, breaker.recording(), self._code.listening():
+            with logged, breaker.recording(), ShownCalls(counts.run), self._code.listening():
                 return self._function(*args, **kwargs)
 
         num_codes = self._code.num_codes
@@ -219,6 +225,7 @@ class BreakableBody:
         self._note_writes(run.watched, sizes)
         leaves = self._take_apart(run.watched.returned)[0]
         self._has_reads[sizes] = bool(run.breaker.reads.answers)
+        self._counts[sizes] = tuple(run.counts.found)
         self._remember(leaves, sizes)
         if self._has_reads[sizes] and run.breaker.reads.answers != self.expected:
             return
@@ -291,8 +298,9 @@ class BreakableBody:
     def reads_rows(self, index: int) -> bool:
         return True  # there is no graph to tell
 
-    def chooses_by_rows(self) -> bool:
-        return False  # such an op is a read, and no size that reads is padded
+    def decision_by_rows(self, recorded: Sizes, sizes: Sizes) -> str:
+        padded = {i for i, (large, small) in enumerate(zip(recorded, sizes, strict=True)) if large != small}
+        return first_without_rows(self._counts[recorded], self._counts[sizes], padded)
 
     def number(self, leaf: FromSize | InputView | Observed | SeenView, sizes: Sizes) -> tuple[Any, ...]:
         assert isinstance(leaf, (Observed, SeenView)), "a breakable body has no symbolic sizes"

@@ -34,6 +34,7 @@ _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter", "hasattr"}
 """What reads attributes whose names are not in the code."""
 _OURS = FIXED - {"torch"}
 """Whose code runs because it is looked at; the standard library's, for both."""
+_COMPILERS = ("torch._dynamo", "torch._functorch", "torch._inductor")
 _EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
@@ -108,7 +109,8 @@ class CodeLog:
         """Whoever does it, a library too: it is seen where it is done."""
         if getattr(called, "__name__", None) not in SEEDING or not isinstance(called.__self__, torch.Generator):
             return
-        if not self._seeding and package_of(frame.f_globals) not in _OURS and self._is_recorded():
+        is_theirs = package_of(frame.f_globals) not in _OURS and not _is_in_compiler(frame)
+        if not self._seeding and is_theirs and self._is_recorded():
             self._seeding = (seeds_at(str(user_line() or called.__qualname__)),)
 
     def note_new_generator(self, function: Callable[..., Any]) -> None:
@@ -194,6 +196,15 @@ def _functions_of(codes: Iterable[CodeType]) -> list[FunctionType]:
     """
     wanted = {id(code) for code in codes}
     return [each for each in gc.get_objects() if type(each) is FunctionType and id(each.__code__) in wanted]
+
+
+def _is_in_compiler(frame: FrameType | None) -> bool:
+    """Whether torch's compilers are at work: they put back what they change."""
+    while frame is not None and package_of(frame.f_globals) in FIXED:
+        if str(frame.f_globals.get("__name__")).startswith(_COMPILERS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _Reader:

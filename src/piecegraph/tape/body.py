@@ -6,7 +6,7 @@ Where each part of the function's result comes from, an output or something else
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,9 +15,10 @@ import torch
 from piecegraph.base import torch_compat
 from piecegraph.base.structure import Structure, atoms
 from piecegraph.graph.asked import Question
+from piecegraph.graph.fx_nodes import op_name
 from piecegraph.graph.program import Program, RunStep, Slot, run_plainly
 from piecegraph.graph.results import ResultLeaf as TracedLeaf
-from piecegraph.graph.signature import dense_strides
+from piecegraph.graph.signature import TensorLeaf, dense_strides
 from piecegraph.graph.sources import Fixed, FromCall, FromGraph, FromSize, Update, Weight
 from piecegraph.graph.tracer import Traced
 from piecegraph.graph.views import InputView, StridedView
@@ -101,8 +102,11 @@ class Body(Protocol):
     def reads_rows(self, index: int) -> bool:
         """Whether an output may be made of arguments with a size."""
 
-    def chooses_by_rows(self) -> bool:
-        """Whether an op inside reads data of arguments with a size to know what to run."""
+    def decision_by_rows(self, recorded: Sizes, sizes: Sizes) -> str:
+        """What of all rows together decides something inside, at a recorded size as at another; empty if nothing does.
+
+        Both sizes were learned. See Note [Padding].
+        """
 
     def number(self, leaf: FromSize | InputView | Observed | SeenView, sizes: Sizes) -> tuple[Any, ...]:
         """What a leaf needs at a size: its own value, or what its view is made with."""
@@ -161,9 +165,7 @@ class TracedBody:
 
     def output_shape(self, index: int, sizes: Sizes) -> tuple[int, ...] | None:
         value = torch_compat.meta_value(self._output_nodes[index])
-        if not isinstance(value, torch.Tensor) or torch_compat.unbacked_symbols(value):
-            return None
-        return tuple(self.traced.sizes.evaluate(torch_compat.size_expr(size), sizes) for size in value.shape)
+        return self._shape(value, sizes) if isinstance(value, torch.Tensor) else None
 
     def learn(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
         """Everything is in the graph already."""
@@ -177,9 +179,35 @@ class TracedBody:
     def reads_rows(self, index: int) -> bool:
         return self._is_made_of_rows(self._output_nodes[index])
 
-    def chooses_by_rows(self) -> bool:
-        nodes = self.traced.graph.nodes
-        return any(torch_compat.chooses_by_data(node.target) and self._is_made_of_rows(node) for node in nodes)
+    def decision_by_rows(self, recorded: Sizes, sizes: Sizes) -> str:
+        padded = {i for i, (large, small) in enumerate(zip(recorded, sizes, strict=True)) if large != small}
+        rows, truths, pure = set[torch.fx.Node](), set[torch.fx.Node](), set[torch.fx.Node]()
+        for node in self.traced.graph.nodes:
+            source, value = self.traced.inputs.get(node), torch_compat.meta_value(node)
+            leaf = self.traced.signature.tensors[source.index] if isinstance(source, FromCall) else None
+            if (leaf is None or not has_rows(leaf, padded)) and rows.isdisjoint(node.all_input_nodes):
+                continue
+            if torch_compat.chooses_by_data(node.target):
+                return op_name(node)
+            given = rows.intersection(node.all_input_nodes)
+            rows.add(node)
+            if is_truth(value) or not truths.isdisjoint(given):
+                truths.add(node)
+                if is_truth(value) or given <= pure:
+                    pure.add(node)
+                if is_blind(value, is_pure=node in pure) and self._is_as_large(value, recorded, sizes):
+                    return op_name(node)
+        return ""
+
+    def _is_as_large(self, value: torch.Tensor, recorded: Sizes, sizes: Sizes) -> bool:
+        shape = self._shape(value, sizes)
+        return shape is not None and shape == self._shape(value, recorded)
+
+    def _shape(self, value: torch.Tensor, sizes: Sizes) -> tuple[int, ...] | None:
+        """The shape of a traced value at a size; None if it is read from data."""
+        if torch_compat.unbacked_symbols(value):
+            return None
+        return tuple(self.traced.sizes.evaluate(torch_compat.size_expr(size), sizes) for size in value.shape)
 
     def _is_made_of_rows(self, node: torch.fx.Node) -> bool:
         if self.written_calls or self.written_state:
@@ -240,6 +268,25 @@ def watch_weight(weight: Weight, reader: str, current: Callable[[str, torch.Tens
     tensor = weight.tensor
     found, address = lambda: current(weight.name, tensor), tensor.data_ptr()
     return WatchedWeight(weight.name, tensor, found, address, tensor.stride(), reader)
+
+
+def has_rows(leaf: TensorLeaf, numbers: Collection[int]) -> bool:
+    """Whether an argument has one of some sizes."""
+    return any(size in numbers for _, size in leaf.dynamic)
+
+
+def is_truth(value: Any) -> bool:
+    """Whether a value is a tensor of truth values: NaN would not show in it."""
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bool
+
+
+def is_blind(value: Any, *, is_pure: bool) -> bool:
+    """Whether a value that is made of truth values is a tensor that NaN in rows would not show in.
+
+    Args:
+        is_pure: whether all that it is made of rows by are truth values.
+    """
+    return isinstance(value, torch.Tensor) and (is_pure or not (value.is_floating_point() or value.is_complex()))
 
 
 def can_cut(body: Body, recorded: tuple[int, ...], sizes: tuple[int, ...]) -> bool:

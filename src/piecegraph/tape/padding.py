@@ -12,7 +12,8 @@ and the other way round. What differs in any real row refuses padding for that s
 
 So do random numbers, wherever they go: those drawn after the call would be others. And so does a result of integers or
 truth values that is made of rows and has none: no number in it would be NaN, and which numbers would make it another
-is not known. Nor is it known which numbers would have ``torch.cond`` take its other branch.
+is not known. Nor is that known of what ``torch.cond`` goes by, of truth values inside that are made of rows and have none
+(``x.amin() > 100``), and of counts of truth values.
 """
 
 from __future__ import annotations
@@ -57,8 +58,11 @@ def padding_changes(
     expected = trial.without_padding(rows)
     if torch_compat.random_states(calls.devices) != random_states:
         return "it draws random numbers, and more of them for more rows"
-    if calls.body.chooses_by_rows():
-        return "padded rows would be part of what decides which branch runs"
+    at_key = [rows_at(tensor, leaf, call.sizes, key.values) for tensor, leaf in zip(call.tensors, leaves, strict=True)]
+    for tensors, learned in ((rows, sizes), (at_key, key.values)):
+        calls.body.learn(tensors, learned)
+    if decision := calls.body.decision_by_rows(key.values, sizes):
+        return f"padded rows would be part of what decides: {decision} gives truth values or counts of all rows together"
     if not can_cut(calls.body, key.values, sizes):
         return f"results of {SizeKey(sizes)} rows are not the beginning of results of {key} rows"
     if (number := _blind_result(calls, key, expected)) is not None:

@@ -1,0 +1,79 @@
+"""What a function that is not traced makes of all rows together and NaN would not show in. See Note [Padding]."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from piecegraph.base import torch_compat
+from piecegraph.base.structure import atoms
+from piecegraph.graph.signature import TensorLeaf
+from piecegraph.tape.body import is_blind, is_truth
+
+
+class Count(NamedTuple):
+    """Truth values, or numbers that are made of some."""
+
+    op: str
+    shape: tuple[int, ...]
+    sizes: frozenset[int]
+    """The numbers of the sizes that arguments have which it is made of."""
+
+
+class RowCounts:
+    """Follows rows through a run.
+
+    Args:
+        inputs: the arguments.
+        leaves: which sizes they have.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor], leaves: Sequence[TensorLeaf]) -> None:
+        self._rows = {
+            torch_compat.storage_id(tensor): frozenset(size for _, size in leaf.dynamic)
+            for tensor, leaf in zip(inputs, leaves, strict=True)
+            if leaf.dynamic and torch_compat.has_memory(tensor)
+        }
+        """Memory that is made of rows. Some may be given back and used anew: more is taken for rows then, not less."""
+        self._truths: set[int] = set()
+        """That of it which is made of truth values."""
+        self._pure: set[int] = set()
+        """That which is made of nothing else."""
+        self.found: list[Count] = []
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A :data:`~piecegraph.engine.eager_interception.RunCall`."""
+        returned = function(*args, **kwargs)
+        if torch_compat.is_op(function):
+            self._follow(torch_compat.qualified_name(function), _tensors((args, kwargs)), _tensors(returned))
+        return returned
+
+    def _follow(self, op: str, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+        storages = {torch_compat.storage_id(tensor) for tensor in given}
+        sizes = frozenset[int]().union(*(self._rows.get(storage, ()) for storage in storages))
+        if not sizes:
+            return
+        is_pure = storages.intersection(self._rows) <= self._pure
+        is_made_of_truths = not self._truths.isdisjoint(storages)
+        for tensor in made:
+            storage = torch_compat.storage_id(tensor)
+            self._rows[storage] = sizes | self._rows.get(storage, frozenset())
+            if is_truth(tensor) or is_made_of_truths:
+                self._truths.add(storage)
+                (self._pure.add if is_truth(tensor) or is_pure else self._pure.discard)(storage)
+                if is_blind(tensor, is_pure=storage in self._pure):
+                    self.found.append(Count(op, tuple(tensor.shape), sizes))
+
+
+def first_without_rows(first: Sequence[Count], second: Sequence[Count], padded: Collection[int]) -> str:
+    """The first op that makes as much of the rows of some sizes in one run as in another; empty if there is none."""
+    if [each.op for each in first] != [each.op for each in second]:
+        return (*first, *second)[0].op
+    pairs = zip(first, second, strict=True)
+    return next((a.op for a, b in pairs if a.shape == b.shape and not a.sizes.isdisjoint(padded)), "")
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [part for atom in atoms(value) for part in torch_compat.parts_with_memory(atom)]
