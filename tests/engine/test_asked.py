@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -198,3 +199,46 @@ def test_a_question_on_a_path_that_is_taken_later() -> None:
     with torch.no_grad():
         for x in (-torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2)):
             assert torch.equal(fast(x), function(x))
+
+
+def asks_for_threads(x: Tensor) -> Tensor:
+    return x * torch.get_num_threads()
+
+
+def asks_for_a_backend(x: Tensor) -> Tensor:
+    return x * 2 if torch.backends.cuda.flash_sdp_enabled() else x * 3
+
+
+def asks_for_a_flag(x: Tensor) -> Tensor:
+    return x * 2 if torch.backends.cudnn.benchmark else x * 3
+
+
+def asks_for_the_environment(x: Tensor) -> Tensor:
+    return x * float(os.environ.get("PIECEGRAPH_TEST_FACTOR", "1"))
+
+
+SETTINGS: dict[Callable[[Tensor], Tensor], Callable[[pytest.MonkeyPatch, bool], object]] = {
+    asks_for_threads: lambda patch, is_on: torch.set_num_threads(1 + is_on),
+    asks_for_a_backend: lambda patch, is_on: torch.backends.cuda.enable_flash_sdp(is_on),
+    asks_for_a_flag: lambda patch, is_on: patch.setattr(torch.backends.cudnn, "benchmark", is_on),
+    asks_for_the_environment: lambda patch, is_on: patch.setenv("PIECEGRAPH_TEST_FACTOR", "3" if is_on else "2"),
+}
+
+
+@pytest.mark.parametrize("function", SETTINGS)
+@pytest.mark.parametrize("frontend", ["auto", "breakable"])
+def test_what_torch_is_set_to(
+    function: Callable[[Tensor], Tensor], frontend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"graph_device": "simulated", "cache": False}
+    fast = piecegraph.compile(function, backend="eager", frontend=frontend, on_fallback="ignore", options=options)
+    threads, flash = torch.get_num_threads(), torch.backends.cuda.flash_sdp_enabled()
+    try:
+        with torch.no_grad():
+            for is_on in (False, True, True, False):
+                SETTINGS[function](monkeypatch, is_on)
+                assert torch.equal(fast(torch.ones(2, 2)), function(torch.ones(2, 2)))
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.cuda.enable_flash_sdp(flash)
+    assert fast.stats()["coverage"] >= 0.5

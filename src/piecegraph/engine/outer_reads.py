@@ -81,7 +81,7 @@ class CodeLog:
                 before.enable()
             self._functions.note_ended()
             self._importing = None
-            self.questions = (*questions_in(self._ran), *self._seeding)
+            self._ask()
 
     def _note(self, frame: FrameType, event: str, called: Any) -> None:
         self._functions.note_ended()
@@ -116,7 +116,13 @@ class CodeLog:
     def note_new_generator(self, function: Callable[..., Any]) -> None:
         """A generator that was made by the call begins anew with every call."""
         self._seeding = self._seeding or (seeds_at(getattr(function, "__qualname__", "the function")),)
-        self.questions = (*questions_in(self._ran), *self._seeding)
+        self._ask()
+
+    def _ask(self) -> None:
+        """What was asked before had the answer of then."""
+        known = {question.what: question for question in self.questions}
+        found = (*questions_in(self._ran, is_traced=False), *self._seeding)
+        self.questions = tuple(known.get(question.what, question) for question in found)
 
     def classes(self) -> tuple[type, ...]:
         """Those whose methods ran."""

@@ -67,6 +67,24 @@ _QUESTIONS: dict[str, tuple[frozenset[str], Callable[[_Tensors], bool]]] = {
     ),
 }
 """What code does, the names by which it does, and whether a call is then another than the trace."""
+_SETTINGS: dict[str, Callable[[], object]] = {
+    "get_num_threads": torch.get_num_threads,
+    "get_num_interop_threads": torch.get_num_interop_threads,
+    "is_anomaly_enabled": torch.is_anomaly_enabled,
+    "flash_sdp_enabled": torch.backends.cuda.flash_sdp_enabled,
+    "mem_efficient_sdp_enabled": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "math_sdp_enabled": torch.backends.cuda.math_sdp_enabled,
+    "cudnn_sdp_enabled": torch.backends.cuda.cudnn_sdp_enabled,
+    "get_fastpath_enabled": torch.backends.mha.get_fastpath_enabled,
+    "benchmark": lambda: torch.backends.cudnn.benchmark,
+    "deterministic": lambda: torch.backends.cudnn.deterministic,
+    "enabled": lambda: (torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled, torch.backends.opt_einsum.enabled),
+}
+"""What torch is set to, by the names that code asks for it by. Others may have such a name: then nothing changes."""
+_ENVIRONMENT: dict[str, Callable[[], object]] = dict.fromkeys(
+    ("environ", "getenv"), lambda: hash(tuple(os.environ.items()))
+)
+"""The same for environment variables, which a trace has guards for."""
 SEEDING = frozenset({"manual_seed", "seed", "set_state", "graphsafe_set_state"})
 """Methods of generators. Others have such names, too, so they are looked for where they are called."""
 _SEEDS = next(what for what in _QUESTIONS if what.startswith("seeds"))
@@ -81,21 +99,33 @@ class Question:
     what: str
     where: str
     """Of the first place."""
+    setting: str = ""
+    """The name of what is not asked of arguments, and has an answer that may change."""
+    answer: str = ""
+    """That it had when it was planned."""
+
+    @property
+    def is_otherwise(self) -> bool:
+        """Whether a setting is another one now."""
+        return repr((_SETTINGS | _ENVIRONMENT)[self.setting]()) != self.answer
 
     def __str__(self) -> str:
         return f"{self.where} {self.what}"
 
 
-def questions_in(codes: Iterable[types.CodeType]) -> tuple[Question, ...]:
+def questions_in(codes: Iterable[types.CodeType], *, is_traced: bool = True) -> tuple[Question, ...]:
     """What the user's code among these asks for. That of packages is taken to mean what it says of results."""
+    settings = _SETTINGS if is_traced else _SETTINGS | _ENVIRONMENT
     found: dict[str, Question] = {}
     for code in codes:
         if not _is_written_by_user(code.co_filename):
             continue
         names = {*code.co_names, *(text for text in code.co_consts if isinstance(text, str))}
+        place = f"{code.co_qualname} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+        for name in settings.keys() & names:
+            found.setdefault(name, Question(f"asks for {name}", place, name, repr(settings[name]())))
         for what, (asked_by, _) in _QUESTIONS.items():
             if asked_by & names or (what == _SAME and any(_compared_objects(code))):
-                place = f"{code.co_qualname} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
                 found.setdefault(what, Question(what, place))
     return tuple(found.values())
 
@@ -107,7 +137,11 @@ def seeds_at(where: str) -> Question:
 
 def other_answer(questions: Iterable[Question], tensors: _Tensors) -> str:
     """The first question that a call answers otherwise than the trace; empty if there is none."""
-    return next((str(each) for each in questions if _QUESTIONS[each.what][1](tensors)), "")
+    return next((str(each) for each in questions if _is_other(each, tensors)), "")
+
+
+def _is_other(question: Question, tensors: _Tensors) -> bool:
+    return question.is_otherwise if question.setting else _QUESTIONS[question.what][1](tensors)
 
 
 def _is_written_by_user(file: str) -> bool:
