@@ -87,3 +87,19 @@ def test_simulated_graphs_say_that_they_cannot_hold_them(function: Callable[[Ten
     fast = piecegraph.compile(function, frontend="breakable", backend="eager", on_fallback="ignore", options=options)
     with pytest.raises(RecordError, match="PG403.*which has no memory of its own"):
         fast(torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("device", ["simulated", "auto"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_module_of_torchscript_runs_eagerly(device: str) -> None:
+    script = torch.jit.trace(torch.nn.Linear(3, 3), torch.ones(2, 3))  # type: ignore[no-untyped-call]
+
+    def function(x: Tensor) -> Tensor:
+        return script(x) + 1  # type: ignore[no-any-return]
+
+    options = {"graph_device": device, "cache": False}
+    fast = piecegraph.compile(function, backend="eager", on_fallback="ignore", options=options)
+    for weight in (script.weight, torch.ones(3, 3), torch.zeros(3, 3)):
+        script.weight = torch.nn.Parameter(weight)
+        torch.testing.assert_close(fast(torch.ones(2, 3)), function(torch.ones(2, 3)))
+    assert "TorchScript" in fast.explain()

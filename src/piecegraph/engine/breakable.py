@@ -105,7 +105,14 @@ class BreakableBody:
         self.cuts: tuple[Cut, ...] = ()
         self.reads = Reads((), (), ())
         """Those of the recording."""
+        self._refuse_scripts()
         self._look_at(example.tensors, log=self._log)
+
+    def _refuse_scripts(self) -> None:
+        """A module of TorchScript has its weights outside of Python, where nobody would see that one is replaced."""
+        own = [] if self._module is None else self._module.modules()
+        if any(isinstance(each, torch.jit.ScriptModule) for each in (*own, *self._modules())):
+            raise RuntimeError("the weights of a module of TorchScript cannot be watched")
 
     def _look_at(self, tensors: Sequence[torch.Tensor], log: CallLog | None = None) -> None:
         """See what the function does with tensors like these."""

@@ -30,8 +30,10 @@ PARTS = ("_modules", "_parameters", "_buffers")
 
 
 def parts_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
-    """The dictionaries in which a module has its modules, parameters and buffers."""
-    return tuple(vars(module)[name] for name in PARTS)
+    """The dictionaries in which a module has its modules, parameters and buffers; none for one of TorchScript, which has
+    them outside of Python.
+    """
+    return tuple(vars(module)[name] for name in PARTS if name in vars(module))
 
 
 hook_numbers = torch.utils.hooks.RemovableHandle
