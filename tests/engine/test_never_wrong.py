@@ -10,11 +10,12 @@ import gc
 import random
 import sys
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -1987,3 +1988,49 @@ def test_a_view_of_an_argument_of_a_size_that_is_read(view: Callable[[Tensor, in
     for _ in range(4):
         x = torch.randn(6, 2)
         torch.testing.assert_close(fast(x), forward(x))
+
+
+# --- values that are found in unusual ways
+
+
+FACTOR = 1.0
+
+
+class Settings:
+    factor = 1.0
+
+
+SETTINGS = Settings()
+WEAK = weakref.ref(SETTINGS)
+SETTINGS_MODULE = ModuleType("piecegraph_test_settings")
+
+
+def by_globals(x: Tensor) -> Tensor:
+    return x * globals()["FACTOR"]  # type: ignore[no-any-return]
+
+
+def by_import(x: Tensor) -> Tensor:
+    import piecegraph_test_settings  # type: ignore[import-not-found]
+
+    return x * piecegraph_test_settings.factor  # type: ignore[no-any-return]
+
+
+def by_weak_reference(x: Tensor) -> Tensor:
+    settings = WEAK()
+    assert settings is not None
+    return x * settings.factor
+
+
+@pytest.mark.parametrize("function", [by_globals, by_import, by_weak_reference])
+@pytest.mark.parametrize("frontend", ["auto", "breakable"])
+def test_values_that_are_found_in_unusual_ways(
+    function: Callable[[Tensor], Tensor], frontend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "piecegraph_test_settings", SETTINGS_MODULE)
+    options = {"graph_device": "simulated", "cache": False}
+    fast = piecegraph.compile(function, frontend=frontend, backend="eager", on_fallback="ignore", options=options)
+    for factor in (1.0, 2.0, 3.0, 1.0):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        monkeypatch.setattr(SETTINGS, "factor", factor)
+        monkeypatch.setattr(SETTINGS_MODULE, "factor", factor, raising=False)
+        assert torch.equal(fast(torch.ones(2, 2)), torch.full((2, 2), factor))

@@ -13,6 +13,7 @@ import dis
 import functools
 import gc
 import inspect
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from piecegraph.base.user_code import user_line
-from piecegraph.engine.reach import FIXED, package_of
+from piecegraph.engine.reach import FIXED, is_installed, package_of
 from piecegraph.graph.asked import SEEDING, Question, questions_in, seeds_at
 from piecegraph.graph.code_used import classes_at
 from piecegraph.graph.signature import is_constant
@@ -32,6 +33,9 @@ _MAX_DEPTH = 4
 """Where walking ends: a global may hold a whole data set, or a library's own state."""
 _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter", "hasattr"}
 """What reads attributes whose names are not in the code."""
+_BY_TEXT = {"globals", "eval", "exec"}
+"""What reads globals whose names are in a text."""
+_NAME = re.compile(r"[^\W\d]\w*")
 _OURS = FIXED - {"torch"}
 """Whose code runs because it is looked at; the standard library's, for both."""
 _COMPILERS = ("torch._dynamo", "torch._functorch", "torch._inductor")
@@ -145,6 +149,9 @@ class CodeLog:
         reader.walk_modules(module, others)
         for scope in {id(scope): scope for scope in theirs.values()}.values():
             reader.walk_scope(scope, [name for code in theirs if theirs[code] is scope for name in _globals_of(code)])
+        for code in theirs:
+            for imported in _imported_by(code):
+                reader.walk_scope(vars(imported), code.co_names)
         reader.walk_held(_held_by(function))
         for function in self._functions.found():
             reader.walk_closure(function)
@@ -305,6 +312,9 @@ class _Reader:
             self.constants.append(f"frozenset({path})")
         elif isinstance(value, MethodType):
             yield _Part(f"{path}.__self__", value.__self__)
+        elif isinstance(value, weakref.ref):
+            if (target := value()) is not None:
+                yield _Part(f"{path}()", target)
         elif isinstance(value, functools.partial):
             yield from (_Part(f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
         elif not isinstance(value, ModuleType) or value.__name__.split(".")[0] not in FIXED:
@@ -348,9 +358,17 @@ def _is_data(name: str, held: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _globals_of(code: CodeType) -> tuple[str, ...]:
     """The globals that code names; attributes may have the names of others."""
-    if "globals" in code.co_names:
-        return code.co_names
+    if not _BY_TEXT.isdisjoint(code.co_names):
+        texts = [text for text in code.co_consts if isinstance(text, str)]
+        return (*code.co_names, *(name for text in texts for name in _NAME.findall(text)))
     return tuple(each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+
+
+def _imported_by(code: CodeType) -> list[ModuleType]:
+    """The user's own modules that code imports where it stands."""
+    names = [each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"]
+    found = [sys.modules[name] for name in names if name in sys.modules]
+    return [each for each in found if package_of(vars(each)) not in FIXED and not is_installed(vars(each))]
 
 
 def _is_imported(frame: FrameType) -> bool:

@@ -46,7 +46,7 @@ _QUESTIONS: dict[str, tuple[frozenset[str], Callable[[_Tensors], bool]]] = {
         lambda tensors: any(tensor.requires_grad for tensor in tensors),
     ),
     "asks whether a tensor is a parameter or buffer": (
-        frozenset({"Parameter", "Buffer"}),
+        frozenset({"Parameter", "Buffer", "type", "__class__"}),
         lambda tensors: any(isinstance(each, torch.nn.Parameter | torch.nn.Buffer) for each in tensors),
     ),
     "asks whether a tensor is conjugated or negated": (
@@ -128,6 +128,12 @@ def questions_in(codes: Iterable[types.CodeType], *, is_traced: bool = True) -> 
             if asked_by & names or (what == _SAME and any(_compared_objects(code))):
                 found.setdefault(what, Question(what, place))
     return tuple(found.values())
+
+
+def reads_by_text(codes: Iterable[types.CodeType]) -> str:
+    """The first of the user's functions that reads globals by ``globals()``, of which no trace tells; or empty."""
+    named = (code for code in codes if "globals" in code.co_names and _is_written_by_user(code.co_filename))
+    return next((code.co_qualname for code in named), "")
 
 
 def seeds_at(where: str) -> Question:

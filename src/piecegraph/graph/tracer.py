@@ -22,7 +22,7 @@ from piecegraph.base.plan import Decision, SourceLine
 from piecegraph.base.structure import Structure
 from piecegraph.base.user_code import is_user_file
 from piecegraph.errors import PiecegraphError, TraceError
-from piecegraph.graph.asked import Question, questions_in
+from piecegraph.graph.asked import Question, questions_in, reads_by_text
 from piecegraph.graph.code_used import classes_at, places_of
 from piecegraph.graph.equal_layers import LayerStack, expand
 from piecegraph.graph.example import Example
@@ -128,6 +128,8 @@ def trace(
     args, kwargs = example.with_tensors(tensors)
     expanded = None if stack is None else _capture_some(traceable(function), args, kwargs, stack)
     capture = expanded or _capture(traceable(function), args, kwargs)
+    if reader := reads_by_text(capture.code):
+        raise _trace_error(function, RuntimeError(f"{reader} calls globals(), and nothing would tell what it reads"))
     graph, owner = _graph_of(capture)
     inputs = _identify_inputs(graph, capture.example_inputs, tensors, weights)
     traced_sizes = _sizes_of_call(capture, inputs, tensors)
