@@ -31,7 +31,9 @@ def chooses_by_threshold(x: Tensor) -> Tensor:
 
 def loops(x: Tensor) -> Tensor:
     _, doubled = torch.while_loop(
-        lambda i, y: (y.abs().sum() < 100) & (i < 9), lambda i, y: (i + 1, y * 2), (torch.zeros((), dtype=torch.long), x)
+        lambda i, y: (y.abs().sum() < 100) & (i < 9),
+        lambda i, y: (i + 1, y * 2),
+        (torch.zeros((), dtype=torch.long), x),
     )
     return doubled - 1  # type: ignore[no-any-return]
 

@@ -23,7 +23,7 @@ class Wrapper(Tensor):
     inner: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> Any:  # noqa: PYI034
+    def __new__(cls, inner: Tensor) -> Any:
         return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
 
     def __init__(self, inner: Tensor) -> None:
@@ -38,7 +38,9 @@ class Wrapper(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = pytree.tree_map(lambda value: value.inner if isinstance(value, Wrapper) else value, (args, kwargs or {}))
+        plain = pytree.tree_map(
+            lambda value: value.inner if isinstance(value, Wrapper) else value, (args, kwargs or {})
+        )
         wrapped = pytree.tree_map(lambda v: Wrapper(v) if isinstance(v, Tensor) else v, func(*plain[0], **plain[1]))
         return return_and_correct_aliasing(func, args, kwargs or {}, wrapped)
 

@@ -12,8 +12,8 @@ and the other way round. What differs in any real row refuses padding for that s
 
 So do random numbers, wherever they go: those drawn after the call would be others. And so does a result of integers or
 truth values that is made of rows and has none: no number in it would be NaN, and which numbers would make it another
-is not known. Nor is that known of what ``torch.cond`` goes by, of truth values inside that are made of rows and have none
-(``x.amin() > 100``), and of counts of truth values.
+is not known. Nor is that known of what ``torch.cond`` goes by, of truth values inside that are made of rows and have
+none (``x.amin() > 100``), and of counts of truth values.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def padding_changes(
     for tensors, learned in ((rows, sizes), (at_key, key.values)):
         calls.body.learn(tensors, learned)
     if decision := calls.body.decision_by_rows(key.values, sizes):
-        return f"padded rows would be part of what decides: {decision} gives truth values or counts of all rows together"
+        return f"padded rows would be part of what decides: {decision} counts or compares all rows together"
     if not can_cut(calls.body, key.values, sizes):
         return f"results of {SizeKey(sizes)} rows are not the beginning of results of {key} rows"
     if (number := _blind_result(calls, key, expected)) is not None:

@@ -203,7 +203,7 @@ def drawn_again(devices: Iterable[torch.device]) -> Iterator[None]:
 
 def generator_id(generator: torch.Generator) -> int:
     """The same for every object that stands for one generator: ops are shown new ones."""
-    return int(generator._cdata)
+    return int(generator._cdata)  # type: ignore[attr-defined]
 
 
 _noted_generators: weakref.WeakSet[torch.Generator] = weakref.WeakSet()

@@ -30,7 +30,7 @@ PARTS = ("_modules", "_parameters", "_buffers")
 
 
 def parts_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
-    """The dictionaries in which a module has its modules, parameters and buffers; none for one of TorchScript, which has
+    """The dictionaries in which a module has its modules, parameters and buffers. One of TorchScript has none: it keeps
     them outside of Python.
     """
     return tuple(vars(module)[name] for name in PARTS if name in vars(module))
