@@ -93,3 +93,17 @@ def test_a_global_with_the_name_of_an_attribute_is_another_thing(monkeypatch: py
             monkeypatch.setitem(globals(), "shift", number)
             fast(torch.ones(4, 3))
     assert len(fast.stats()["plans"]) == 1
+
+
+@pytest.mark.parametrize("frontend", ["auto", "breakable"])
+def test_a_result_with_an_attribute_of_its_own_is_made_by_the_function(frontend: Any) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x * 2
+        y.scale = 2.0  # type: ignore[attr-defined]
+        return y
+
+    options = {"graph_device": "simulated", "cache": False}
+    fast = piecegraph.compile(function, frontend=frontend, backend="eager", on_fallback="ignore", options=options)
+    with torch.no_grad():
+        assert [fast(torch.ones(2)).scale for _ in range(3)] == [2.0] * 3
+    assert "PG524" in fast.explain()

@@ -96,6 +96,7 @@ def watch(call: Callable[[Sequence[torch.Tensor]], Any], example: Sequence[torch
         with writes_put_back(inputs) as seen:
             returned = call(inputs)
             seen.note_returned(returned)
+            seen.refuse_attributes(returned)
             left = {storage: memory.clone() for storage, (memory, _) in seen.saved.items()}
     index = {torch_compat.storage_id(tensor): i for i, tensor in enumerate(inputs)}
     written = sorted((index[storage], storage) for storage in seen.saved if storage in index)
@@ -232,6 +233,14 @@ class _Watch:
         for given, came, line, did_nothing in self._views_or_copies:
             if came in storages and given in self._inputs and (given != came or did_nothing):
                 self._note_reader(line, reads_numbers=False)
+
+    def refuse_attributes(self, returned: Any) -> None:
+        """Raise if a tensor that the run made has attributes of its own: those of later calls would have none."""
+        for leaf in flatten(returned)[0]:
+            if torch_compat.has_memory(leaf) and torch_compat.storage_id(leaf) in self._made:
+                own = [name for name in vars(leaf) if not name.startswith("_")]
+                if own:
+                    raise RuntimeError(f"a result has an attribute of its own, {own[0]}, which no replay would give it")
 
     def _save_changed(self, read: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Find what an op has written that does not say so.
