@@ -158,13 +158,15 @@ class Engine:
                 plan, call = found
                 if plan.sharing is not None and (reason := plan.sharing.found_in(call.tensors)):
                     return _refuse("PG206", reason)
-                if (other := _asks_otherwise(plan, call)) is not None:
-                    return other
+                questions = plan.body.questions
+                if questions and (reason := other_answer(questions, call.tensors)):
+                    return _refuse("PG517", reason, _QUESTION_HINT)
                 route = plan.routes.get(call.sizes)
                 if route is None:
                     route = self._try(plan.arrange, call)
-                    if (other := _asks_otherwise(plan, call)) is not None:  # some ask at this size alone
-                        return other
+                    questions = plan.body.questions  # some ask at this size alone
+                    if questions and (reason := other_answer(questions, call.tensors)):
+                        return _refuse("PG517", reason, _QUESTION_HINT)
                 if isinstance(route, Refusal | _Raised):
                     return route
                 if route.loss is not None:
@@ -393,13 +395,6 @@ class Engine:
 def _are_others(modes: Sequence[Any]) -> bool:
     """Whether one of them is not ours: ours know of replays."""
     return any(type(mode).__module__.partition(".")[0] != __name__.partition(".")[0] for mode in modes)
-
-
-def _asks_otherwise(plan: PlanRunner, call: Call) -> Refusal | None:
-    """Why a call is not the plan's, though it looks like it: what the function asks has another answer."""
-    questions = plan.body.questions
-    reason = other_answer(questions, call.tensors) if questions else ""
-    return _refuse("PG517", reason, _QUESTION_HINT) if reason else None
 
 
 @contextlib.contextmanager

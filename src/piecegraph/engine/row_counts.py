@@ -36,7 +36,7 @@ class RowCounts:
             for tensor, leaf in zip(inputs, leaves, strict=True)
             if leaf.dynamic and torch_compat.has_memory(tensor)
         }
-        """Memory that is made of rows. Some may be given back and used anew: more is taken for rows then, not less."""
+        """Memory that is made of rows, with the sizes that these have."""
         self._truths: set[int] = set()
         """That of it which is made of truth values."""
         self._pure: set[int] = set()
@@ -52,6 +52,10 @@ class RowCounts:
 
     def _follow(self, op: str, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
         storages = {torch_compat.storage_id(tensor) for tensor in given}
+        for storage in {torch_compat.storage_id(tensor) for tensor in made} - storages:  # it is new
+            self._rows.pop(storage, None)
+            self._truths.discard(storage)
+            self._pure.discard(storage)
         sizes = frozenset[int]().union(*(self._rows.get(storage, ()) for storage in storages))
         if not sizes:
             return
