@@ -9,7 +9,6 @@ import functools
 import gc
 import random
 import sys
-import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
