@@ -265,3 +265,17 @@ def test_a_profiler_of_python_goes_on() -> None:
         json.dumps({})
     assert fast.stats()["events"] == {}
     assert any(row.code is json.dumps.__code__ for row in profiler.getstats())
+
+
+MANY = [[float(i)] for i in range(3000)]
+
+
+def test_more_values_than_are_looked_at_are_told() -> None:
+    def add(x: torch.Tensor) -> torch.Tensor:
+        return x + MANY[0][0]
+
+    fast = piecegraph.compile(add, frontend="breakable", capture_sizes=[4])
+    assert fast(torch.ones(4, 2)).tolist() == [[1.0, 1.0]] * 4
+    assert "values outside: 2,000 are looked at" in fast.explain()
+    MANY[0][0] = 2.0
+    assert fast(torch.ones(4, 2)).tolist() == [[3.0, 3.0]] * 4

@@ -146,6 +146,11 @@ class BreakableBody:
         return self._code.classes()
 
     @property
+    def leaves_out(self) -> bool:
+        """Whether the code that ran can read more values outside of the call than are looked at."""
+        return self._code.leaves_out
+
+    @property
     def questions(self) -> tuple[Question, ...]:
         """What the code that ran asks for, on whichever path."""
         return self._code.questions

@@ -28,7 +28,7 @@ from piecegraph.graph.asked import SEEDING, Question, questions_in, seeds_at
 from piecegraph.graph.code_used import classes_at
 from piecegraph.graph.signature import is_constant
 
-_MAX_VALUES = 2_000
+MAX_VALUES = 2_000
 _MAX_DEPTH = 4
 """Where walking ends: a global may hold a whole data set, or a library's own state."""
 _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter", "hasattr"}
@@ -64,6 +64,8 @@ class CodeLog:
         self._importing: FrameType | None = None
         """The outermost module that is being imported: what that runs will not run again, and may be thousands."""
         self._functions = _Functions()
+        self.leaves_out = False
+        """Whether the code can read more values than are looked at."""
         self._seeding: tuple[Question, ...] = ()
         """Where random numbers were seeded, if they were."""
         self.questions: tuple[Question, ...] = ()
@@ -156,6 +158,7 @@ class CodeLog:
         for function in self._functions.found():
             reader.walk_closure(function)
             reader.walk_defaults(function)
+        self.leaves_out = reader.is_full
         return OuterNames(reader.tensors, reader.constants, reader.scopes)
 
 
@@ -235,6 +238,8 @@ class _Reader:
         self.constants: list[str] = []
         self.scopes: dict[str, Any] = {}
         """What the expressions begin with."""
+        self.is_full = False
+        """Whether there are more than are written down."""
 
     def walk_modules(self, module: torch.nn.Module | None, others: Iterable[torch.nn.Module]) -> None:
         """Write down attributes; parameters, buffers and submodules are looked at elsewhere."""
@@ -280,7 +285,10 @@ class _Reader:
 
     def _walk(self, path: str, value: Any, above: tuple[int, ...] = ()) -> None:
         """Write down a value, or what it holds."""
-        if len(self.constants) + len(self.tensors) >= _MAX_VALUES or len(above) > _MAX_DEPTH or id(value) in above:
+        if len(above) > _MAX_DEPTH or id(value) in above:
+            return
+        if len(self.constants) + len(self.tensors) >= MAX_VALUES:
+            self.is_full = True
             return
         if isinstance(value, torch.Tensor):
             self.tensors.append(path)

@@ -18,6 +18,7 @@ from piecegraph.engine.breakable import BreakableBody
 from piecegraph.engine.breaker import BreakRules
 from piecegraph.engine.layer_check import Layers
 from piecegraph.engine.mode import choose_mode, make_graph_device
+from piecegraph.engine.outer_reads import MAX_VALUES
 from piecegraph.engine.pipeline import Pipeline
 from piecegraph.engine.python_state import PythonState, changes_python, outer_objects
 from piecegraph.engine.runner import PlanRunner
@@ -364,7 +365,10 @@ class Planner:
                 subject.module,
             )
         pipeline.clock.lap("check")
-        return body, ()
+        if not body.leaves_out:
+            return body, ()
+        reason = "the code names more outside of the call: a change of one of the others is not noticed"
+        return body, (Decision("values outside", f"{MAX_VALUES:,} are looked at", reason),)
 
     def _cut(
         self, blueprint: Blueprint, interceptions: Sequence[Interception]
