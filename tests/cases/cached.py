@@ -77,7 +77,9 @@ with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x))
 stats = fast.stats()
 cache = [str(decision) for decision in fast.plan.decisions if decision.subject == "cache"]
-print(json.dumps({"cache": cache, "compiles": stats["compiles"], "events": stats["events"], "text": fast.explain()}))
+files = sorted({step.first.file for step in fast.plan.steps if hasattr(step, "first") and step.first})
+told = {"compiles": stats["compiles"], "events": stats["events"], "text": fast.explain(), "files": files}
+print(json.dumps({"cache": cache, **told}))
 """
 
 

@@ -45,6 +45,18 @@ def test_a_new_process_compiles_nothing_wherever_the_cache_lies(model: CachedMod
     assert "piece (inductor)" in warm["text"]
 
 
+def test_a_project_in_another_folder_finds_its_plans(forked: ForkServer, tmp_path: Path) -> None:
+    """And names the lines of the files that are there."""
+    (tmp_path / "here").mkdir()
+    model = CachedModel(forked, tmp_path / "here")
+    model.run()
+    (tmp_path / "here").rename(tmp_path / "there")
+    model.folder, model.cache = tmp_path / "there", tmp_path / "there" / "cache"
+    warm = model.run(compilers="refused")
+    assert "cache: warm" in warm["cache"], warm["cache"]
+    assert warm["files"] == [str(tmp_path / "there" / "model.py")]
+
+
 def test_edited_files(model: CachedModel) -> None:
     model.run()
     key = model.entry.name

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from piecegraph.base import torch_compat
+from piecegraph.base.source_files import portable_name
 
 _BY_REPR = (
     type(None), bool, int, float, complex, str, bytes, range, slice, type(...), torch.dtype, torch.device, torch.layout,
@@ -92,7 +93,7 @@ class Describer:
         if id(code) not in self._codes:
             parts = [
                 code.co_qualname,
-                code.co_filename,
+                portable_name(code.co_filename),
                 str((code.co_firstlineno, code.co_flags, code.co_argcount, code.co_kwonlyargcount)),
                 repr((code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)),
                 repr((code.co_code, code.co_linetable, code.co_exceptiontable)),

@@ -19,6 +19,7 @@ import torch.fx
 
 from piecegraph.base import torch_compat
 from piecegraph.base.describe import Describer, IndescribableError, describe_tensor
+from piecegraph.base.source_files import with_files_here, with_portable_names
 from piecegraph.graph.asked import Question
 from piecegraph.graph.code_used import CodeUsed, UnknownCodeError, classes_at, code_used, first_changed
 from piecegraph.graph.example import Example, sizes_of
@@ -31,7 +32,8 @@ from piecegraph.graph.streams import is_stream_object, uses_streams
 from piecegraph.graph.tracer import Traced, TraceOrigin, traceable
 from piecegraph.graph.views import InputView, StridedView
 
-_KEPT_META = ("example_value", "val", "stack_trace")
+_KEPT_META = ("example_value", "val")
+_STACK = "stack_trace"
 _MODULES = "nn_module_stack"
 
 
@@ -193,6 +195,8 @@ def _keep_nodes(graph: torch.fx.Graph) -> tuple[_KeptNode, ...]:
 def _keep_meta(node: torch.fx.Node) -> dict[str, Any]:
     """What is known of a node. Modules are kept by their paths: their classes need not be found again."""
     meta = {name: _keep_value(node.meta[name]) for name in _KEPT_META if name in node.meta}
+    if _STACK in node.meta:
+        meta[_STACK] = with_portable_names(node.meta[_STACK])
     if _MODULES in node.meta:
         meta[_MODULES] = {key: (str(path), str(cls)) for key, (path, cls) in node.meta[_MODULES].items()}
     return meta
@@ -375,12 +379,15 @@ def _make_graph(kept: Sequence[_KeptNode], world: torch_compat.FakeWorld) -> tup
     with world.making_tensors():
         for each in kept:
             node = graph.create_node(each.op, each.target, resolve(each.args), resolve(each.kwargs), each.name)
-            node.meta = {
-                name: value if name in ("stack_trace", _MODULES) else _make_value(value, world)
-                for name, value in each.meta.items()
-            }
+            node.meta = {name: _make_meta(name, value, world) for name, value in each.meta.items()}
             nodes.append(node)
     return graph, nodes
+
+
+def _make_meta(name: str, value: Any, world: torch_compat.FakeWorld) -> Any:
+    if name == _STACK:
+        return with_files_here(value)
+    return value if name == _MODULES else _make_value(value, world)
 
 
 def _make_value(value: Any, world: torch_compat.FakeWorld) -> Any:
