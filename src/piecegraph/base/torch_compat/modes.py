@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -192,7 +191,7 @@ def drawn_again(devices: Iterable[torch.device]) -> Iterator[None]:
     """Random numbers drawn inside are drawn again afterwards: those of the CPU, of these devices and of the current
     one, where a function of no tensors makes some, and those of all generators that were noted.
     """
-    saved = [(generator, generator.get_state()) for generator in _noted_generators]
+    saved = [(generator, generator.get_state()) for generator in _noted_generators.values()]
     try:
         with torch.random.fork_rng(_cuda_indices(devices)):
             yield
@@ -206,19 +205,20 @@ def generator_id(generator: torch.Generator) -> int:
     return int(generator._cdata)  # type: ignore[attr-defined]
 
 
-_noted_generators: weakref.WeakSet[torch.Generator] = weakref.WeakSet()
+_noted_generators: dict[int, torch.Generator] = {}
+"""For good: there are few, and torch 2.11 knows no weak references to them."""
 
 
 def note_generator(generator: torch.Generator) -> None:
     """A call was seen to draw from a generator of the user's: from now on it is put back as those of devices are."""
-    _noted_generators.add(generator)
+    _noted_generators.setdefault(generator_id(generator), generator)
 
 
 def random_states(devices: Iterable[torch.device]) -> list[bytes]:
     """Where the random number generators of the CPU and of these devices are, and those that were noted: equal if
     nothing was drawn between.
     """
-    noted = [generator.get_state() for generator in sorted(_noted_generators, key=id)]
+    noted = [generator.get_state() for generator in _noted_generators.values()]
     states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, _cuda_indices(devices)), *noted]
     return [bytes(state.tolist()) for state in states]
 
