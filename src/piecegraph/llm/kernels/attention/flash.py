@@ -18,15 +18,13 @@ import torch
 
 from piecegraph.llm.kernels.attention import triton_paged
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
-from piecegraph.llm.kernels.attention.left_to_triton import use_for, why_left
+from piecegraph.llm.kernels.attention.plain_prompts import supports, use_for, why_left
 from piecegraph.llm.specs import (
-    Accepted,
     AttentionBatch,
     AttentionLayer,
     LatentLayer,
     Rejected,
     SequenceRows,
-    StepKind,
     Support,
 )
 
@@ -83,19 +81,11 @@ def _is_installed() -> bool:
 def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support:
     if not _is_installed():
         return Rejected("flash-attn-4 is not installed")
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return Rejected("it was measured on Hopper GPUs only")
-    if dtype not in (torch.float16, torch.bfloat16):
-        return Rejected(f"{dtype} is neither float16 nor bfloat16")
-    return triton_paged.KERNEL.supports(layer, dtype, device)
+    return supports(layer, dtype, device)
 
 
 def _use_for(layers: Sequence[AttentionLayer | LatentLayer]) -> Support:
     return use_for(layers, WIDTHS, f"FlashAttention 4 in steps of {MIN_TOKENS} tokens or more")
-
-
-def _capture_safe(kind: StepKind) -> Support:
-    return Accepted()
 
 
 attend, attend_turned = triton_paged.attending(_for_prompts)
@@ -104,7 +94,7 @@ KERNEL = AttentionKernel(
     name="flash",
     supports=_supports,
     use_for=_use_for,
-    capture_safe=_capture_safe,
+    capture_safe=triton_paged.KERNEL.capture_safe,
     attend=attend,
     attend_turned=attend_turned,
     attend_latent=triton_paged.attend_latent,

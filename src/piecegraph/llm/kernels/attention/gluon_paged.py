@@ -16,14 +16,13 @@ import torch
 
 from piecegraph.llm.kernels.attention import triton_paged
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
-from piecegraph.llm.kernels.attention.left_to_triton import use_for, why_left
+from piecegraph.llm.kernels.attention.plain_prompts import supports, use_for, why_left
 from piecegraph.llm.specs import (
     AttentionBatch,
     AttentionLayer,
     LatentLayer,
     Rejected,
     SequenceRows,
-    StepKind,
     Support,
 )
 
@@ -135,11 +134,7 @@ def _has_gluon() -> bool:
 
 
 def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return Rejected("it is for Hopper GPUs")
-    if dtype not in (torch.float16, torch.bfloat16):
-        return Rejected(f"{dtype} is neither float16 nor bfloat16")
-    verdict = triton_paged.KERNEL.supports(layer, dtype, device)
+    verdict = supports(layer, dtype, device)
     return verdict if isinstance(verdict, Rejected) or _has_gluon() else Rejected("Triton 3.6 is needed")
 
 
@@ -148,17 +143,13 @@ def _use_for(layers: Sequence[AttentionLayer | LatentLayer]) -> Support:
     return use_for(layers, WIDTHS, f"our kernel for Hopper GPUs {steps}")
 
 
-def _capture_safe(kind: StepKind) -> Support:
-    return triton_paged.KERNEL.capture_safe(kind)
-
-
 attend, attend_turned = triton_paged.attending(for_prompts)
 
 KERNEL = AttentionKernel(
     name="gluon",
     supports=_supports,
     use_for=_use_for,
-    capture_safe=_capture_safe,
+    capture_safe=triton_paged.KERNEL.capture_safe,
     attend=attend,
     attend_turned=attend_turned,
     attend_latent=triton_paged.attend_latent,

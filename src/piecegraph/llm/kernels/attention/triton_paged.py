@@ -168,12 +168,12 @@ def attend_operands(operands: Operands, batch: AttentionBatch, attend_prompts: A
     if batch.prompts is None:
         attend(placed, batch, batch.rows)
         return
-    with beside_decode(operands, batch):
+    with _beside_decode(operands, batch):
         attend(placed, batch, batch.prompts)
 
 
 @contextlib.contextmanager
-def beside_decode(operands: Operands, batch: AttentionBatch) -> Iterator[None]:
+def _beside_decode(operands: Operands, batch: AttentionBatch) -> Iterator[None]:
     """What is launched inside runs beside the rows of decoding. See Note [Two kinds of rows]."""
     if operands.q.device.type != "cuda":
         launch_decode(operands, batch)

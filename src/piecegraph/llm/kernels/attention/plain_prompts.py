@@ -1,10 +1,22 @@
-"""Which layers a kernel for plain prompts leaves to our Triton kernels, in words."""
+"""What kernels for plain prompts on Hopper GPUs say of themselves: all else is left to our Triton kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+from piecegraph.llm.kernels.attention import triton_paged
 from piecegraph.llm.specs import Accepted, AttentionLayer, LatentLayer, Rejected, Support
+
+
+def supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support:
+    """See :class:`~piecegraph.llm.kernels.attention.kernel.Supports`."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return Rejected("it is for Hopper GPUs")
+    if dtype not in (torch.float16, torch.bfloat16):
+        return Rejected(f"{dtype} is neither float16 nor bfloat16")
+    return triton_paged.KERNEL.supports(layer, dtype, device)
 
 
 def why_left(layer: AttentionLayer | LatentLayer, widths: Sequence[int]) -> str:
