@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from piecegraph.base import torch_compat
 from piecegraph.base.user_code import user_line
 from piecegraph.engine.reach import FIXED, is_installed, package_of
 from piecegraph.graph.asked import SEEDING, Question, questions_in, seeds_at
@@ -38,7 +39,6 @@ _BY_TEXT = {"globals", "eval", "exec"}
 _NAME = re.compile(r"[^\W\d]\w*")
 _OURS = FIXED - {"torch"}
 """Whose code runs because it is looked at; the standard library's, for both."""
-_COMPILERS = ("torch._dynamo", "torch._functorch", "torch._inductor")
 _EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
@@ -217,7 +217,7 @@ def _functions_of(codes: Iterable[CodeType]) -> list[FunctionType]:
 def _is_in_compiler(frame: FrameType | None) -> bool:
     """Whether torch's compilers are at work: they put back what they change."""
     while frame is not None and package_of(frame.f_globals) in FIXED:
-        if str(frame.f_globals.get("__name__")).startswith(_COMPILERS):
+        if torch_compat.is_compiler(str(frame.f_globals.get("__name__"))):
             return True
         frame = frame.f_back
     return False

@@ -21,6 +21,11 @@ import torch
 import torch.fx
 
 
+def is_compiler(module: str) -> bool:
+    """Whether a module is part of what torch traces and compiles with."""
+    return module.startswith(("torch._dynamo", "torch._functorch", "torch._inductor"))
+
+
 def import_inductor() -> None:
     """Import what compiles, and what loads compiled code: it takes seconds, of whoever comes first."""
     importlib.import_module("torch._inductor.compile_fx")
