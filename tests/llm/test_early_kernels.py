@@ -89,7 +89,8 @@ class CountedStates(PlainStates):
         super().delta_rule(states, *others)
 
 
-def test_every_kind_of_layer_runs_once_in_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("waits", [False, True], ids=["longest first", "what a launch waits for last"])
+def test_every_kind_of_layer_runs_once_in_every_size(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
@@ -113,7 +114,7 @@ def test_every_kind_of_layer_runs_once_in_every_size(monkeypatch: pytest.MonkeyP
         turned.append((q.shape[1], heads.q_gain is not None))
 
     kernels = early(
-        replace(reference, attend=attend, attend_turned=attend_turned),
+        replace(reference, attend=attend, attend_turned=attend_turned, compiles_when_launched=waits),
         LAYER,
         replace(LAYER, index=1),
         replace(LAYER, index=2, window=4),
@@ -122,13 +123,16 @@ def test_every_kind_of_layer_runs_once_in_every_size(monkeypatch: pytest.MonkeyP
     kernels.start()
     decision = kernels.wait()
     assert decision.choice == "compiled early", decision.reason
-    assert attended == [(1, 0, 1), (4, 0, 4), (8, 0, 2)]
+    sizes = (1, 4, 8) if waits else (8, 4, 1)
+    num_seqs = {1: 1, 4: 4, 8: 2}
+    assert attended == [(size, 0, num_seqs[size]) for size in sizes]
     # Steps of decoding have pieces of their own; the last of others may run on one row of each sequence.
-    assert multiplied == [(1, 24, True), (1, 10, True), (4, 24, True), (8, 16, False), (2, 16, False)]
-    assert turned == [(size, has_norm) for size in (1, 4, 8) for has_norm in (True, False)]
+    linears = {1: [(1, 24, True), (1, 10, True)], 4: [(4, 24, True)], 8: [(8, 16, False), (2, 16, False)]}
+    assert multiplied == [linear for size in sizes for linear in linears[size]]
+    assert turned == [(size, has_norm) for size in sizes for has_norm in (True, False)]
     assert states.launched == [
         (kind, size, dtype)
-        for size in (1, 4, 8)
+        for size in sizes
         for kind, dtype in (("convolution", torch.float32), ("delta rule", torch.bfloat16))
     ]
 

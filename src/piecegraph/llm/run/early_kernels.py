@@ -119,8 +119,12 @@ class EarlyKernels:
         self._state_kernels = states[1]
         self._shapes = shapes
         self._head = head
-        # Kernels for long prompts that are not Triton's are compiled by the launch itself: they come last.
-        self._buckets = sorted(buckets, key=lambda bucket: (bucket.kind != "decode", bucket.num_tokens))
+        # Those for long prompts take longest, so they are begun with; unless the launch itself compiles them.
+        self._buckets = sorted(
+            buckets,
+            key=lambda bucket: (bucket.kind != "decode", bucket.num_tokens),
+            reverse=not kernel.compiles_when_launched,
+        )
         self._limits = limits
         self._dtype = dtype
         self._device = device

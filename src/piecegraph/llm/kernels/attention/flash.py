@@ -100,4 +100,5 @@ KERNEL = AttentionKernel(
     attend_latent=triton_paged.attend_latent,
     prepare=triton_paged.prepare,
     block_size=BLOCK_SIZE,
+    compiles_when_launched=True,
 )

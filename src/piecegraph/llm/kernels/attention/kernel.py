@@ -153,6 +153,8 @@ class AttentionKernel:
     """None if it serves all layers in the same way."""
     block_size: int = 16
     """Tokens in a block of the cache that suit it best."""
+    compiles_when_launched: bool = False
+    """Whether a launch waits for a compiler, which is not Triton's."""
 
     def attend_rows(
         self,
