@@ -7,7 +7,6 @@ values outside the call by the expressions that lead to them, and the signature 
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +18,21 @@ import torch.fx
 
 from piecegraph.base import torch_compat
 from piecegraph.base.describe import Describer, IndescribableError, describe_tensor
-from piecegraph.base.source_files import with_files_here, with_portable_names
 from piecegraph.graph.asked import Question
 from piecegraph.graph.code_used import CodeUsed, UnknownCodeError, classes_at, code_used, first_changed
 from piecegraph.graph.example import Example, sizes_of
 from piecegraph.graph.fx_nodes import attribute
+from piecegraph.graph.kept_graph import (
+    KeptNode,
+    NodeNumber,
+    StaleTraceError,
+    UnkeepableError,
+    dump,
+    keep_nodes,
+    load,
+    make_graph,
+    node_numbers,
+)
 from piecegraph.graph.outside import OutsideValues
 from piecegraph.graph.signature import Signature, is_constant, with_fixed
 from piecegraph.graph.sizes import SizeGuards, SizeRules
@@ -31,43 +40,6 @@ from piecegraph.graph.sources import Fixed, FromGraph, Weight
 from piecegraph.graph.streams import is_stream_object, uses_streams
 from piecegraph.graph.tracer import Traced, TraceOrigin, traceable
 from piecegraph.graph.views import InputView, StridedView
-
-_KEPT_META = ("example_value", "val")
-_STACK = "stack_trace"
-_MODULES = "nn_module_stack"
-
-
-class UnkeepableError(Exception):
-    """A trace holds something that means nothing in another process."""
-
-
-class StaleTraceError(Exception):
-    """A trace was made for something else than is there now."""
-
-
-@dataclass(frozen=True, slots=True)
-class _NodeNumber:
-    """A node, by its place in the graph."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class _KeptSize:
-    """A symbolic number."""
-
-    expr: Any
-    kind: str
-
-
-@dataclass(frozen=True, slots=True)
-class _KeptNode:
-    op: str
-    name: str
-    target: Any
-    args: Any
-    kwargs: Any
-    meta: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +57,7 @@ class _KeptView:
 
     source: Any
     symbols: tuple[Any, ...]
-    nodes: tuple[_KeptNode, ...]
+    nodes: tuple[KeptNode, ...]
 
 
 @dataclass(frozen=True)
@@ -93,7 +65,7 @@ class _KeptTrace:
     """All that is written of a trace."""
 
     symbols: tuple[torch_compat.KeptSymbol, ...]
-    nodes: tuple[_KeptNode, ...]
+    nodes: tuple[KeptNode, ...]
     attributes: Mapping[str, Any]
     """What ``get_attr`` nodes name."""
     inputs: tuple[Any, ...]
@@ -124,16 +96,13 @@ def dump_trace(traced: Traced, function: Callable[..., Any], weights: Mapping[st
         raise UnkeepableError("it uses streams, which are objects of a process")
     try:
         used = code_used(traced.origin.code, traceable(function))
-        kept = _keep(traced, used, weights)
-        file = io.BytesIO()
-        _OpPickler(file, pickle.HIGHEST_PROTOCOL).dump(kept)
+        return dump(_keep(traced, used, weights))
     except (UnknownCodeError, IndescribableError, pickle.PicklingError, TypeError, AttributeError) as error:
         raise UnkeepableError(str(error)) from error
-    return file.getvalue()
 
 
 def _keep(traced: Traced, used: tuple[CodeUsed, ...], weights: Mapping[str, torch.Tensor]) -> _KeptTrace:
-    origin, numbers = traced.origin, _numbers(traced.graph)
+    origin, numbers = traced.origin, node_numbers(traced.graph)
     names = {id(tensor): name for name, tensor in weights.items()}
     sources = dict(zip(traced.inputs, origin.sources, strict=True))
 
@@ -150,7 +119,7 @@ def _keep(traced: Traced, used: tuple[CodeUsed, ...], weights: Mapping[str, torc
         if isinstance(value, Weight):
             return keep_weight(value)
         if isinstance(value, (FromGraph, StridedView)):
-            return replace(value, node=_NodeNumber(numbers[value.node]))  # type: ignore[arg-type]
+            return replace(value, node=NodeNumber(numbers[value.node]))  # type: ignore[arg-type]
         if isinstance(value, InputView):
             return _keep_view(value, keep(value.source))
         if isinstance(value, Fixed) and (isinstance(value.value, torch.Tensor) or not is_constant(value.value)):
@@ -159,7 +128,7 @@ def _keep(traced: Traced, used: tuple[CodeUsed, ...], weights: Mapping[str, torc
 
     return _KeptTrace(
         symbols=torch_compat.kept_symbols(traced.fake_mode),
-        nodes=_keep_nodes(traced.graph),
+        nodes=keep_nodes(traced.graph),
         attributes=_attributes(traced),
         inputs=tuple(map(keep, traced.inputs.values())),
         results=tuple(map(keep, traced.results)),
@@ -179,49 +148,11 @@ def _keep(traced: Traced, used: tuple[CodeUsed, ...], weights: Mapping[str, torc
     )
 
 
-def _numbers(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
-    return {node: number for number, node in enumerate(graph.nodes)}
-
-
-def _keep_nodes(graph: torch.fx.Graph) -> tuple[_KeptNode, ...]:
-    numbers = _numbers(graph)
-
-    def refer(value: Any) -> Any:
-        return torch.fx.map_arg(value, lambda node: _NodeNumber(numbers[node]))  # type: ignore[arg-type,return-value]
-
-    return tuple(_KeptNode(n.op, n.name, n.target, refer(n.args), refer(n.kwargs), _keep_meta(n)) for n in graph.nodes)
-
-
-def _keep_meta(node: torch.fx.Node) -> dict[str, Any]:
-    """What is known of a node. Modules are kept by their paths: their classes need not be found again."""
-    meta = {name: _keep_value(node.meta[name]) for name in _KEPT_META if name in node.meta}
-    if _STACK in node.meta:
-        meta[_STACK] = with_portable_names(node.meta[_STACK])
-    if _MODULES in node.meta:
-        meta[_MODULES] = {key: (str(path), str(cls)) for key, (path, cls) in node.meta[_MODULES].items()}
-    return meta
-
-
-def _keep_value(value: Any) -> Any:
-    """What a node produces, without what belongs to the process."""
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return _KeptSize(torch_compat.size_expr(value), type(value).__name__)
-    if isinstance(value, torch.Tensor):
-        if not torch_compat.is_keepable_fake(value):
-            raise UnkeepableError(f"it computes a {type(value).__name__} that is no plain dense tensor")
-        return torch_compat.kept_layout(value)
-    if isinstance(value, torch.Size):
-        return ("size", [_keep_value(part) for part in value])
-    if isinstance(value, (tuple, list)):
-        return (type(value).__name__ if type(value) in (tuple, list) else "tuple", [_keep_value(p) for p in value])
-    return value if is_constant(value) else None
-
-
 def _keep_view(view: InputView, source: Any) -> _KeptView:
     chain = getattr(view.apply, "__self__", None)
     if not isinstance(chain, torch.fx.GraphModule):
         raise UnkeepableError("its result holds a view that is made outside the graph")
-    return _KeptView(source, view.symbols, _keep_nodes(chain.graph))
+    return _KeptView(source, view.symbols, keep_nodes(chain.graph))
 
 
 def _attributes(traced: Traced) -> dict[str, torch.Tensor]:
@@ -257,13 +188,6 @@ def _described_ops(targets: Iterable[Any]) -> dict[str, str]:
     return found
 
 
-class _OpPickler(pickle.Pickler):
-    """Writes ops by their names."""
-
-    def persistent_id(self, obj: Any) -> Any:
-        return torch_compat.kept_op_name(obj)
-
-
 # --- reading
 
 
@@ -278,7 +202,7 @@ def load_trace(
     Raises:
         StaleTraceError: it was made for something else.
     """
-    kept: _KeptTrace = _OpUnpickler(io.BytesIO(data)).load()
+    kept: _KeptTrace = load(data)
     _check_code(kept)
     scopes = torch_compat.outside_scopes(traceable(function), kept.imports, *example.with_tensors(example.tensors))
     outside = OutsideValues(kept.outside_tensors, tuple(kept.outside_constants), scopes)
@@ -288,7 +212,7 @@ def load_trace(
     violated = rules.violated(sizes_of(signature, example))
     if violated is not None:
         raise StaleTraceError(f"{violated}, which is not so")
-    graph, nodes = _make_graph(kept.nodes, world)
+    graph, nodes = make_graph(kept.nodes, world)
     owner = torch.nn.Module()
     for name, value in kept.attributes.items():
         owner.register_buffer(name, value)
@@ -348,7 +272,7 @@ class _Finder:
         if isinstance(value, (FromGraph, StridedView)):
             return replace(value, node=self.nodes[value.node.number])  # type: ignore[attr-defined]
         if isinstance(value, _KeptView):
-            chain = torch.fx.GraphModule(torch.nn.Module(), _make_graph(value.nodes, self.world)[0])
+            chain = torch.fx.GraphModule(torch.nn.Module(), make_graph(value.nodes, self.world)[0])
             return InputView(self.find(value.source), value.symbols, chain.forward)
         return value
 
@@ -367,46 +291,3 @@ def _check_outside(outside: OutsideValues, expected: Mapping[str, str]) -> None:
     for name, text in expected.items():
         if name not in found or _described_value(describer, found[name], name) != text:
             raise StaleTraceError(f"{name} is not {text} any more")
-
-
-def _make_graph(kept: Sequence[_KeptNode], world: torch_compat.FakeWorld) -> tuple[torch.fx.Graph, list[torch.fx.Node]]:
-    graph = torch.fx.Graph()
-    nodes: list[torch.fx.Node] = []
-
-    def resolve(value: Any) -> Any:
-        return torch_compat.map_aggregate(value, lambda v: nodes[v.number] if isinstance(v, _NodeNumber) else v)
-
-    with world.making_tensors():
-        for each in kept:
-            node = graph.create_node(each.op, each.target, resolve(each.args), resolve(each.kwargs), each.name)
-            node.meta = {name: _make_meta(name, value, world) for name, value in each.meta.items()}
-            nodes.append(node)
-    return graph, nodes
-
-
-def _make_meta(name: str, value: Any, world: torch_compat.FakeWorld) -> Any:
-    if name == _STACK:
-        return with_files_here(value)
-    return value if name == _MODULES else _make_value(value, world)
-
-
-def _make_value(value: Any, world: torch_compat.FakeWorld) -> Any:
-    if isinstance(value, _KeptSize):
-        return world.size(value.expr, value.kind)
-    if isinstance(value, torch_compat.FakeLayout):
-        return world.tensor(value)
-    if isinstance(value, tuple):
-        kind, parts = value
-        made = [_make_value(part, world) for part in parts]
-        return torch.Size(made) if kind == "size" else made if kind == "list" else tuple(made)
-    return value
-
-
-class _OpUnpickler(pickle.Unpickler):
-    """Finds ops by their names."""
-
-    def persistent_load(self, pid: Any) -> Any:
-        found = torch_compat.find_op(pid)
-        if found is None:
-            raise StaleTraceError(f"there is no op {pid!r}")
-        return found
