@@ -16,9 +16,10 @@ from piecegraph.base.events import EventLog
 from piecegraph.base.progress import Progress
 from piecegraph.errors import LowerError
 from piecegraph.graph import cut_rules
+from piecegraph.graph.compile import Lowering
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.fx_nodes import is_size
-from piecegraph.graph.lower import Lowering, lower
+from piecegraph.graph.lower import lower
 from piecegraph.graph.split import Segment, split
 from tests.cases.modules import attention, two_results, unsafe
 from tests.graph.test_trace import trace_it

@@ -20,8 +20,8 @@ from piecegraph.dumps.repro import Repro, inputs_text, large_constants, why_not,
 from piecegraph.dumps.smallest import Part, part_of, run_as_traced, smallest_failing, units_of
 from piecegraph.dumps.specs import InputSpec, TensorSpec, specs_of, with_origins, with_values
 from piecegraph.dumps.standalone import Maker
+from piecegraph.graph.compile import CompilePiece
 from piecegraph.graph.fx_nodes import op_name, source_line, writes_in_place
-from piecegraph.graph.lower import CompilePiece
 
 _MAX_FAILURE = 1500
 """Characters of an error that are kept."""

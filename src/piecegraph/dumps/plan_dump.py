@@ -24,7 +24,7 @@ from piecegraph.dumps.listing import input_origins, split_text, traced_text
 from piecegraph.dumps.pieces import PieceFiles
 from piecegraph.dumps.target import Target
 from piecegraph.errors import PiecegraphError
-from piecegraph.graph.lower import CompilePiece
+from piecegraph.graph.compile import CompilePiece
 from piecegraph.graph.program import Program, Step
 from piecegraph.graph.split import Segment
 from piecegraph.graph.tracer import Traced

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,18 +22,23 @@ from piecegraph.dumps.plan_dump import PlanDump
 from piecegraph.dumps.structured import trace_plan
 from piecegraph.dumps.target import target_of
 from piecegraph.engine.layer_check import Layers
-from piecegraph.engine.plan_cache import KeptPlan
+from piecegraph.engine.plan_cache import KeptPlan, is_any_kept
 from piecegraph.engine.plan_key import pipeline_factors
 from piecegraph.errors import located
+from piecegraph.graph.compile import CompiledPieces, Lowering
+from piecegraph.graph.compile_aside import PieceCompilers
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.example import Example
 from piecegraph.graph.fuse import PlaceWeight, fuse_linears, place_by_copy
 from piecegraph.graph.interception import Interception
-from piecegraph.graph.lower import CompiledPieces, Lowering, lower
+from piecegraph.graph.lower import lower
 from piecegraph.graph.program import Program
 from piecegraph.graph.split import Segment, split
 from piecegraph.graph.tracer import Traced, trace
 from piecegraph.provenance.observe import is_attributing
+
+_ROOM_ASIDE = 4 * 2**30
+"""Free bytes of a GPU that others may use some of."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +77,15 @@ class Pipeline:
     options: Options
     events: EventLog
     is_full: bool = False
+    has_many_pieces: bool = False
+    """Distinct ones. Whoever says so closes :attr:`aside` when all are compiled."""
     factors: Mapping[str, str] = field(default_factory=dict)
     """What else a trace depends on, besides the function and the call."""
     clock: StageClock = field(default_factory=StageClock)
     compiled: CompiledPieces = field(default_factory=dict)
     """The pieces of all plans."""
+    aside: PieceCompilers = field(default_factory=PieceCompilers)
+    """What compiles pieces of a new plan beside this process."""
     kept: list[KeptPlan] = field(default_factory=list)
     """What the cache has of each trace; the last is the one that is cut."""
 
@@ -94,12 +104,14 @@ class Pipeline:
             weights: tensors that are the function's own, by name.
             find_layers: those of which only some need be traced, if there are any. See Note [Equal layers].
         """
-        is_compiled, on_gpu = self.backend == "inductor", any(tensor.is_cuda for tensor in example.tensors)
+        is_compiled, gpu = self.backend == "inductor", next((t.device for t in example.tensors if t.is_cuda), None)
+        if is_compiled and gpu is not None:
+            if self.has_many_pieces and not is_any_kept(self.name):
+                self._start_aside(gpu)  # it imports as much
+            torch_compat.hash_triton()
         if is_compiled:
-            if on_gpu:
-                torch_compat.hash_triton()
             torch_compat.import_inductor()
-            if on_gpu:
+            if gpu is not None:
                 torch_compat.hash_torch()
             self.clock.lap("import")
         kept = self.open_kept()
@@ -108,14 +120,28 @@ class Pipeline:
             if is_compiled:
                 torch_compat.hash_triton()
                 torch_compat.hash_torch()
-            with located(phase="trace"):
-                layers = find_layers()
-                found = trace(function, example, weights, None if layers is None else layers.stack)
-                if layers is not None and found.decisions and not layers.are_alike():
-                    found = trace(function, example, weights)
+            if is_compiled and gpu is not None:
+                self._start_aside(gpu)
+            found = self._trace_anew(function, example, weights, find_layers)
             if kept is not None:
                 kept.take(found, function, weights)
         self.clock.lap("trace")
+        return found
+
+    def _trace_anew(
+        self,
+        function: Callable[..., Any],
+        example: Example,
+        weights: Mapping[str, torch.Tensor],
+        find_layers: Callable[[], Layers | None],
+    ) -> Traced:
+        with located(phase="trace"), contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.aside.close)
+            layers = find_layers()
+            found = trace(function, example, weights, None if layers is None else layers.stack)
+            if layers is not None and found.decisions and not layers.are_alike():
+                found = trace(function, example, weights)
+            on_failure.pop_all()
         return found
 
     def fuse(self, traced: Traced, place: PlaceWeight = place_by_copy) -> tuple[Traced, tuple[Decision, ...]]:
@@ -163,8 +189,13 @@ class Pipeline:
             progress, pieces = Progress(self.options.progress), {} if kept is None else kept.pieces
             if kept is not None:
                 around.enter_context(kept.compiling())
-            around.enter_context(self.compilers(on_gpu=_is_on_gpu(traced), are_kept=kept is not None and kept.is_warm))
-            program, num_compiles = lower(traced, segments, lowering, self.events, progress, self.compiled, pieces)
+            on_gpu = _is_on_gpu(traced)
+            around.enter_context(self.compilers(on_gpu=on_gpu, are_kept=kept is not None and kept.is_warm))
+            if not self.aside.is_running:  # it may be started for what is left
+                around.callback(self.aside.close)
+            program, num_compiles = lower(
+                traced, segments, lowering, self.events, progress, self.compiled, pieces, self.aside if on_gpu else None
+            )
         self.clock.lap("compile")
         trace_plan(self.name, traced, segments, program)
         if dump is not None:
@@ -201,6 +232,14 @@ class Pipeline:
             return contextlib.nullcontext()
         return torch_compat.inductor_compilers()
 
+    def _start_aside(self, gpu: torch.device) -> None:
+        """Start what compiles pieces beside this process, if there will be enough of them, and room on the GPU."""
+        if not self.has_many_pieces or target_of(self.options) is not None or self._is_attributed():
+            return
+        if torch.cuda.mem_get_info(gpu)[0] >= _ROOM_ASIDE:
+            folders = {f"{fx_pass.__module__.rpartition('.')[0]}." for fx_pass in self.passes}
+            self.aside.start(gpu, [name for name in sys.modules if name.startswith(tuple(folders))])
+
     def recall(self, what: str) -> int | None:
         """What an earlier start with the same plan has measured; None if it has not."""
         return self.kept[-1].recall(what) if self.kept else None
@@ -219,8 +258,13 @@ class Pipeline:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """What the cache had to do with it."""
-        return (self.kept[-1].decision,) if self.kept else ()
+        """What the cache and other processes had to do with it."""
+        kept = (self.kept[-1].decision,) if self.kept else ()
+        num_aside, num = self.aside.num_compiled, len(self.compiled)
+        if not num_aside and not self.aside.refusals:
+            return kept
+        why = "; ".join(self.aside.refusals) or "while this process compiled the others"
+        return (*kept, Decision("pieces", f"{num_aside} of {num} compiled by other processes", why))
 
     def open_kept(self) -> KeptPlan | None:
         """What the cache has of the next trace, which is to be asked for; None if nothing is kept."""

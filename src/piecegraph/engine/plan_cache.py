@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from piecegraph.base import torch_compat
+from piecegraph.base.cache_root import is_on
 from piecegraph.base.describe import IndescribableError
 from piecegraph.base.entries import (
     DamagedEntryError,
@@ -40,9 +41,10 @@ from piecegraph.base.scratch import scratch_folder
 from piecegraph.base.text import count_of
 from piecegraph.engine.plan_key import key_of, plan_factors
 from piecegraph.errors import CacheError
+from piecegraph.graph.compile import CompiledPieces, KeptPiece
 from piecegraph.graph.example import Example
-from piecegraph.graph.kept_trace import StaleTraceError, UnkeepableError, dump_trace, load_trace
-from piecegraph.graph.lower import CompiledPieces, KeptPiece
+from piecegraph.graph.kept_graph import StaleTraceError, UnkeepableError
+from piecegraph.graph.kept_trace import dump_trace, load_trace
 from piecegraph.graph.sizes import SizeGuards
 from piecegraph.graph.tracer import Traced
 
@@ -225,6 +227,14 @@ class KeptPlan:
     def _give_up(self, error: CacheError) -> None:
         self._key, self.decision = "", Decision("cache", "off", str(error))
         self._events.emit(Event(error.code, "cache", f"{error.what}: {error.why}", error.hint))
+
+
+def is_any_kept(name: str) -> bool:
+    """Whether the cache has plans of what is compiled: the next may be one of them."""
+    try:
+        return is_on() and any(isinstance(entry, Entry) and entry.name == name for entry in all_entries())
+    except CacheError:
+        return False
 
 
 def _scratch_folder() -> Path:

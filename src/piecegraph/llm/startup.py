@@ -203,6 +203,7 @@ def _trace_and_compile(
         def on_traced(sites: TracedSites) -> None:
             compiling.enter_context(sites.pipeline.compiling())
             on_gpu, pipeline = config.device.type == "cuda", sites.pipeline
+            compiling.callback(pipeline.aside.close)  # behind the kernels, which take longer than to end does
             compiling.enter_context(pipeline.compilers(on_gpu=on_gpu, are_kept=pipeline.is_kept))
             early.extend(_start_early(sites, loaded, config, limits, has_decode_pieces=decode.choice == "their own"))
 

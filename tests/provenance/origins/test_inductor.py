@@ -22,9 +22,10 @@ from piecegraph.base.events import EventLog
 from piecegraph.base.origin import LaunchCall
 from piecegraph.base.progress import Progress
 from piecegraph.base.torch_compat import CompiledSource
+from piecegraph.graph.compile import Lowering, structural_key
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.fx_nodes import op_name
-from piecegraph.graph.lower import Lowering, lower, structural_key
+from piecegraph.graph.lower import lower
 from piecegraph.graph.program import Program, Step, StepSource, run_plainly
 from piecegraph.graph.split import split
 from piecegraph.provenance.origins.fx import launch_calls, origins_of

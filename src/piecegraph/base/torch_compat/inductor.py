@@ -124,6 +124,20 @@ def inductor_compile(
     return CompiledGraph(function, sources[-1] if sources else None, _artifact_of(function))
 
 
+def warm_up_inductor(device: torch.device) -> None:
+    """Have all that Inductor does once for a GPU done: a driver, tables of patterns, modules that are imported late."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if device.type != "cuda":
+        return
+    graph, mode = torch.fx.Graph(), FakeTensorMode()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.relu, (graph.call_function(torch.mm, (x, x)),)),))
+    with mode:
+        example = torch.empty(64, 64, device=device, dtype=torch.bfloat16)
+    inductor_compile(torch.fx.GraphModule(torch.nn.Module(), graph), [example], mode, {"force_disable_caches": True})
+
+
 def _artifact_of(compiled: Any) -> str | None:
     """The name of a compiled graph in Inductor's cache. A graph of several, or none, cannot be loaded again."""
     if compiled._artifacts is None or not compiled.is_saveable():
@@ -241,6 +255,20 @@ def _assembler_of_triton() -> str | None:
     return next(filter(os.path.exists, paths), None)
 
 
+def compiler_places() -> dict[str, str]:
+    """Where compilers write and find things now."""
+    return {name: os.environ[name] for name in _SETTINGS_OF_PLACES if name in os.environ}
+
+
+def use_compiler_places(places: Mapping[str, str]) -> None:
+    """Have the compilers of this process write and find things where those of another do, from now on."""
+    if compiler_places() != places:
+        for name in _SETTINGS_OF_PLACES:
+            os.environ.pop(name, None)
+        os.environ.update(places)
+        _forget_places(had_other_ptxas=True)
+
+
 def settle_kernels(folder: str) -> None:
     """Make Triton find the kernels in a :func:`compiler_folder` that was copied here from elsewhere.
 
@@ -340,6 +368,7 @@ def _setting_text(value: Any) -> str:
 
 _PTXAS = "TRITON_PTXAS_PATH"
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_SETTINGS_OF_PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", _PTXAS)
 _PLACES = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"})
 """Variables that say where and how fast, not what."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -148,6 +149,28 @@ def home_of_op(target: Any) -> str:
     definition = OPDEFS.get((overload or packet.default)._name)
     home = "" if definition is None else str(definition._init_fn.__module__)
     return "" if home == "__main__" else home
+
+
+def modules_of_ops(targets: Iterable[Any]) -> list[str]:
+    """The modules that register ops, as far as they are Python's: whoever imports them has the ops.
+
+    Who makes fake results is known by its file (torch 2.11 to 2.13).
+    """
+    from torch._library.simple_registry import singleton
+
+    files = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
+    found: dict[str, None] = {}
+    for target in targets:
+        name = kept_op_name(target)
+        if name is None or name.startswith(("aten::", "prims::")):
+            continue
+        home = home_of_op(target)
+        kernel = singleton.find(name.partition(".")[0]).fake_impl.kernel
+        if not home and kernel is not None:
+            home = files.get(kernel.source.rpartition(":")[0], "")
+        if home not in ("", "__main__"):
+            found[home] = None
+    return list(found)
 
 
 def direct_kernel(target: Any, device_type: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -15,6 +15,11 @@ import torch.fx
 def meta_value(node: torch.fx.Node) -> Any:
     """What Dynamo saw a node produce: a fake tensor, a SymInt, a tuple of them, or None."""
     return node.meta.get("example_value", node.meta.get("val"))
+
+
+def input_values(module: torch.fx.GraphModule) -> list[Any]:
+    """The same of each of its inputs."""
+    return [meta_value(node) for node in module.graph.find_nodes(op="placeholder")]
 
 
 def size_expr(value: Any) -> sympy.Expr:
@@ -110,6 +115,18 @@ def size_guards(fake_mode: Any) -> tuple[tuple[sympy.Basic, str], ...]:
         if bounds.upper.is_finite and bounds.upper < torch.iinfo(torch.int32).max:
             guards.append((sympy.Le(symbol, bounds.upper), "torch._check"))
     return tuple(guards)
+
+
+def add_size_guards(fake_mode: Any, guards: Iterable[tuple[sympy.Basic, str]]) -> None:
+    """Have a trace rely on conditions that somebody else found, who compiled a part of it."""
+    from torch._guards import ShapeGuard, SLoc
+
+    env = fake_mode.shape_env if fake_mode is not None else None
+    known = {condition for condition, _ in size_guards(fake_mode)}
+    for condition, line in guards:
+        if condition not in known:
+            assert env is not None, condition
+            env.guards.append(ShapeGuard(condition, SLoc("", line or None), False))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -26,8 +26,8 @@ from torch.fx import Node
 
 from piecegraph.base import torch_compat
 from piecegraph.dumps.repro import register_plain_form
+from piecegraph.graph.compile import goes_by_structure
 from piecegraph.graph.fx_nodes import take_places
-from piecegraph.graph.lower import goes_by_structure
 from piecegraph.llm.kernels.patterns import Norm, calls, calls_in, erase, find_norm
 from piecegraph.llm.kernels.skinny import MOST_ROWS, Linear, choose_tile, multiply
 from piecegraph.llm.kernels.turned_attention import find_turned

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from piecegraph.base import torch_compat
 from piecegraph.dumps.repro import register_plain_form
-from piecegraph.graph.lower import goes_by_structure
+from piecegraph.graph.compile import goes_by_structure
 from piecegraph.llm.kernels.skinny import Linear, Tile, launch_tiles, multiply
 from piecegraph.llm.ops import LIBRARY
 

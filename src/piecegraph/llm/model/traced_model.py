@@ -150,6 +150,8 @@ def trace_model(
         CutRules("auto"),
         options,
         events,
+        # Ranks start at the same time: each of them compiles its own, which takes all cores.
+        has_many_pieces=part is None and not takes_embeds,
         factors=_factors(cache, part, decode_pieces=decode_pieces),
         clock=clock or StageClock(),
     )
@@ -164,6 +166,7 @@ def trace_model(
     turned = turn_in_attention(traced) if decode_pieces else traced
     lowered = pipeline.cut(turned)
     few = _few_rows(pipeline, turned, model.device) if decode_pieces else None
+    pipeline.aside.end()
     return TracedModel(
         traced,
         pipeline,
