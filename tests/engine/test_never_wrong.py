@@ -1063,6 +1063,24 @@ def test_an_array_of_numpy_that_is_written_to(compiled: Any) -> None:
     assert mine.tolist() == theirs.tolist() == [4.0, 4.0, 4.0]
 
 
+class CountsByNumpy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total, given = self.total.numpy(), x.numpy()
+        total += 1
+        given *= 2
+        return x + self.total
+
+
+def test_what_numpy_writes_is_written_once(compiled: Any) -> None:
+    model, plain = CountsByNumpy(), CountsByNumpy()
+    compare(compiled(model), plain, [(torch.randn(rows, 3),) for rows in (2, 2, 4, 1, 4, 1)])
+    assert model.total.tolist() == plain.total.tolist() == [6.0, 6.0, 6.0]
+
+
 # --- parts of the module that come and go
 
 

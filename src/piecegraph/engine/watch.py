@@ -1,7 +1,8 @@
 """What a function does to memory, seen by running it once on copies of its arguments.
 
 A schema says which arguments an op writes to, and some ops do not keep to it: batch norm moves its statistics, a custom
-op may write to anything. So every tensor that was there before the run is compared around every op that reads it.
+op may write to anything. So every tensor that was there before the run is compared around every op that reads it, and
+at the end if its memory was handed to somebody who needs no ops, such as numpy.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from piecegraph.errors import TraceError
 from piecegraph.graph.example import Example
 from piecegraph.graph.interception import off
 from piecegraph.graph.signature import LayoutReader
+from piecegraph.tape.reads import shows_memory
 
 _LAYOUT_READS = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset})
 _VIEWS_OR_COPIES = frozenset(
@@ -97,7 +99,7 @@ def watch(call: Callable[[Sequence[torch.Tensor]], Any], example: Sequence[torch
             returned = call(inputs)
             seen.note_returned(returned)
             seen.refuse_attributes(returned)
-            left = {storage: memory.clone() for storage, (memory, _) in seen.saved.items()}
+            left = {storage: memory.clone() for storage, (memory, _) in seen.written().items()}
     index = {torch_compat.storage_id(tensor): i for i, tensor in enumerate(inputs)}
     written = sorted((index[storage], storage) for storage in seen.saved if storage in index)
     state = [storage for storage in seen.saved if storage not in index]
@@ -155,6 +157,10 @@ class _Watch:
         """Storages that the run itself has made."""
         self.saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Storages that were written to, with what they held before."""
+        self._shown: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Storages that may have been written to without an op, with what they held before."""
+        self._is_looking = True
+        """Not while it makes copies of its own."""
         self._drawn: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         """Generators that an op was given, with where they were before."""
         self.layout_reader: LayoutReader | None = None
@@ -163,11 +169,15 @@ class _Watch:
         self.views: dict[tuple[Any, ...], tuple[tuple[Any, ...], ViewOp]] = {}
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._is_looking:
+            return function(*args, **kwargs)
         self._save_generators(args, kwargs)
         if torch_compat.is_whole(function, args, kwargs):
             return torch_compat.run_parts(self.run, function, args, kwargs)
         if function in _LAYOUT_READS or function in _LAYOUT_OPS:
             self._note_reader(str(user_line() or function.__name__), reads_numbers=True)
+        if shows_memory(function, args):
+            self._note_shown(args[0])
         if not torch_compat.is_op(function):
             returned = function(*args, **kwargs)
             if function in _VIEWS_OR_COPIES or kwargs.get("memory_format") is not None:
@@ -276,8 +286,20 @@ class _Watch:
                 )
 
     def _save(self, tensor: torch.Tensor) -> None:
-        memory = torch_compat.memory_of(tensor)
-        self.saved.setdefault(torch_compat.storage_id(tensor), (memory, memory.clone()))
+        storage, memory = torch_compat.storage_id(tensor), torch_compat.memory_of(tensor)
+        if storage not in self.saved:
+            self.saved[storage] = self._shown.get(storage) or (memory, memory.clone())
+
+    def _note_shown(self, tensor: torch.Tensor) -> None:
+        storage = torch_compat.storage_id(tensor)
+        if storage in self._made or storage in self.saved or storage in self._shown:
+            return
+        self._is_looking = False
+        try:
+            memory = torch_compat.memory_of(tensor)
+            self._shown[storage] = memory, memory.clone()
+        finally:
+            self._is_looking = True
 
     def _save_generators(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Those of devices are put back around a run. One that the user made is known when it is first drawn from."""
@@ -286,13 +308,20 @@ class _Watch:
                 self._drawn[torch_compat.generator_id(value)] = value, value.get_state()
                 torch_compat.note_generator(value)
 
+    def written(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Storages that were written to, also without an op, with what they held before."""
+        for storage, (memory, before) in self._shown.items():
+            if not same_bits(memory, before):
+                self.saved.setdefault(storage, (memory, before))
+        return self.saved
+
     def first_unknown(self, known: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Memory that was written to and belongs to none of these tensors."""
         expected = self._inputs | {torch_compat.storage_id(tensor) for tensor in known}
-        return next((memory for storage, (memory, _) in self.saved.items() if storage not in expected), None)
+        return next((memory for storage, (memory, _) in self.written().items() if storage not in expected), None)
 
     def restore(self) -> None:
-        for memory, value in self.saved.values():
+        for memory, value in self.written().values():
             memory.copy_(value)
         for generator, state in self._drawn.values():
             generator.set_state(state)

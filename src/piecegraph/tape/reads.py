@@ -142,6 +142,11 @@ def hands_out_memory(function: Any, args: tuple[Any, ...]) -> bool:
     return function is torch.Tensor.__dlpack__ and args[0].device.type == "cpu"
 
 
+def shows_memory(function: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call shows memory of the host to numpy, which may write to it without an op."""
+    return function in (torch.Tensor.numpy, torch.Tensor.__array__) and args[0].device.type == "cpu"
+
+
 def _has_mask(indices: Sequence[Any]) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
