@@ -88,3 +88,23 @@ def test_atoms_of_op_arguments() -> None:
     value = (1, [2, {"k": slice(3, None, 4)}])
     assert atoms(value) == [1, 2, 3, None, 4]
     assert map_arguments(value, lambda atom: atom) == value
+
+
+class Tagged(collections.OrderedDict[str, Any]):
+    pass
+
+
+def test_attributes_beside_the_items_are_parts_too() -> None:
+    value = Tagged(a=1)
+    value.tag, value.mask = "x", torch.ones(2)  # type: ignore[attr-defined]
+    found, paths, structure = flatten(value, "batch")
+    assert found == [1, "x", value.mask]  # type: ignore[attr-defined]
+    assert paths == ["batch.a", "batch.tag", "batch.mask"]
+    again = structure.build(iter([2, "y", None]))
+    assert (again, vars(again)) == (Tagged(a=2), {"tag": "y", "mask": None})
+    assert flatten(Tagged(a=1))[2] != structure
+
+
+def test_what_makes_missing_items_is_part_of_the_structure() -> None:
+    assert flatten(collections.defaultdict(list))[2] == flatten(collections.defaultdict(list))[2]
+    assert flatten(collections.defaultdict(list))[2] != flatten(collections.defaultdict(dict))[2]

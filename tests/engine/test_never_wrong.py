@@ -13,6 +13,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -2051,3 +2052,58 @@ def test_values_that_are_found_in_unusual_ways(
         monkeypatch.setattr(SETTINGS, "factor", factor)
         monkeypatch.setattr(SETTINGS_MODULE, "factor", factor, raising=False)
         assert torch.equal(fast(torch.ones(2, 2)), torch.full((2, 2), factor))
+
+
+# --- arguments that have more than their value
+
+
+class Named(dict[str, Any]):
+    pass
+
+
+class Listed(list[Any]):
+    pass
+
+
+@dataclass
+class Batch:
+    rows: int
+
+    def __post_init__(self) -> None:
+        self.factor: Any = 1.0
+
+
+def with_factor(value: Any, factor: Any) -> Any:
+    value.factor = factor
+    return value
+
+
+MADE_WITH_FACTORS: dict[str, Callable[[], Any]] = {
+    "dictionary": lambda: Named(rows=2),
+    "list": lambda: Listed([2]),
+    "dataclass": lambda: Batch(2),
+}
+
+
+@pytest.mark.parametrize("kind", MADE_WITH_FACTORS)
+def test_attributes_that_a_container_has_beside_its_items(compiled: Any, kind: str) -> None:
+    def scaled(x: Tensor, given: Any) -> Any:
+        return with_factor(MADE_WITH_FACTORS[kind](), x * given.factor)
+
+    fast = compiled(scaled)
+    for factor in (2.0, 3.0, torch.full((3,), 4.0), torch.full((3,), 5.0)):
+        given, x = with_factor(MADE_WITH_FACTORS[kind](), factor), torch.randn(2, 3)
+        found = fast(x, given)
+        assert type(found) is type(given)
+        assert found == MADE_WITH_FACTORS[kind]()
+        torch.testing.assert_close(found.factor, x * factor)
+        given.factor = factor + 1  # of the same object, too
+        torch.testing.assert_close(fast(x, given).factor, x * (factor + 1))
+
+
+def test_a_number_that_has_attributes_is_refused(compiled: Any) -> None:
+    class Rows(int):
+        factor = 0.0
+
+    with pytest.raises(TraceError, match="PG203 given is a Rows"):
+        compiled(lambda x, given: x * given.factor)(torch.ones(3), with_factor(Rows(2), 2.0))

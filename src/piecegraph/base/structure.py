@@ -1,8 +1,9 @@
 """Nested arguments and results, taken apart into leaves and put together again.
 
 Tuples, named tuples, lists, dictionaries, dataclasses, transformers' ``ModelOutput`` and whatever is registered with
-torch's pytree are containers; objects of plain Python classes are if the caller says so; everything else is a leaf. The
-invariant: ``build(flatten(x)) == x``, of the same types.
+torch's pytree are containers; objects of plain Python classes are if the caller says so; everything else is a leaf.
+Attributes that a container has beside its items are parts of it, too. The invariant: ``build(flatten(x)) == x``, of the
+same types.
 """
 
 from __future__ import annotations
@@ -44,7 +45,21 @@ class Structure:
         """Fill the structure with leaves, in the order :func:`flatten` gave them."""
         if self.cls is None:
             return next(leaves)
-        return _builder(self.cls)(self.cls, self.context, [child.build(leaves) for child in self.children])
+        values = [child.build(leaves) for child in self.children]
+        if not isinstance(self.context, _WithAttributes):
+            return _builder(self.cls)(self.cls, self.context, values)
+        num_items = len(values) - len(self.context.names)
+        made = _builder(self.cls)(self.cls, self.context.of_items, values[:num_items])
+        vars(made).update(zip(self.context.names, values[num_items:], strict=True))
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class _WithAttributes:
+    """The context of a container that has attributes beside its items, which come behind these."""
+
+    of_items: Any
+    names: tuple[str, ...]
 
 
 LEAF = Structure(None)
@@ -122,10 +137,37 @@ def atoms(value: Any) -> list[Any]:
 
 
 def _split(value: Any) -> _Parts | None:
+    parts = _split_items(value)
+    if parts is None or type(value) in _PLAIN or not (beside := _attributes_beside(value)):
+        return parts
+    context, children, suffixes = parts
+    names = [f".{name}" for name in beside]
+    return _WithAttributes(context, tuple(beside)), [*children, *beside.values()], [*suffixes, *names]
+
+
+_PLAIN = (tuple, list, dict)
+
+
+def _attributes_beside(value: Any) -> dict[str, Any]:
+    """The attributes of a container that are none of its items."""
+    own = getattr(value, "__dict__", None)
+    if not own or own is value:
+        return {}
+    if dataclasses.is_dataclass(value):  # transformers' ModelOutput is one, and a dictionary
+        items: Any = {field.name for field in dataclasses.fields(value)}
+    elif isinstance(value, (*_PLAIN,)):
+        items = value if isinstance(value, dict) else ()
+    else:
+        return {}  # registered with torch's pytree, whose business it is
+    return {name: held for name, held in own.items() if name not in items}
+
+
+def _split_items(value: Any) -> _Parts | None:
     if isinstance(value, dict):
         keys = tuple(value)
         # A dict subclass may carry more than its items (a default factory): its empty copy is kept to be refilled.
-        context: Any = keys if type(value) is dict else (keys, _empty_copy(value))
+        made_by = getattr(value, "default_factory", None)
+        context: Any = keys if type(value) is dict else (keys, _empty_copy(value), made_by)
         return context, list(value.values()), [f".{key}" for key in keys]
     if isinstance(value, (tuple, list)):
         names = getattr(value, "_fields", None)
@@ -197,7 +239,7 @@ def _build_plain_dict(cls: type, keys: Any, values: list[Any]) -> Any:
 
 
 def _build_dict(cls: type, context: Any, values: list[Any]) -> Any:
-    keys, empty = context
+    keys, empty, _ = context
     items = dict(zip(keys, values, strict=True))
     if empty is None:  # transformers' ModelOutput: a dataclass that is a dict of its fields that are not None
         return cls(**items)

@@ -29,6 +29,7 @@ _CONSTANTS = (
     types.BuiltinFunctionType, types.CodeType, torch.dtype, torch.device, torch.layout, torch.memory_format,
     torch.nn.Module,
 )  # fmt: skip
+_BY_VALUE = (int, float, complex, str, bytes)
 
 
 class LayoutMisfit(str):
@@ -387,7 +388,7 @@ def _leaf(name: str, value: Any, dynamic: dict[int, int], is_static: bool) -> Le
             strides=strides if is_static else None,
             is_plain=not is_static,
         )
-    if is_constant(value):
+    if is_constant(value) and not has_attributes(value):
         return Constant(name, value)
     raise TraceError(
         "PG203",
@@ -416,6 +417,11 @@ def _carries_tensors(value: Any) -> bool:
 def is_constant(value: Any) -> bool:
     """Whether a value can be part of a plan: compared by value or identity, never changed from outside."""
     return isinstance(value, _CONSTANTS)
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether a number or text has attributes, which do not show in its value: one of a class of the user's may."""
+    return isinstance(value, _BY_VALUE) and not isinstance(value, enum.Enum) and bool(getattr(value, "__dict__", None))
 
 
 def is_same_constant(one: Any, other: Any) -> bool:
