@@ -14,6 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -2107,3 +2108,45 @@ def test_a_number_that_has_attributes_is_refused(compiled: Any) -> None:
 
     with pytest.raises(TraceError, match="PG203 given is a Rows"):
         compiled(lambda x, given: x * given.factor)(torch.ones(3), with_factor(Rows(2), 2.0))
+
+
+class Level(Enum):
+    LOW = 1
+
+
+def scale_by(factors: list[float]) -> Callable[[Tensor], Tensor]:
+    def scale(x: Tensor) -> Tensor:
+        return x * factors[0]
+
+    return scale
+
+
+class Settings:
+    factor = 1.0
+
+
+STATES: dict[str, tuple[Any, Callable[[Tensor, Any], Tensor], Callable[[Any, float], None]]] = {
+    "outer variable": (
+        scale_by([1.0]),
+        lambda x, given: given(x),
+        lambda given, factor: given.__closure__[0].cell_contents.__setitem__(0, factor),
+    ),
+    "function": (scale_by([1.0]), lambda x, given: x * given.factor, lambda given, factor: with_factor(given, factor)),
+    "class": (Settings, lambda x, given: x * given.factor, lambda given, factor: with_factor(given, factor)),
+    "member": (Level.LOW, lambda x, given: x * given.factor, lambda given, factor: with_factor(given, factor)),
+    "in a list": (
+        [Level.LOW],
+        lambda x, given: x * given[0].factor,
+        lambda given, factor: with_factor(given[0], factor),
+    ),
+}
+"""An argument that is the same object at every call, what reads its state, and what changes that."""
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_what_an_argument_has_that_stays_the_same_object(compiled: Any, kind: str) -> None:
+    given, function, change = STATES[kind]
+    fast, x = compiled(function), torch.randn(4)
+    for factor in (2.0, 2.0, 3.0, 2.0):
+        change(given, factor)
+        torch.testing.assert_close(fast(x, given), x * factor)

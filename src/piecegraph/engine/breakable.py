@@ -219,7 +219,8 @@ class BreakableBody:
         if not {*map(torch_compat.generator_id, run.breaker.drawn_from)} <= run.python.generators:
             self._code.note_new_generator(self._function)
         if self._code.num_codes > num_codes:
-            self.outside.renew(*self._code.names(self._function, self._module, self._modules()))
+            arguments = self._example.args, self._example.kwargs
+            self.outside.renew(*self._code.names(self._function, self._module, self._modules(), arguments))
         return run
 
     def _reachable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

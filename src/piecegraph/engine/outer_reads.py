@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import enum
 import functools
 import gc
 import inspect
@@ -23,11 +24,12 @@ from typing import Any, NamedTuple
 import torch
 
 from piecegraph.base import torch_compat
+from piecegraph.base.structure import flatten
 from piecegraph.base.user_code import user_line
 from piecegraph.engine.reach import FIXED, is_installed, package_of
 from piecegraph.graph.asked import SEEDING, Question, questions_in, seeds_at
 from piecegraph.graph.code_used import classes_at
-from piecegraph.graph.signature import is_constant
+from piecegraph.graph.signature import has_attributes, is_constant
 
 MAX_VALUES = 2_000
 _MAX_DEPTH = 4
@@ -139,10 +141,14 @@ class CodeLog:
         return len(self._ran)
 
     def names(
-        self, function: Callable[..., Any], module: torch.nn.Module | None, others: Iterable[torch.nn.Module]
+        self,
+        function: Callable[..., Any],
+        module: torch.nn.Module | None,
+        others: Iterable[torch.nn.Module],
+        arguments: Any,
     ) -> OuterNames:
         """What the code can read outside of the call: in a module and its submodules, in other modules, in what the
-        function has with it, in globals and in outer variables.
+        function has with it, in globals and outer variables, and in arguments that are the same objects at every call.
         """
         theirs = {code: scope for code, scope in self._ran.items() if package_of(scope) != "torch"}
         names = {name for code in self._ran for name in (*code.co_names, *code.co_consts) if isinstance(name, str)}
@@ -155,6 +161,8 @@ class CodeLog:
             for imported in _imported_by(code):
                 reader.walk_scope(vars(imported), code.co_names)
         reader.walk_held(_held_by(function))
+        same = [leaf for leaf in flatten(arguments)[0] if isinstance(leaf, FunctionType | type | enum.Enum)]
+        reader.walk_held({f"argument{number}": leaf for number, leaf in enumerate(same)})
         for function in self._functions.found():
             reader.walk_closure(function)
             reader.walk_defaults(function)
@@ -296,14 +304,25 @@ class _Reader:
             self.constants.append(path)
             if isinstance(value, FunctionType):
                 self.constants.append(f"{path}.__code__")
-            elif isinstance(value, type) and value.__module__.split(".")[0] not in FIXED:
-                for name in _data_of(value):
-                    if name in self._names:
-                        self._walk(f"{path}.{name}", getattr(value, name), (*above, id(value)))
+            for name in self._names_in(path, value):
+                self._walk(f"{path}.{name}", getattr(value, name), (*above, id(value)))
         else:
             self.constants += [f"type({path})"] if not isinstance(value, ModuleType) else []
             for part in self._parts(path, value):
                 self._walk(part.path, part.value, (*above, id(value)))
+
+    def _names_in(self, path: str, value: Any) -> list[str]:
+        """The attributes of a constant that the code may read: a function of the user's, a class, a member of an
+        enumeration, or a number or text of such a class.
+        """
+        is_one = isinstance(value, FunctionType | type | enum.Enum) or has_attributes(value)
+        if not is_one or str(value.__module__).split(".")[0] in FIXED:
+            return []
+        if isinstance(value, type):
+            return [name for name in _data_of(value) if name in self._names]
+        if self._is_any:
+            self.constants.append(f"tuple({path}.__dict__)")
+        return [name for name in vars(value) if (self._is_any or name in self._names) and not name.startswith("_")]
 
     def _walk_attributes(self, path: str, module: torch.nn.Module) -> None:
         for part in self._attributes(path, module):

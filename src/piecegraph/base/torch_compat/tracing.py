@@ -6,6 +6,7 @@ import ast
 import builtins
 import contextlib
 import copy
+import enum
 import functools
 import inspect
 import re
@@ -197,10 +198,16 @@ def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     return dict(bound.arguments)
 
 
-def _with_modules(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that are modules or hold some: what these have is outside of the call."""
+def _with_state(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are modules, functions, classes or members of an enumeration, or hold some.
+
+    Of a later call they are the same objects, and what these have is outside of the call.
+    """
     leaves = {name: torch.utils._pytree.tree_leaves(value) for name, value in arguments.items()}
-    return {name: arguments[name] for name in leaves if any(isinstance(leaf, torch.nn.Module) for leaf in leaves[name])}
+    return {name: arguments[name] for name in leaves if any(isinstance(leaf, _HAVE_STATE) for leaf in leaves[name])}
+
+
+_HAVE_STATE = (torch.nn.Module, FunctionType, type, enum.Enum)
 
 
 def _outside_values(
@@ -220,7 +227,7 @@ def _outside_values(
     own = [f"L[{name!r}]" for name in held]  # what is called
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     imports = {name: module for name, module in output.import_sources.items() if not module.startswith("torch")}
-    roots = [f"L[{name!r}]" for name in (*held, *_with_modules(arguments), *cells)]
+    roots = [f"L[{name!r}]" for name in (*held, *_with_state(arguments), *cells)]
     torchs = ("__builtins", *(output.import_sources.keys() - imports.keys()))
     roots += [f"G[{name!r}]" for name in (*function.__globals__, *imports) if not name.startswith(torchs)]
     found = {f"tuple({name}.__dict__)": None for name in dicts if _root(name) in roots}
@@ -568,7 +575,7 @@ def outside_scopes(
     plain = getattr(function, "__func__", function)
     receiver = (function.__self__,) if hasattr(function, "__self__") else ()
     code = plain.__code__
-    held = {**_with_modules(_bound(function, args, kwargs)), **dict(zip(code.co_varnames, receiver, strict=False))}
+    held = {**_with_state(_bound(function, args, kwargs)), **dict(zip(code.co_varnames, receiver, strict=False))}
     cells = dict(zip(code.co_freevars, plain.__closure__ or (), strict=True))
     local = _Scope(held, lambda name: cells[name].cell_contents)
     modules = {name: sys.modules[module] for name, module in imports.items() if module in sys.modules}
