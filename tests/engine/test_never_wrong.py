@@ -593,6 +593,35 @@ def test_attributes_of_the_module_and_closures() -> None:
     assert fast.stats()["coverage"] == 1.0
 
 
+class Factors:
+    factor = 2.0
+
+    @classmethod
+    def scale(cls, x: Tensor) -> Tensor:
+        return x * cls.factor
+
+
+def test_what_a_class_holds_is_read_by_its_methods_and_by_its_name(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.__version__.startswith("2.11"):
+        pytest.skip("Dynamo of torch 2.11 does not tell what a class method reads of its class")
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factors = Factors()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.factors.scale(x) + Factors.factor
+
+    model, x = Holds(), torch.randn(3)
+    fast = compiled(model)
+    for factor in (2.0, 3.0, 3.0, 2.0):
+        monkeypatch.setattr(Factors, "factor", factor)
+        torch.testing.assert_close(fast(x), model(x))
+
+
 # --- dimensions that nothing names
 
 

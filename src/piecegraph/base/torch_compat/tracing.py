@@ -232,13 +232,13 @@ def _outside_values(
     roots += [f"G[{name!r}]" for name in (*function.__globals__, *imports) if not name.startswith(torchs)]
     found = {f"tuple({name}.__dict__)": None for name in dicts if _root(name) in roots}
     for guard in output.output_graph.guards:
-        # Those who trace look at what is called, and at the classes of modules, themselves.
+        # Those who trace look at what is called, and at the classes of objects, themselves; not at what classes hold.
         kind = guard.create_fn_name()
         if kind == "DUPLICATE_INPUT":
             found |= _merged(guard.name, _source_name(guard.create_fn.keywords["source_b"]), roots)
             continue
         is_own = guard.name in (*own, *(f"{name}.__func__" for name in own)) and kind != "HASATTR"
-        if is_own or ".__class__" in guard.name:
+        if is_own or guard.name.endswith(".__class__"):
             continue
         name = _from_instance(guard.name)
         root = _root(name)
