@@ -170,6 +170,13 @@ def test_a_rank_that_pauses_while_others_print_is_not_cut_in_two() -> None:
     assert failure.count == 60
 
 
+@pytest.mark.parametrize("count", [256, 1024])
+def test_hundreds_of_ranks_that_take_turns_line_by_line(count: int) -> None:
+    lines = prefixed("").split("\n")
+    (failure,) = scan("\n".join(f"[rank{rank}]: {line}" for line in lines for rank in range(count))).failures
+    assert (failure.count, failure.certainty, len(failure.processes)) == (count, "printed", count)
+
+
 def test_tracebacks_that_follow_each_other_are_simply_read() -> None:
     evidence = scan("".join(RECURSIVE + CHAINED))
     assert [failure.certainty for failure in evidence.failures] == ["printed", "printed"]

@@ -45,6 +45,10 @@ QUIET_LINES = 200
 """A traceback has ended when as many lines without a part of one have passed ..."""
 PATIENCE_LINES = 5000
 """... or as many in which only other streams had one."""
+LINES_BEHIND_A_PART = 8
+"""That a process prints before the next part: the source, marks under it, a message. Where many processes take turns,
+those of all of them have to pass.
+"""
 MIN_FIRST_LINE, MAX_FIRST_LINE = 12, 400
 """A line with fewer letters says too little to be the beginning of a run."""
 MAX_GATHERED_LINES = 60_000
@@ -280,9 +284,10 @@ class Scanner:
 
     def _close_streams(self, *, only_quiet: bool = False) -> None:
         latest = max((stream.latest for stream in self._streams.values()), default=0)
-        is_quiet = not only_quiet or self._number - latest >= QUIET_LINES
+        turns = LINES_BEHIND_A_PART * len(self._streams)
+        is_quiet = not only_quiet or self._number - latest >= max(QUIET_LINES, turns)
         for process, stream in list(self._streams.items()):
-            if is_quiet or self._number - stream.latest >= PATIENCE_LINES:
+            if is_quiet or self._number - stream.latest >= max(PATIENCE_LINES, turns):
                 del self._streams[process]
                 self._resolve(stream.lines, process)
         if sum(len(stream.lines) for stream in self._streams.values()) > MAX_GATHERED_LINES:
