@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from piecegraph.explain.evidence import Evidence, Failure, Process
@@ -177,3 +179,19 @@ def test_a_cpp_exception() -> None:
     )
     (failure,) = scan(text).failures
     assert (failure.chain[0].type, failure.chain[0].message) == ("c10::DistBackendError", "[Rank 2] Watchdog caught it")
+
+
+@pytest.mark.parametrize("key", ["log", "message", "msg"])
+def test_lines_that_a_collector_wrapped_into_records(key: str) -> None:
+    def record(line: str) -> str:
+        return json.dumps({key: line + "\n", "stream": "stderr", "time": "2026-11-18T03:47:29.1Z"})
+
+    (failure,) = scan("\n".join(map(record, TRACEBACK.split("\n")))).failures
+    assert shape(failure) == WHOLE
+
+
+def test_records_that_name_a_rank() -> None:
+    lines = [json.dumps({"rank": rank, "message": line}) for line in TRACEBACK.split("\n") for rank in range(3)]
+    (failure,) = scan("\n".join(lines)).failures
+    assert shape(failure) == WHOLE
+    assert [process.rank for process in failure.processes] == [0, 1, 2]

@@ -11,6 +11,7 @@ it stands in front of a frame, too, with other digits perhaps; from then on it i
 
 from __future__ import annotations
 
+import json
 import re
 from typing import NamedTuple
 
@@ -78,6 +79,30 @@ _RECORD_STARTS = frozenset("DIWECF[0123456789")
 _MAX_PREFIXES = 4
 _MAX_KNOWN = 4096
 _MAX_LEARNED = 8
+
+
+_MESSAGE_KEYS = ("log", "message", "msg")
+
+
+def unwrapped(raw: str) -> str:
+    """The line that a collector wrapped into a record of JSON, as Docker does; any other line as it is.
+
+    A record with several lines in one text is left alone: its ends of lines are undone where it is read.
+
+    >>> unwrapped('{"log": "ValueError: no\\\\n", "stream": "stderr"}'), unwrapped('{"rank": 3, "msg": "ready"}')
+    ('ValueError: no', '[rank3]: ready')
+    """
+    if not (raw.startswith('{"') and raw.rstrip().endswith("}")):
+        return raw
+    try:
+        record = json.loads(raw)
+    except (ValueError, RecursionError):
+        return raw
+    text: str | None = next((record[key] for key in _MESSAGE_KEYS if isinstance(record.get(key), str)), None)
+    if text is None or "\n" in text.rstrip("\n"):
+        return raw
+    rank = record.get("rank")
+    return (f"[rank{rank}]: " if type(rank) is int else "") + text.rstrip("\n")
 
 
 class PrefixReader:

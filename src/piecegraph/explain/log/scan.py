@@ -18,7 +18,7 @@ from piecegraph.explain.evidence import Evidence, Failure, Process
 from piecegraph.explain.log.collected import CollectedRun
 from piecegraph.explain.log.deaths import tells_death
 from piecegraph.explain.log.failures import find_failures
-from piecegraph.explain.log.lines import Line, PrefixReader
+from piecegraph.explain.log.lines import Line, PrefixReader, unwrapped
 from piecegraph.explain.log.observations import (
     ERROR_WORDS,
     WORDS,
@@ -139,6 +139,9 @@ class Scanner:
     def feed(self, lines: list[str]) -> None:
         """The next lines of the log."""
         whole = "\n".join(lines)
+        if whole.startswith('{"') or '\n{"' in whole:
+            lines = [unwrapped(line) for line in lines]
+            whole = "\n".join(lines)
         vocabulary = vocabulary_of(whole)
         self._opening = words_in(whole, vocabulary, OPENING)
         outside = whole  # of tracebacks, whose sources may hold any word
