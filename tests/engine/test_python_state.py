@@ -169,6 +169,26 @@ def test_what_an_eager_op_changes_and_recorded_code_reads() -> None:
         compile_as_it_is(function)(torch.ones(2))
 
 
+def test_what_is_kept_for_each_size_is_not_said_to_be_changed_by_an_eager_op() -> None:
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables: dict[int, Tensor] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) not in self.tables:
+                self.tables[len(x)] = torch.arange(len(x)).cos()
+            return x * self.tables[len(x)]
+
+    model = Tables()
+    fast = compile_as_it_is(model)
+    with torch.no_grad():
+        fast(torch.ones(2))
+        with pytest.raises(TraceError, match="PG202 the function changes Python state: self.tables"):
+            fast(torch.ones(3))
+    assert list(model.tables) == [2]
+
+
 def test_tensors_outside_of_the_module_are_written_to_once_for_each_call() -> None:
     total = torch.zeros(2)
 

@@ -187,10 +187,10 @@ class BreakableBody:
         again = self._watched_run(tensors, is_careful=True)
         is_marked = any(cut.reason == MARKED for cut in again.breaker.cuts)  # it may give something else each time
         is_alike = is_marked or _are_alike(first.watched.returned, again.watched.returned)
-        if again.python.change() is None and is_alike:
-            if again.changed:
-                raise _is_read(again.changed)
+        if again.python.change() is None and is_alike and not again.changed:
             return again
+        if again.python.change() is None and is_alike and is_marked:
+            raise _is_read(again.changed)
         first.python.restore()
         raise changes_python(change)
 
