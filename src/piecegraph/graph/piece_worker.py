@@ -51,7 +51,8 @@ def make_job(module: torch.fx.GraphModule, fake_mode: Any, settings: Mapping[str
     graph = module.graph
     if any(graph.find_nodes(op="get_attr")):  # numbers, which would have to be sent, too
         return None
-    modules = torch_compat.modules_of_ops(node.target for node in graph.nodes if node.op == "call_function")
+    homes = torch_compat.modules_of_ops(node.target for node in graph.nodes if node.op == "call_function")
+    modules = [name for name in homes if name.startswith("piecegraph.")]  # who knows what importing others does
     try:
         job = dump(_Job(torch_compat.kept_symbols(fake_mode), keep_nodes(graph), dict(settings)))
     except (UnkeepableError, pickle.PicklingError, TypeError, AttributeError):
@@ -64,7 +65,7 @@ def compile_job(data: bytes) -> Done:
     """Compile a piece that :func:`make_job` sent. Never raises: whoever sent it compiles it then, and tells why."""
     try:
         modules, places, precision, expected, job = pickle.loads(data)
-        for name in modules:  # ops of ours, and of other packages
+        for name in modules:
             importlib.import_module(name)
         torch_compat.use_compiler_places(places)
         torch.set_float32_matmul_precision(precision)
