@@ -53,3 +53,13 @@ def test_one_value_for_all_or_one_for_each() -> None:
 def test_arguments_that_cannot_be_meant(params: Any, given: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         sampling_rows(2, params, given)
+
+
+def test_what_was_checked_once_is_what_equals_it_in_every_way() -> None:
+    first, second = rows(1, max_tokens=1, n=1), rows(2, max_tokens=1, n=1)
+    assert second == [*first, *first]
+    assert first[0] is second[0]
+    with pytest.raises(ConfigError, match="PG108 n is True"):
+        rows(1, max_tokens=1, n=True)
+    with pytest.raises(ConfigError, match=r"PG108 n is 1.0"):
+        rows(1, max_tokens=1, n=1.0)

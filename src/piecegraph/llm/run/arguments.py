@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from piecegraph.base.coerce import as_list
@@ -49,6 +50,9 @@ class SamplingArguments(TypedDict, total=False):
 
 
 SAMPLING_NAMES = frozenset(SamplingArguments.__annotations__)
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+"""Types of values that are equal for good, and never a list."""
 
 _ONE_FOR_EACH = ("max_new_tokens", "max_tokens", "temperature", "top_p", "top_k", "seed")
 
@@ -95,6 +99,8 @@ def sampling_rows(num_prompts: int, params: Any, given: Mapping[str, Any]) -> li
         raise ConfigError("PG101", f"{unknown[0]} is not supported", why=_REFUSED[unknown[0]], hint="ask for n answers")
     if unknown:
         raise unknown_argument(unknown[0], SAMPLING_NAMES, _OTHER_NAMES)
+    if _PLAIN.issuperset(map(type, given.values())):
+        return [_plain_params(**given)] * num_prompts
     lists = {name: found for name in _ONE_FOR_EACH if (found := as_list(given.get(name))) is not None}
     shared = {name: value for name, value in given.items() if name not in lists}
     if isinstance(shared.get("stop"), Iterator):
@@ -107,6 +113,12 @@ def sampling_rows(num_prompts: int, params: Any, given: Mapping[str, Any]) -> li
         _params_or_error(shared | {name: values[index] for name, values in lists.items()})
         for index in range(num_prompts)
     ]
+
+
+@lru_cache(maxsize=256, typed=True)
+def _plain_params(**given: Any) -> SamplingParams:
+    """What was checked once: calls have the same arguments time and again. One is equal to True, but is no flag."""
+    return SamplingParams(**given)
 
 
 def _params_or_error(row: Mapping[str, Any]) -> SamplingRow:
