@@ -71,10 +71,37 @@ def test_what_has_no_effect_is_told(name: str) -> None:
     Request("b", [1], replace(params, temperature=0.5))
 
 
-@pytest.mark.parametrize(("prompt", "code"), [([], "PG651"), ([1.5], "PG653"), (["a"], "PG653"), ([2**70], "PG653")])
-def test_a_prompt_that_is_none_is_refused(prompt: list[Any], code: str) -> None:
-    with pytest.raises(RequestError, match=f"{code} the prompt of request 'a'"):
-        Request("a", prompt, SamplingParams())
+@pytest.mark.parametrize(
+    ("prompt", "code", "why"),
+    [
+        ([], "PG651", "a model needs a token to go on from"),
+        ([1.5], "PG653", "'float' object cannot be interpreted as an integer"),
+        (["a"], "PG653", "'str' object cannot be interpreted as an integer"),
+        ([2**70], "PG653", "int too big to convert"),
+    ],
+)
+def test_a_prompt_that_is_none_is_refused(prompt: list[Any], code: str, why: str) -> None:
+    for given in (prompt, tuple(prompt), iter(prompt)):
+        with pytest.raises(RequestError, match=f"{code} the prompt of request 'a' .*: {why}"):
+            Request("a", given, SamplingParams())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3]), torch.tensor([1, 2, 3]), range(1, 4)])
+def test_tokens_are_given_in_whatever_holds_integers(prompt: Any) -> None:
+    assert Request("a", prompt, SamplingParams()).tokens.tolist() == [1, 2, 3]
+    assert Request("a", list(prompt), SamplingParams()).tokens.tolist() == [1, 2, 3]
+    assert Request("a", iter(prompt), SamplingParams()).tokens.tolist() == [1, 2, 3]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("token", "is_below"), [(0, True), (9, True), (10, False), (-1, False), (-(2**63), False)])
+def test_one_token_among_many_is_not_overlooked(token: int, is_below: bool) -> None:
+    for length in (1, 2, 100):
+        for place in (0, length - 1):
+            prompt = [5] * length
+            prompt[place] = token
+            request = Request("a", prompt, SamplingParams())
+            assert request.has_tokens_below(10) == is_below
+            request.tokens.append(1)  # as it grows when nobody looks any more
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ def one_for_each(prompts: Any) -> list[Any]:
     if given is None:
         why = "it must be a text, a list of token ids, or a list of these"
         raise ConfigError("PG101", f"prompts is {prompts!r}", why=why)
+    if set(map(type, given)) == {int}:  # most often, and each of what follows looks at token by token
+        return [given]
     # Of a list the first is enough: a prompt has thousands of tokens, and what else is wrong with it is told later.
     if any(_is_message(item) or (isinstance(item, list) and item and _is_message(item[0])) for item in given):
         why = "messages with a role and a content are a conversation, not a prompt"

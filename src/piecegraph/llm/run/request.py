@@ -7,6 +7,7 @@ only says so where the text, which the scheduler does not know, is why a request
 from __future__ import annotations
 
 import math
+import struct
 import time
 import warnings
 from array import array
@@ -311,6 +312,12 @@ class Request:
     def is_done(self) -> bool:
         return self.finish_reason is not None
 
+    def has_tokens_below(self, end: int) -> bool:
+        """Whether all tokens are from 0 to below ``end``."""
+        # Nothing may keep the view: while there is one, tokens cannot grow.
+        tokens = np.frombuffer(self.tokens, np.int64)
+        return bool(np.bitwise_or.reduce(tokens | (end - 1 - tokens)) >= 0)
+
     def end(self, reason: FinishReason, error: RequestError | None = None) -> None:
         """Write down why it has ended, and when."""
         self.state = "failed" if reason == "error" else "finished"
@@ -327,7 +334,7 @@ def _token_array(request_id: str, prompt: Sequence[int]) -> array[int]:
         # An array would take bytes for its memory, and a dictionary for its keys.
         if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
             raise TypeError(f"it is a {type(prompt).__name__}")
-        tokens = array("q", prompt)
+        tokens = _packed(prompt) or array("q", prompt)
     except (TypeError, OverflowError) as error:
         raise RequestError(
             "PG653", f"the prompt of request {request_id!r} is not a list of token ids", why=str(error)
@@ -340,6 +347,18 @@ def _token_array(request_id: str, prompt: Sequence[int]) -> array[int]:
             hint="begin with the model's token for the beginning of a text",
         )
     return tokens
+
+
+def _packed(prompt: Iterable[int]) -> array[int] | None:
+    """The same array in a third of the time; None where something else is among the tokens, which ``array`` refuses in
+    better words.
+    """
+    if not isinstance(prompt, (list, tuple)):
+        return None  # it can perhaps be read only once
+    try:
+        return array("q", struct.pack(f"{len(prompt)}q", *prompt))
+    except struct.error:
+        return None
 
 
 def _mrope_array(request: Request, given: NDArray[np.integer] | torch.Tensor) -> NDArray[np.integer]:

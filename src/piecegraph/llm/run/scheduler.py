@@ -176,14 +176,15 @@ class Scheduler:
                 why=f"max_model_len is {limits.max_model_len}, and at least one token is to be generated",
                 hint="shorten the prompt or raise max_model_len",
             )
-        for token in (min(request.tokens), max(request.tokens)):
-            if not 0 <= token < limits.vocab_size:
-                raise RequestError(
-                    "PG653",
-                    f"the prompt of request {request.id!r} holds token {token}",
-                    why=f"the vocabulary has tokens 0 to {limits.vocab_size - 1}",
-                    hint="use the tokenizer of this model",
-                )
+        if not request.has_tokens_below(limits.vocab_size):
+            ends = min(request.tokens), max(request.tokens)
+            token = next(token for token in ends if not 0 <= token < limits.vocab_size)
+            raise RequestError(
+                "PG653",
+                f"the prompt of request {request.id!r} holds token {token}",
+                why=f"the vocabulary has tokens 0 to {limits.vocab_size - 1}",
+                hint="use the tokenizer of this model",
+            )
         for name, token in request.params.named_tokens.items():
             if token >= limits.vocab_size:
                 why = f"the vocabulary has tokens 0 to {limits.vocab_size - 1}"
