@@ -30,7 +30,14 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pool.num_free)
     @rule()
     def allocate(self) -> None:
-        block = self.pool.allocate()
+        self.take(self.pool.allocate())
+
+    @rule(data=st.data())
+    def allocate_many(self, data: st.DataObject) -> None:
+        for block in self.pool.allocate_many(data.draw(st.integers(0, self.pool.num_free))):
+            self.take(block)
+
+    def take(self, block: int) -> None:
         assert block != 0
         assert block not in self.held
         self.held.append(block)
@@ -39,8 +46,12 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        self.held.remove(block := data.draw(st.sampled_from(self.held)))
-        self.pool.release(block)
+        blocks = data.draw(st.lists(st.sampled_from(self.held), min_size=1, max_size=3, unique=True))
+        for block in blocks:
+            self.held.remove(block)
+        num_free, num_releases = self.pool.num_free, self.pool.num_releases
+        self.pool.release(*blocks)
+        assert self.pool.num_releases - num_releases == self.pool.num_free - num_free
 
     @precondition(lambda self: set(self.held) - set(self.content))
     @rule(data=st.data(), name=st.integers(0, 8))
@@ -74,6 +85,11 @@ def test_block_0_is_never_handed_out() -> None:
     pool = BlockPool(4)
     assert sorted(pool.allocate() for _ in range(3)) == [1, 2, 3]
     assert pool.num_free == 0
+
+
+def test_many_blocks_are_those_that_come_one_by_one() -> None:
+    one_by_one, at_once = BlockPool(5), BlockPool(5)
+    assert at_once.allocate_many(3) == [one_by_one.allocate() for _ in range(3)] == [1, 2, 3]
 
 
 def test_unknown_blocks_go_first_then_those_held_longest_ago() -> None:

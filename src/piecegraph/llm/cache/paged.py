@@ -138,10 +138,10 @@ class PagedCache:
 
     def digests(self, tokens: array[int], known: list[Digest], cache_key: str, end: int) -> list[Digest]:
         """Extend ``known`` to all full blocks of the first ``end`` tokens."""
-        size = self.block_size
+        data, size = tokens[len(known) * self.block_size : end].tobytes(), self.block_size * tokens.itemsize
         before = known[-1] if known else first_digest(cache_key)
-        for start in range(len(known) * size, end - size + 1, size):
-            before = next_digest(before, tokens[start : start + size])
+        for start in range(0, len(data) - size + 1, size):
+            before = next_digest(before, data[start : start + size])
             known.append(before)
         return known
 
@@ -191,10 +191,9 @@ class PagedCache:
             first = min(self.groups[g].first_visible(position) // self.block_size, len(blocks.tables[g]))
             returned = blocks.num_returned[g]
             if first > returned:
-                table, pool = blocks.tables[g], self.pools[g]
-                for i in range(returned, first):
-                    pool.release(table[i])
-                    table[i] = 0
+                table = blocks.tables[g]
+                self.pools[g].release(*table[returned:first])
+                table[returned:first] = [0] * (first - returned)
                 blocks.num_returned[g] = first
                 blocks.version += 1
 
@@ -216,7 +215,7 @@ class PagedCache:
         missing = -(-(num_tokens - blocks.capacity) // self.block_size)
         if missing > 0:
             for table, pool in zip(blocks.tables, self.pools, strict=True):
-                table.extend([pool.allocate() for _ in range(missing)])
+                table += pool.allocate_many(missing)
             blocks.capacity += missing * self.block_size
             blocks.version += 1
 
@@ -232,8 +231,7 @@ class PagedCache:
         """The sequence holds nothing any more."""
         self.num_sequences -= 1
         for g, pool in enumerate(self.pools):
-            for block in reversed(blocks.tables[g][blocks.num_returned[g] :]):
-                pool.release(block)
+            pool.release(*reversed(blocks.tables[g][blocks.num_returned[g] :]))
 
     def reset(self) -> None:
         """No sequence holds anything, and nothing is known."""
