@@ -7,14 +7,16 @@ changes (:mod:`piecegraph.llm.cache.block_tables`).
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from piecegraph.llm.cache.block_tables import BlockTables
 from piecegraph.llm.cache.paged import SequenceBlocks
@@ -30,6 +32,8 @@ from piecegraph.llm.specs import AttentionBatch, SequenceRows, Span, StateBatch
 _OF_PROMPTS = ("prompt_starts", "prompt_lens", "prompt_rows")
 _MODES: tuple[SamplingMode, ...] = ("greedy", "plain", "truncated")
 """Each does what those before it do."""
+_MODE_BITS, _OWN_INPUTS, _ADJUSTED, _GUIDED = 7, 8, 16, 32
+"""The traits of a row: a bit for each mode, and for what else is asked of its steps."""
 _ALIGNMENT = 128
 """Bytes: kernels load wide from addresses that are aligned."""
 
@@ -181,6 +185,10 @@ class BatchBuffers:
         self._arrived = torch.zeros_like(self._staging, device=self.device) if is_cuda else self._staging
         self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         self._host = {name: view.numpy() for name, view in _carve(self._staging, self._fields).items()}
+        self._padded = {
+            per: [(self._host[field.name], field.pad) for field in self._fields if field.per == per]
+            for per in ("token", "seq")
+        }
         self._tensors = _carve(self._buffer, self._fields)
         self.tables = BlockTables(limits.num_groups, limits.max_seqs, max(1, limits.max_blocks), self.device)
         shape = (limits.num_groups, MAX_PROMPTS, max(1, limits.max_blocks))
@@ -191,12 +199,13 @@ class BatchBuffers:
         )
         self._seeds = np.zeros(limits.max_seqs, np.uint64)
         self._mrope_deltas = np.zeros(limits.max_seqs, np.int64)
-        self._own_inputs = np.zeros(limits.max_seqs, np.bool_)
-        self._adjusts = np.zeros(limits.max_seqs, np.bool_)
-        self._guided = np.zeros(limits.max_seqs, np.bool_)
-        self._modes = np.zeros(limits.max_seqs, np.int8)
-        """Of each row: which of ``_MODES`` it needs."""
+        self._traits = [0] * limits.max_seqs
+        """Of each row: what is asked of the step, in bits."""
         self._count = np.arange(max(limits.max_tokens, limits.max_seqs) + 1)
+        self._first_entries = self._count[: limits.max_seqs] * self.tables.mirror.shape[-1]
+        """Of each row: where its blocks begin in a table, entry by entry."""
+        self._block_indices = np.arange(limits.max_blocks).repeat(limits.block_size)
+        """Of each position. Looked up, as numpy divides by instructions at which many a CPU slows down for a while."""
         self.works: tuple[Work, ...] = ()
         """Of the last step."""
         # A sequence is known by its blocks: a new object for every admission.
@@ -280,8 +289,7 @@ class BatchBuffers:
         num_seqs = plan.num_seqs
         self.works = plan.works
         self._place(plan.works)
-        rows, starts = self._write_sequences(plan)
-        self._write_tokens(plan, rows, starts)
+        self._write_tokens(plan, *self._write_sequences(plan))
         if self.sampling_mode != "greedy":
             host = self._host
             host["random_keys"][:num_seqs] = random_keys(self._seeds[:num_seqs], host["seq_lens"][:num_seqs])
@@ -369,7 +377,7 @@ class BatchBuffers:
 
     def _write_requests(self, rows: Sequence[int], works: Sequence[Work]) -> None:
         """What changes only when other sequences run, or the same in other rows."""
-        host, num_seqs = self._host, len(works)
+        host = self._host
         for row in rows:
             request = works[row].request
             params = request.params
@@ -381,33 +389,29 @@ class BatchBuffers:
             host["random_keys"][row] = 0
             self._seeds[row] = request.seed
             self._mrope_deltas[row] = request.mrope_delta
-            self._own_inputs[row] = request.input_embeds is not None or request.mrope_positions is not None
-            self._adjusts[row] = request.adjustments is not None
-            self._guided[row] = request.guide is not None
-            self._modes[row] = _MODES.index(mode_of(params))
-        self._has_own_inputs = bool(self._own_inputs[:num_seqs].any())
-        self._has_adjustments = bool(self._adjusts[:num_seqs].any())
-        self._has_guides = bool(self._guided[:num_seqs].any())
-        self.sampling_mode = _MODES[self._modes[:num_seqs].max()]
+            self._traits[row] = _traits(request)
+        traits = functools.reduce(operator.or_, set(self._traits[: len(works)]))
+        self._has_own_inputs = traits & _OWN_INPUTS > 0
+        self._has_adjustments = traits & _ADJUSTED > 0
+        self._has_guides = traits & _GUIDED > 0
+        self.sampling_mode = _MODES[(traits & _MODE_BITS).bit_length() - 1]
 
-    def _write_sequences(self, plan: StepPlan) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
-        """The fields of each sequence; returns the sequence of each token, and the first position of each sequence."""
+    def _write_sequences(self, plan: StepPlan) -> tuple[Sequence[int], Sequence[int]]:
+        """The fields of each sequence; returns the first token and the number of tokens of each."""
         host, works, num_seqs = self._host, plan.works, plan.num_seqs
-        starts = np.array([work.start for work in works])
-        query_starts = host["query_starts"]
+        query_starts, seq_lens, logit_rows = host["query_starts"], host["seq_lens"], host["logit_rows"]
         if plan.kind == "decode":
-            rows = self._count[:num_seqs]
             query_starts[: num_seqs + 1] = self._count[: num_seqs + 1]
-            host["seq_lens"][:num_seqs] = starts + 1
-            host["logit_rows"][:num_seqs] = rows
-        else:
-            lengths = np.array([work.num_tokens for work in works])
-            rows = np.repeat(self._count[:num_seqs], lengths)
-            query_starts[0] = 0
-            np.cumsum(lengths, out=query_starts[1 : num_seqs + 1])
-            host["seq_lens"][:num_seqs] = starts + lengths
-            host["logit_rows"][:num_seqs] = query_starts[1 : num_seqs + 1] - 1
-        return rows, starts
+            seq_lens[:num_seqs] = [work.start + 1 for work in works]
+            logit_rows[:num_seqs] = self._count[:num_seqs]
+            return range(num_seqs), (1,)
+        # Lists: most steps with prompts have few sequences, and to numpy one number is as much as hundreds.
+        lengths = [work.num_tokens for work in works]
+        firsts = [0, *itertools.accumulate(lengths)]
+        query_starts[: num_seqs + 1] = firsts
+        seq_lens[:num_seqs] = [work.start + work.num_tokens for work in works]
+        logit_rows[:num_seqs] = [end - 1 for end in firsts[1:]]
+        return firsts[:-1], lengths
 
     def _write_prompts(self, plan: StepPlan) -> None:
         """The sequences behind those that come first with one token each."""
@@ -419,45 +423,50 @@ class BatchBuffers:
         lens[:num_prompts], lens[num_prompts:] = host["seq_lens"][num_decodes:num_seqs], 0
         rows[:num_prompts], rows[num_prompts:] = self._count[num_decodes:num_seqs], 0
 
-    def _write_tokens(self, plan: StepPlan, rows: NDArray[np.integer], starts: NDArray[np.integer]) -> None:
+    def _write_tokens(self, plan: StepPlan, firsts: Sequence[int], lengths: Sequence[int]) -> None:
         """The fields of each token."""
-        host, num_tokens, size = self._host, plan.num_tokens, self.limits.block_size
-        positions = host["positions"][:num_tokens]
+        host, num_tokens, num_seqs, size = self._host, plan.num_tokens, plan.num_seqs, self.limits.block_size
+        positions, entries = host["positions"][:num_tokens], self._first_entries[:num_seqs]
         if plan.kind == "decode":
-            positions[:] = starts
+            np.subtract(host["seq_lens"][:num_seqs], 1, out=positions)
         else:
-            np.add(self._count[:num_tokens], (starts - host["query_starts"][: plan.num_seqs])[rows], out=positions)
-        self._write_ids(plan)
-        indices, offsets = np.divmod(positions, size)
-        slots = host["slots"]
-        for g in range(self.limits.num_groups):
-            np.add(self.tables.mirror[g][rows, indices].astype(np.int64) * size, offsets, out=slots[g, :num_tokens])
+            shifts = [work.start - first for work, first in zip(plan.works, firsts, strict=True)]
+            np.add(self._count[:num_tokens], np.array(shifts).repeat(lengths), out=positions)
+            entries = entries.repeat(lengths)
+        self._write_ids(plan, firsts)
+        # A position is the index of its block times their size, and what is left over; so nothing is divided here.
+        indices = self._block_indices.take(positions)
+        entries = entries + indices
+        for table, slots in zip(self.tables.flat, host["slots"], strict=True):
+            used = slots[:num_tokens]
+            np.multiply(table.take(entries) - indices, size, out=used)
+            used += positions
         if self.limits.has_mrope:
             # Text lies on the diagonal; what is generated goes on behind the largest position of the prompt.
-            np.add(positions, self._mrope_deltas[: plan.num_seqs][rows], out=host["mrope_positions"][:, :num_tokens])
+            deltas = self._mrope_deltas[:num_seqs].repeat(lengths)
+            np.add(positions, deltas, out=host["mrope_positions"][:, :num_tokens])
         self.has_embeds = False
         if self._has_own_inputs:
             self._write_own_inputs(plan.works)
 
-    def _write_ids(self, plan: StepPlan) -> None:
+    def _write_ids(self, plan: StepPlan, places: Sequence[int]) -> None:
         """The ids of tokens that are known, and where the others come from and go to."""
         host, works = self._host, plan.works
-        query_starts, known = host["query_starts"], works
+        known: Sequence[Work] = works
         self._is_sampled_in_order = isinstance(plan.sources, range)
         if self._is_sampled_in_order:
             self._num_sampled = plan.num_tokens
             return
-        places = query_starts[: plan.num_seqs].tolist()
         if plan.sources is not None:
             sources = np.array(plan.sources)
             pending = np.flatnonzero(sources >= 0)
             self._num_sampled = count = len(pending)
             host["sampled_rows"][:count] = sources[pending]
-            host["sampled_places"][:count] = query_starts[pending]
+            host["sampled_places"][:count] = host["query_starts"][pending]
             rows = np.flatnonzero(sources < 0).tolist()
-            known, places = tuple([works[row] for row in rows]), [places[row] for row in rows]
+            known, places = [works[row] for row in rows], [places[row] for row in rows]
         if plan.kind == "decode":
-            host["input_ids"][places] = [work.request.tokens[work.start] for work in known]
+            host["input_ids"][list(places)] = [work.request.tokens[work.start] for work in known]
             return
         ids = host["input_ids"]
         for first, (request, start, length, _) in zip(places, known, strict=True):
@@ -480,12 +489,20 @@ class BatchBuffers:
             first += length
 
     def _pad(self, num_tokens: int, num_seqs: int, bucket: Bucket) -> None:
-        ends = {"token": (num_tokens, bucket.num_tokens), "seq": (num_seqs, bucket.num_seqs), "step": (0, 0)}
-        for field in self._fields:
-            real, end = ends[field.per]
+        for per, real, end in (("token", num_tokens, bucket.num_tokens), ("seq", num_seqs, bucket.num_seqs)):
             if real < end:
-                self._host[field.name][..., real:end] = field.pad
+                for entries, padding in self._padded[per]:
+                    entries[..., real:end] = padding
         self._host["query_starts"][num_seqs : bucket.num_seqs + 1] = num_tokens
+
+
+def _traits(request: Request) -> int:
+    """What a request asks of its steps, in bits."""
+    has_own_inputs = request.input_embeds is not None or request.mrope_positions is not None
+    traits = 1 << _MODES.index(mode_of(request.params))
+    traits |= _OWN_INPUTS if has_own_inputs else 0
+    traits |= _ADJUSTED if request.adjustments is not None else 0
+    return traits | (_GUIDED if request.guide is not None else 0)
 
 
 def _fields(limits: BatchLimits) -> tuple[_Field, ...]:
