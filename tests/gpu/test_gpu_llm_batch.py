@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from piecegraph.base import torch_compat
 from piecegraph.llm.run.batch import BatchBuffers
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.sampling import SamplingMode, sample
@@ -35,6 +36,14 @@ def test_a_gpu_holds_what_a_cpu_holds_step_by_step() -> None:
             assert mine.block_table.tolist() == their.block_table.tolist()
         assert ours.random_keys.tolist() == theirs.random_keys.tolist()
         llm.scheduler.commit(plan, tokens[: plan.num_seqs])
+
+
+def test_a_stream_that_is_entered_is_the_current_one() -> None:
+    own, before = torch.cuda.Stream(), torch.cuda.current_stream()
+    assert torch_compat.current_stream(before.device_index) == before
+    with torch_compat.OnStream(own):
+        assert torch.cuda.current_stream() == torch_compat.current_stream(own.device_index) == own
+    assert torch.cuda.current_stream() == before
 
 
 @pytest.mark.parametrize("mode", ["greedy", "plain", "truncated"])

@@ -312,12 +312,12 @@ class BatchBuffers:
         self._pad(num_tokens, num_seqs, bucket)
         if bucket.separates_prompts:
             self._write_prompts(plan)
-        with self._upload.sending():
-            if self._arrived is not self._staging:
-                self._arrived.copy_(self._staging, non_blocking=True)
+        is_beside = sampled is not None
+        with self._upload.sending(is_beside=is_beside):
+            (self._arrived if is_beside else self._buffer).copy_(self._staging, non_blocking=True)
             self.tables.send()
-        self._buffer.copy_(self._arrived)
         if sampled is not None:
+            self._buffer.copy_(self._arrived)
             self._take_sampled(sampled)
         self.entries.send(num_adjusted)
         self.tables.use_sent()

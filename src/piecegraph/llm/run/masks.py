@@ -86,7 +86,7 @@ class MaskBuffers:
             fill_masks(guides, self._on_host.numpy())
         self._written = rows
         end = max(changed) + 1
-        with self._upload.sending():
+        with self._upload.sending(is_beside=True):
             if self._arrived is not self._on_host:
                 self._arrived[:end].copy_(self._on_host[:end], non_blocking=True)
         self._on_device[:end].copy_(self._arrived[:end])
