@@ -215,11 +215,11 @@ class RunningModel:
             return all(each.is_done for each in reversed(waiting))
 
         with self.lock.turn(lambda: len(chunks) > 0 or is_done()) as is_mine, torch.inference_mode():
-            while waiting and waiting[-1].is_done:
-                waiting.pop()
+            _drop_done(waiting)
             if is_mine and waiting:
                 has_run = self.started.engine.step()
                 assert has_run, "requests are left, but there is nothing to do"
+                _drop_done(waiting)
             return bool(waiting)
 
     def _record_missed(self, answers: Sequence[Completion]) -> None:
@@ -312,6 +312,12 @@ class RunningModel:
             prompt = generation.prompt if generation.prompt is not None else generation.request.tokens.tolist()
             return refused(prompt, name_prompt(error, generation.prompt_index))
         return generation
+
+
+def _drop_done(waiting: list[Generation]) -> None:
+    """Forget requests that have ended: those at the end, as the others are waited for anyway."""
+    while waiting and waiting[-1].is_done:
+        waiting.pop()
 
 
 def completion_of(generation: Generation) -> Completion:

@@ -81,23 +81,29 @@ class FairLock:
                 self._release()
 
     def _wait(self, is_moot: Callable[[], bool]) -> bool:
-        if self._owner != threading.get_ident():
-            waiter = _Waiter(is_moot)
-            self._line.append(waiter)
-            try:
-                while self._line[0] is not waiter and not is_moot():
-                    waiter.woken.get()
-                if is_moot():
-                    return False
-                self._lock.acquire()
-            finally:
-                self._line.remove(waiter)
-                with contextlib.suppress(IndexError):
-                    self._line[0].wake()
-        else:
+        if self._owner == threading.get_ident():
             self._lock.acquire()
+        elif not self._take(is_moot):
+            return False
         self._enter()
         return True
+
+    def _take(self, is_moot: Callable[[], bool]) -> bool:
+        """Take the lock: at once where nobody has it or waits for it, else behind those in line."""
+        if is_moot():
+            return False
+        if not self._line and self._lock.acquire(blocking=False):
+            return True
+        waiter = _Waiter(is_moot)
+        self._line.append(waiter)
+        try:
+            while self._line[0] is not waiter and not is_moot():
+                waiter.woken.get()
+            return not is_moot() and self._lock.acquire()
+        finally:
+            self._line.remove(waiter)
+            with contextlib.suppress(IndexError):
+                self._line[0].wake()
 
     def _enter(self) -> None:
         self._owner = threading.get_ident()
