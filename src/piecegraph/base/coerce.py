@@ -45,6 +45,8 @@ def as_list(value: Any) -> list[Any] | None:
     >>> as_list(numpy.array([1, 2])), as_list((1, 2)), as_list(numpy.array(1)), as_list("ab")
     ([1, 2], [1, 2], None, None)
     """
+    if type(value) in (list, tuple):  # as most are, and to ask an abstract class takes long
+        return list(value)
     plain = value.tolist() if hasattr(value, "tolist") else value
     is_one = isinstance(plain, (str, bytes, bytearray, Mapping))
     return list(plain) if isinstance(plain, Iterable) and not is_one else None

@@ -123,15 +123,12 @@ class Forward:
             waits: record it first if nothing that is recorded covers it.
         """
         buffers = self._buffers
-        wanted = self._write(plan, every_row)
-        if self._is_recordable(wanted) and (self._records_at_need or (waits and self._cover(wanted) == wanted)):
-            self._record(wanted)
-            self._write(plan, every_row)  # recording wrote a batch of its own
-        key = wanted
+        key = wanted = self._write(plan, every_row)
         if wanted not in self.library.tapes:
-            key = self._cover(wanted)
-            if self._is_recordable(wanted):
-                self._missed[wanted] += 1
+            if self._is_recordable(wanted) and (self._records_at_need or (waits and self._cover(wanted) == wanted)):
+                self._record(wanted)
+                self._write(plan, every_row)  # recording wrote a batch of its own
+            key = self._serve(wanted)
         buffers.send(plan, key.bucket, num_adjusted=key.num_adjusted, sampled=sampled)
         self.step.last = key
         return FilledStep(key, wanted)
@@ -144,6 +141,14 @@ class Forward:
         return StepKey(
             bucket, buffers.sampling_mode, buffers.has_embeds, is_whole, buffers.num_adjusted, buffers.has_masks
         )
+
+    def _serve(self, wanted: StepKey) -> StepKey:
+        """What runs a step, recorded or not; it is counted if it should be."""
+        if wanted in self.library.tapes:
+            return wanted
+        if self._is_recordable(wanted):
+            self._missed[wanted] += 1
+        return self._cover(wanted)
 
     def _cover(self, wanted: StepKey) -> StepKey:
         """What runs a step that is not recorded: see Note [No request waits for a recording]."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from piecegraph.llm.run.request import Request, SamplingParams
@@ -118,7 +117,7 @@ class Generation:
         request = self.request
         end = request.finish_time if request.finish_time is not None else time.perf_counter()
         num_new, begun = len(request.tokens) - request.num_prompt, request.arrival_time
-        times = tuple((np.array(request.token_times) - begun).tolist())
+        times = tuple([known - begun for known in request.token_times])
         return RequestMetrics(
             num_prompt_tokens=request.num_prompt,
             num_new_tokens=num_new,

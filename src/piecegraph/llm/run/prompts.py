@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -102,12 +103,17 @@ def _backend_of(tokenizer: Any) -> Any:
     """What transformers has tokens decoded by, if it does nothing else to the text: in a third of the time, which
     counts for every token of a stream.
     """
-    from transformers import PreTrainedTokenizerFast
-
     is_plain = getattr(tokenizer, "clean_up_tokenization_spaces", True) is False
-    known = getattr(PreTrainedTokenizerFast, "_decode", None)
+    known = _known_decode()
     is_known = known is not None and getattr(type(tokenizer), "_decode", None) is known
     return tokenizer.backend_tokenizer if is_plain and is_known else tokenizer
+
+
+@functools.cache  # whoever imports from transformers waits for a search through its modules
+def _known_decode() -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return getattr(PreTrainedTokenizerFast, "_decode", None)
 
 
 def name_prompt(error: PiecegraphError, index: int | None) -> PiecegraphError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -220,13 +222,15 @@ def _token_ladder(largest: int) -> tuple[int, ...]:
     return (*(size for size in sizes[1:] if size < largest), largest)
 
 
+@functools.lru_cache(maxsize=1024)  # every step asks for one, and a frozen value takes long to make
 def _mixed(num_tokens: int, num_seqs: int) -> Bucket:
     """There are never more sequences than tokens."""
     return Bucket(num_tokens, min(num_tokens, num_seqs), "mixed")
 
 
 def _fit(size: int, sizes: Sequence[int]) -> int:
-    return next((fitting for fitting in sizes if fitting >= size), size)
+    place = bisect.bisect_left(sizes, size)
+    return sizes[place] if place < len(sizes) else size
 
 
 def free_bytes_twice(device: torch.device) -> int:
