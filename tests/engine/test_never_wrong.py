@@ -2179,3 +2179,33 @@ def test_what_an_argument_has_that_stays_the_same_object(compiled: Any, kind: st
     for factor in (2.0, 2.0, 3.0, 2.0):
         change(given, factor)
         torch.testing.assert_close(fast(x, given), x * factor)
+
+
+class Scale:
+    factor = 2.0
+
+
+@functools.lru_cache
+def scaled_by(count: int) -> float:
+    return Scale.factor * count
+
+
+def test_what_a_function_reads_whose_results_are_cached(compiled: Any) -> None:
+    """It does not run while the cache has them: what it reads is known by its code alone."""
+    factor = [1.0]
+
+    @functools.cache
+    def doubled(count: int) -> float:
+        return factor[0] * count
+
+    def function(x: Tensor) -> Tensor:
+        return x * scaled_by(3) + doubled(2)
+
+    fast, x = compiled(function), torch.randn(4)
+    expected = function(x)
+    torch.testing.assert_close(fast(x), expected)
+    for value in (1.0, 1.0, 4.0, 2.0):
+        factor[0], Scale.factor = value, value / 2
+        doubled.cache_clear()
+        scaled_by.cache_clear()
+        torch.testing.assert_close(fast(x), x * (value / 2 * 3) + value * 2)

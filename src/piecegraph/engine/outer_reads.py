@@ -32,6 +32,7 @@ from piecegraph.graph.code_used import classes_at
 from piecegraph.graph.signature import has_attributes, is_constant
 
 MAX_VALUES = 2_000
+_CACHED = type(functools.cache(lambda: None))
 _MAX_DEPTH = 4
 """Where walking ends: a global may hold a whole data set, or a library's own state."""
 _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter", "hasattr"}
@@ -248,6 +249,8 @@ class _Reader:
         """What the expressions begin with."""
         self.is_full = False
         """Whether there are more than are written down."""
+        self._cached: set[Any] = set()
+        """Functions with a cache that were walked through."""
 
     def walk_modules(self, module: torch.nn.Module | None, others: Iterable[torch.nn.Module]) -> None:
         """Write down attributes; parameters, buffers and submodules are looked at elsewhere."""
@@ -339,6 +342,8 @@ class _Reader:
             self.constants.append(f"frozenset({path})")
         elif isinstance(value, MethodType):
             yield _Part(f"{path}.__self__", value.__self__)
+        elif isinstance(value, _CACHED) and isinstance(value.__wrapped__, FunctionType):
+            self._walk_cached(path, value)
         elif isinstance(value, weakref.ref):
             if (target := value()) is not None:
                 yield _Part(f"{path}()", target)
@@ -346,6 +351,16 @@ class _Reader:
             yield from (_Part(f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
         elif not isinstance(value, ModuleType) or value.__name__.split(".")[0] not in FIXED:
             yield from self._attributes(path, value)
+
+    def _walk_cached(self, path: str, value: Any) -> None:
+        """Write down what a function with a cache would read, which it does when the cache is cleared."""
+        function = value.__wrapped__
+        self.constants.append(f"{path}.__wrapped__.__code__")
+        if value not in self._cached:
+            self._cached.add(value)
+            self._names.update(function.__code__.co_names)
+            self.walk_scope(function.__globals__, _globals_of(function.__code__))
+            self.walk_closure(function)
 
     def _attributes(self, path: str, value: Any) -> Iterator[_Part]:
         own = getattr(value, "__dict__", {})
