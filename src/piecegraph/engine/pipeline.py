@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -79,6 +78,8 @@ class Pipeline:
     is_full: bool = False
     has_many_pieces: bool = False
     """Distinct ones. Whoever says so closes :attr:`aside` when all are compiled."""
+    op_modules: tuple[str, ...] = ()
+    """The modules that register ops which passes put into graphs."""
     factors: Mapping[str, str] = field(default_factory=dict)
     """What else a trace depends on, besides the function and the call."""
     clock: StageClock = field(default_factory=StageClock)
@@ -237,8 +238,7 @@ class Pipeline:
         if not self.has_many_pieces or target_of(self.options) is not None or self._is_attributed():
             return
         if torch.cuda.mem_get_info(gpu)[0] >= _ROOM_ASIDE:
-            folders = {f"{fx_pass.__module__.rpartition('.')[0]}." for fx_pass in self.passes}
-            self.aside.start(gpu, [name for name in sys.modules if name.startswith(tuple(folders))])
+            self.aside.start(gpu, self.op_modules)
 
     def recall(self, what: str) -> int | None:
         """What an earlier start with the same plan has measured; None if it has not."""

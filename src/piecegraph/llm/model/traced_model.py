@@ -152,6 +152,7 @@ def trace_model(
         events,
         # Ranks start at the same time: each of them compiles its own, which takes all cores.
         has_many_pieces=part is None and not takes_embeds,
+        op_modules=(use_fused_ops.__module__, use_outer_products.__module__),
         factors=_factors(cache, part, decode_pieces=decode_pieces),
         clock=clock or StageClock(),
     )
