@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import MethodType, ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -2209,3 +2209,29 @@ def test_what_a_function_reads_whose_results_are_cached(compiled: Any) -> None:
         doubled.cache_clear()
         scaled_by.cache_clear()
         torch.testing.assert_close(fast(x), x * (value / 2 * 3) + value * 2)
+
+
+class Table:
+    factor: float | None = 1.0
+    rows: ClassVar = [1.0, 2.0]
+    nested = (1.0, [1.0])
+
+
+CLASS_VALUES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[float], None]]] = {
+    "number": (lambda x: x * Table.factor, lambda value: setattr(Table, "factor", value)),
+    "nothing": (
+        lambda x: x if Table.factor is None else x * Table.factor,
+        lambda value: setattr(Table, "factor", None if value == 3.0 else value),
+    ),
+    "list": (lambda x: x * Table.rows[0], lambda value: Table.rows.__setitem__(0, value)),
+    "list in a tuple": (lambda x: x * Table.nested[1][0], lambda value: Table.nested[1].__setitem__(0, value)),
+}
+
+
+@pytest.mark.parametrize("kind", CLASS_VALUES)
+def test_values_of_a_class_that_is_read_by_its_name(compiled: Any, kind: str) -> None:
+    function, change = CLASS_VALUES[kind]
+    fast, x = compiled(function), torch.randn(4)
+    for value in (2.0, 2.0, 3.0, 2.0):
+        change(value)
+        torch.testing.assert_close(fast(x), function(x))

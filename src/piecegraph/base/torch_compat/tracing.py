@@ -103,8 +103,8 @@ def dynamo_capture(
     output = captured.graph_capture_output
     names, imports = _outside_values(output, plain_function, receiver, arguments, gone_on.dicts)
     scopes = outside_scopes(function, imports, args, kwargs)
-    names = _check_merged(names, scopes)
     code, left_out = tuple(output.traced_code), tuple(gone_on.left_out)
+    names = _with_class_values(_check_merged(names, scopes), scopes, code)
     if backend_input is None:
         return DynamoCapture(None, (), None, objects, run_bytecode, touched, (), names, scopes, left_out, code, imports)
     graph_module, inputs, fake_mode = (
@@ -285,6 +285,25 @@ def _check_merged(names: Iterable[str], scopes: Mapping[str, Any]) -> tuple[str,
         found.append(name)
     return tuple(found)
 
+
+def _with_class_values(names: Sequence[str], scopes: Mapping[str, Any], code: Iterable[CodeType]) -> tuple[str, ...]:
+    """These and the values of classes among them, as far as code names them: torch 2.11 guards the class alone."""
+    read = {name for each in code for name in each.co_names}
+    found = dict.fromkeys(names)
+    for name in names:
+        value = _evaluate(name, scopes) if name.startswith(("L[", "G[", "__import_")) else None
+        if isinstance(value, type) and value.__module__.partition(".")[0] not in _OTHERS:
+            found |= {f"{name}.{each}": None for each in sorted(read) if _is_value_of(value, each)}
+    return tuple(found)
+
+
+def _is_value_of(cls: type, name: str) -> bool:
+    """Whether a class holds something by a name that is no code."""
+    held = inspect.getattr_static(cls, name, len)  # a function, if there is none
+    return not callable(held) and not hasattr(held, "__get__")
+
+
+_OTHERS = frozenset({"torch", "piecegraph", "numpy", *sys.stdlib_module_names})
 
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType)
 
