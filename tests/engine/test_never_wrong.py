@@ -2150,7 +2150,7 @@ def scale_by(factors: list[float]) -> Callable[[Tensor], Tensor]:
     return scale
 
 
-class Settings:
+class Preset:
     factor = 1.0
 
 
@@ -2161,7 +2161,7 @@ STATES: dict[str, tuple[Any, Callable[[Tensor, Any], Tensor], Callable[[Any, flo
         lambda given, factor: given.__closure__[0].cell_contents.__setitem__(0, factor),
     ),
     "function": (scale_by([1.0]), lambda x, given: x * given.factor, lambda given, factor: with_factor(given, factor)),
-    "class": (Settings, lambda x, given: x * given.factor, lambda given, factor: with_factor(given, factor)),
+    "class": (Preset, lambda x, given: x * given.factor, lambda given, factor: with_factor(given, factor)),
     "member": (Level.LOW, lambda x, given: x * given.factor, lambda given, factor: with_factor(given, factor)),
     "in a list": (
         [Level.LOW],
@@ -2181,13 +2181,13 @@ def test_what_an_argument_has_that_stays_the_same_object(compiled: Any, kind: st
         torch.testing.assert_close(fast(x, given), x * factor)
 
 
-class Scale:
+class Rate:
     factor = 2.0
 
 
 @functools.lru_cache
 def scaled_by(count: int) -> float:
-    return Scale.factor * count
+    return Rate.factor * count
 
 
 def test_what_a_function_reads_whose_results_are_cached(compiled: Any) -> None:
@@ -2205,7 +2205,7 @@ def test_what_a_function_reads_whose_results_are_cached(compiled: Any) -> None:
     expected = function(x)
     torch.testing.assert_close(fast(x), expected)
     for value in (1.0, 1.0, 4.0, 2.0):
-        factor[0], Scale.factor = value, value / 2
+        factor[0], Rate.factor = value, value / 2
         doubled.cache_clear()
         scaled_by.cache_clear()
         torch.testing.assert_close(fast(x), x * (value / 2 * 3) + value * 2)
