@@ -2235,3 +2235,17 @@ def test_values_of_a_class_that_is_read_by_its_name(compiled: Any, kind: str) ->
     for value in (2.0, 2.0, 3.0, 2.0):
         change(value)
         torch.testing.assert_close(fast(x), function(x))
+
+
+def test_a_default_dtype_that_a_function_changes_and_puts_back(compiled: Any) -> None:
+    def in_double(x: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        added = x + torch.ones(4)
+        torch.set_default_dtype(torch.float32)
+        return added * torch.ones(4)
+
+    fast = compiled(in_double)
+    for _ in range(3):
+        x = torch.randn(4)
+        torch.testing.assert_close(fast(x), in_double(x))
+    assert torch.get_default_dtype() is torch.float32

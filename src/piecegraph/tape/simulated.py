@@ -53,11 +53,26 @@ class _Call:
     results: list[tuple[int, _Block]]
     """(position among the result's tensors, block)."""
     is_on: bool = True
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    """What it was recorded under: a function may change it inside, and a kernel that was captured would not know."""
 
     def replay(self) -> None:
-        tensors = _tensors(self.function(*self.args, **self.kwargs))
+        with _default_dtype(self.default_dtype):
+            tensors = _tensors(self.function(*self.args, **self.kwargs))
         for position, block in self.results:
             block.take(tensors[position])
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    if dtype is not before:
+        torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        if dtype is not before:
+            torch.set_default_dtype(before)
 
 
 class _CallNodes:
