@@ -79,8 +79,14 @@ def test_one_that_fails_ends_its_request_and_no_other(llm: piecegraph.LLM) -> No
         assert bad.finish_reason == "error"
         with pytest.raises(RequestError, match=f"PG650 the logits processor .* failed .*{why}"):
             raise bad.error  # type: ignore[misc]
-    nan = llm.generate([PROMPT], **HOW, logits_processors=[lambda _, row: row * float("nan")], on_error="return")
-    assert "PG655" in str(nan[0].error)
+    for number in (float("nan"), -float("inf")):
+
+        def spoiling(_: list[int], row: torch.Tensor, number: float = number) -> torch.Tensor:
+            return torch.full_like(row, number)
+
+        [spoiled] = llm.generate([PROMPT], **HOW, logits_processors=[spoiling], on_error="return")
+        assert "PG655" in str(spoiled.error)
+        assert "the logits processor spoiling gave NaN, or forbade every token" in str(spoiled.error)
     llm.started.engine.scheduler.check()
 
 

@@ -26,9 +26,11 @@ def choose_token(request: Request, logits: torch.Tensor) -> int:
         logits: [vocabulary], as the model gave them. They are left as they are.
 
     Raises:
-        RequestError: PG650, a processor failed, or gave back something else than a row of logits.
+        RequestError: PG650, a processor failed, or gave back something else than a row of logits; PG655, one that no
+            token can be chosen from.
     """
     params, row = request.params, logits.float().clone()
+    is_row = _has_choice(row)  # if not, that is the model's fault, and is told as such
     for processor in params.logits_processors:
         try:
             given = _call(processor, request, row)
@@ -38,6 +40,10 @@ def choose_token(request: Request, logits: torch.Tensor) -> int:
             shape = list(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
             raise _failed(processor, f"it gave back {shape} for a row of {list(row.shape)}")
         row = given.to(row)
+        if is_row and not _has_choice(row):
+            what = f"the logits of request {request.id!r} are not numbers"
+            why = f"the logits processor {_name(processor)} gave NaN, or forbade every token"
+            raise RequestError("PG655", what, why=why)
     keys = random_keys(np.array([request.seed], np.uint64), np.array([len(request.tokens)]))
 
     def one(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -55,6 +61,11 @@ def choose_token(request: Request, logits: torch.Tensor) -> int:
     return int(chosen)
 
 
+def _has_choice(row: torch.Tensor) -> bool:
+    """Whether one of the logits is the largest, and no token is forbidden by it."""
+    return bool(row.max() > -torch.inf)
+
+
 def _call(processor: Callable[..., Any], request: Request, row: torch.Tensor) -> Any:
     """As vLLM calls them; those of transformers are given a batch of one, prompt and all."""
     from transformers import LogitsProcessor
@@ -67,5 +78,8 @@ def _call(processor: Callable[..., Any], request: Request, row: torch.Tensor) ->
 
 
 def _failed(processor: Callable[..., Any], why: str) -> RequestError:
-    name = getattr(processor, "__name__", type(processor).__name__)
-    return RequestError("PG650", f"the logits processor {name} failed", why=why)
+    return RequestError("PG650", f"the logits processor {_name(processor)} failed", why=why)
+
+
+def _name(processor: Callable[..., Any]) -> str:
+    return str(getattr(processor, "__name__", type(processor).__name__))
