@@ -35,7 +35,7 @@ _INDEX = "index.md"
 
 
 class PlanDump:
-    """A :class:`~piecegraph.graph.lower.PieceWatch` and a :class:`~piecegraph.tape.library.TapeWatch`.
+    """A :class:`~piecegraph.graph.compile.PieceWatch` and a :class:`~piecegraph.tape.library.TapeWatch`.
 
     Args:
         target: where to dump, and what.
