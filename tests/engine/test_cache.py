@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor.async_compile import CompiledTritonKernels
+from torch._inductor.runtime import triton_heuristics
+from torch._inductor.runtime.autotune_cache import AutotuneCache
+from torch._inductor.triton_bundler import StaticallyLaunchedAutotuner, TritonBundler
 
 import piecegraph
 from piecegraph.base import entries, torch_compat
 from piecegraph.base.describe import Describer
+from piecegraph.base.torch_compat import inductor
 from piecegraph.errors import FallbackError
 from tests.cases import modules
 from tests.cases.cached import CachedModel
@@ -215,3 +221,31 @@ def test_kernels_of_triton_are_found_where_they_were_copied_to(tmp_path: Path, m
         "add.json": b"code",
         "add.cubin": b"code",
     }
+
+
+def test_kernels_of_inductor_are_as_they_were_tuned_where_they_were_copied_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are kept before they are tuned; to what is found beside their source, whose path is kept with them."""
+    triton = pytest.importorskip("triton")
+    configs = [triton.Config({"XBLOCK": 4}), triton.Config({"XBLOCK": 8})]
+    made, moved = tmp_path / "made", tmp_path / "moved"
+    tuned = AutotuneCache.create({}, str(made / "ab" / "cab.py"), triton_heuristics.hash_configs(configs))
+    tuned.save(configs[1], 1000)
+    kernel = SimpleNamespace(filename=str(made / "ab" / "cab.py"), save_cache_hook=tuned.save, compile_results=[])
+    shutil.copytree(made, moved)
+    shutil.rmtree(made)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(moved))
+    monkeypatch.setattr(CompiledTritonKernels, "_cache", {})
+
+    def chosen() -> list[int]:
+        found, _, _ = triton_heuristics.check_autotune_cache(configs, kernel.filename, {})
+        return [config.kwargs["XBLOCK"] for config in found]
+
+    assert chosen() == [4, 8], "this is why"
+    with inductor._settled_tuning():
+        TritonBundler.load_autotuners([StaticallyLaunchedAutotuner("key", "name", kernel)])
+    assert chosen() == [8]
+    kernel.save_cache_hook(configs[0], 1000)
+    assert chosen() == [4]
+    assert not made.exists(), "nor is anything written to where it was"

@@ -317,7 +317,7 @@ def load_compiled(artifact: str) -> CompiledGraph:
         wait_for_hashes()  # kernels of Triton are asked for by them
     # That it was compiled shows that it can be. With one thread no worker processes are started, for nothing.
     settings = torch._inductor.config.patch({"cpp.vec_isa_ok": True, "compile_threads": 1})  # type: ignore[attr-defined]
-    with torch.no_grad(), settings, _generated_sources(None) as sources, _without_headers():
+    with torch.no_grad(), settings, _generated_sources(None) as sources, _without_headers(), _settled_tuning():
         function = CacheCompiledArtifact._load_impl(contextlib.nullcontext(), artifact)
     return CompiledGraph(function, sources[-1] if sources else None)
 
@@ -333,6 +333,44 @@ def _without_headers() -> Iterator[None]:
         yield
     finally:
         codecache._precompile_header = original
+
+
+@contextlib.contextmanager
+def _settled_tuning() -> Iterator[None]:
+    """Inside, kernels that are loaded look for what they were tuned to in the :func:`compiler_folder` of now.
+
+    They are kept before they are tuned, with the path of the file that they were made in; what they were tuned to is
+    in a file beside that. From a copy of the folder it would not be found: they would be tuned again, and write what
+    they find to where the folder had been.
+    """
+    from torch._inductor.triton_bundler import TritonBundler
+
+    original = vars(TritonBundler)["load_autotuners"]  # as it is, to be put back
+
+    def load(cls: Any, autotuners: Any) -> Any:
+        for autotuner in autotuners or ():
+            _settle_tuner(autotuner.kernel)
+        return original.__func__(cls, autotuners)
+
+    TritonBundler.load_autotuners = classmethod(load)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        TritonBundler.load_autotuners = original  # type: ignore[method-assign]
+
+
+def _settle_tuner(kernel: Any) -> None:
+    """See :func:`_settled_tuning`. Files of Inductor's are known by their names and those of their folders."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    if kernel.filename is None:
+        return
+    here = Path(cache_dir(), *Path(kernel.filename).parts[-2:])
+    kernel.filename = str(here)
+    tuned = getattr(kernel.save_cache_hook, "__self__", None)
+    if tuned is not None and tuned.local_cache is not None:
+        cache, path = tuned.local_cache
+        tuned.local_cache = cache, str(here.parent / Path(path).name)
 
 
 def compiler_settings() -> dict[str, str]:
