@@ -74,7 +74,9 @@ class FakeLLM:
         )
         self.groups, self.block_size = tuple(groups), block_size
         self.cache = PagedCache(groups, block_size=block_size, prefix_cache=prefix_cache)
-        self.scheduler = Scheduler(limits, self.cache, sizes=sizes, eos_token_ids=[EOS], needs_state=needs_state)
+        self.scheduler = Scheduler(
+            limits, self.cache, sizes=lambda: sizes, eos_token_ids=[EOS], needs_state=needs_state
+        )
         self.buffers = BatchBuffers(
             BatchLimits(
                 max_tokens=max_batch_tokens + 3,

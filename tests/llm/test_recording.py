@@ -75,6 +75,17 @@ def test_a_step_between_two_sizes_runs_in_the_larger_one(models: Shelf) -> None:
     assert "  mixed: 2, 1 in a larger size than the best, 0 without graphs, 29% padding\n" in llm.explain()
 
 
+def test_steps_are_as_full_as_what_is_recorded_while_others_wait(models: Shelf) -> None:
+    llm = load(models)
+    prompts = [[number, *PROMPT] for number in range(1, 9)]
+    answers = llm.generate(prompts, max_new_tokens=2, ignore_eos=True)
+    mixed = llm.stats()["steps"]["mixed"]
+    assert mixed["num_steps"] > 8
+    assert mixed["num_larger"] <= 1, "none but the last, for which nobody waits"
+    assert mixed["num_padding"] < 30
+    assert [each.token_ids for each in answers] == [models.greedy("llama", prompt, 2) for prompt in prompts]
+
+
 def test_what_nothing_covers_runs_without_graphs_once(models: Shelf) -> None:
     llm = load(models)
     first = answer(llm, return_hidden_states=True)

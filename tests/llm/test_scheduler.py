@@ -172,6 +172,36 @@ def test_steps_are_full_while_others_wait() -> None:
     assert [plan.num_tokens for plan in llm.plans[:3]] == [16, 4, 4]
 
 
+def test_a_full_step_leaves_whole_prompts_to_the_next() -> None:
+    llm = make(num_blocks=200, max_num_seqs=3, max_batch_tokens=32, sizes=(8, 32), prefix_cache=False)
+    for name, length in (("a", 9), ("b", 2), ("c", 10), ("d", 5)):
+        llm.scheduler.add(request(name, length, new=3))
+    llm.run()
+    works = [{work.request.id: work[2:] for work in plan.works} for plan in llm.plans]
+    assert works[0] == {"a": (8, False)}, "8 of 21 tokens"
+    assert works[1] == {"a": (1, True), "b": (2, True), "c": (5, False)}, "8 of 13"
+
+
+def test_a_step_is_padded_before_prompts_come_to_a_halt() -> None:
+    llm = make(num_blocks=200, max_num_seqs=3, max_batch_tokens=32, sizes=(3, 32), prefix_cache=False)
+    for name, length in (("a", 1), ("b", 1), ("c", 9), ("d", 5)):
+        llm.scheduler.add(request(name, length, new=9))
+    llm.run()
+    assert [plan.num_tokens for plan in llm.plans[:2]] == [3, 10], "3 of 11 tokens of prompts, and not 1 of 8"
+
+
+def test_a_step_is_as_full_as_prompts_leave_it_whose_beginning_is_known() -> None:
+    llm = make(num_blocks=200, max_num_seqs=2, max_batch_tokens=32, sizes=(8, 16, 32))
+    llm.scheduler.add(request("first", 20, new=1))
+    llm.run()
+    prompt = llm.plans[0].works[0].request.tokens[:20]
+    for name in ("a", "b", "c"):
+        llm.scheduler.add(Request(name, prompt, SamplingParams(max_new_tokens=1, ignore_eos=True)))
+    plan = llm.scheduler.schedule()
+    assert plan is not None
+    assert [work[1:] for work in plan.works] == [(16, 4, True), (16, 4, True)], "8 of 8 tokens, and not 32 of 40"
+
+
 def test_decodes_come_first_and_prompts_fill_the_rest_of_the_step() -> None:
     llm = make()
     llm.scheduler.add(request("a", 6))

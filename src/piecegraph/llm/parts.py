@@ -158,7 +158,7 @@ class Parts:
         scheduler = Scheduler(
             self.limits,
             cache,
-            sizes=self.forward.sizes.tokens if self.config.options.full_steps else (),
+            sizes=self.forward.unpadded_sizes if self.config.options.full_steps else tuple,
             eos_token_ids=eos_token_ids,
             needs_state=self.states is not None,
             release_state=self.states.release if self.states is not None else None,

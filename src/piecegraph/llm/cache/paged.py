@@ -145,6 +145,10 @@ class PagedCache:
             known.append(before)
         return known
 
+    def num_known_tokens(self, digests: Sequence[Digest]) -> int:
+        """How many tokens a sequence with these digests need not compute."""
+        return self._longest_hit(digests) * self.block_size
+
     def begin(self, digests: Sequence[Digest]) -> SequenceBlocks:
         """A sequence that holds the longest known prefix: ``capacity`` says how many tokens of it."""
         blocks = SequenceBlocks(len(self.groups), self.reference)

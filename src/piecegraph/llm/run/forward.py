@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -100,6 +100,8 @@ class Forward:
         self._records_at_need = records_at_need
         self._serving: dict[StepKey, StepKey] = {}
         """What serves steps that are not recorded, since something was last recorded."""
+        self._unpadded: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        """Which sizes are recorded, for each way to choose tokens, since then."""
         self._missed: Counter[StepKey] = Counter()
         """How many steps wanted what is not recorded."""
         self.num_recorded_idle = 0
@@ -159,6 +161,19 @@ class Forward:
             # What callbacks do to padded rows is nobody's wish.
             recorded = () if self._interceptions else self.library.tapes
             found = self._serving[wanted] = best_cover(wanted, recorded) or wanted
+        return found
+
+    def unpadded_sizes(self) -> tuple[int, ...]:
+        """Tokens of mixed steps that run without padding, if they choose tokens as the last step did."""
+        last = self.step.last
+        if self._device is None or self._records_at_need or last is None:
+            return self.sizes.tokens
+        choice = last.sampling, last.takes_embeds, last.every_row, last.num_adjusted, last.has_masks
+        found = self._unpadded.get(choice)
+        if found is None:
+            covers = [best_cover(StepKey(bucket, *choice), self.library.tapes) for bucket in self.sizes.under_load()]
+            sizes = (key.bucket.num_tokens for key in covers if key is not None)
+            found = self._unpadded[choice] = tuple(sorted({*sizes}))
         return found
 
     def run_step(self, key: StepKey) -> StepResult:
@@ -246,6 +261,7 @@ class Forward:
     def _check_recorded(self) -> None:
         """Something else may serve steps from now on: the same on all ranks, as they add up what is of one size."""
         self._serving.clear()
+        self._unpadded.clear()
         if self._ranks is not None:
             modes = {kind: mode.choice for kind, mode in self.modes.items()}
             self._ranks.check_same("recorded steps", f"{sorted(map(str, self.library.tapes))} {modes}")

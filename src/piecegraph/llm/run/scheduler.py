@@ -18,10 +18,11 @@ that may run, so a prompt gets at least one token of every step, however many ot
 
 Note [Full steps]
 ~~~~~~~~~~~~~~~~~
-A step is padded to the next of the sizes that are recorded, and padding takes as long as tokens do. While requests are
-waiting for a place, the last prompt of a step is cut so that nothing is padded, and goes on in the next step. Nobody is
-served later for that but the request itself, by a step. Where nobody waits, a request has its first token soonest if
-its prompt is not cut.
+A step is padded to the next of the sizes that are recorded, and padding takes as long as tokens do. So while requests
+are waiting for a place, a step has no more tokens of prompts than fill such a size, and the rest goes on in the next
+step. Then a few sizes serve as well as many. Nobody is served later for that but those who are in their prompts, by a
+step or two: if too little of them would be computed, the step is padded. Where nobody waits, a request has its first
+token soonest if its prompt is not cut.
 
 Note [Several answers]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -39,6 +40,8 @@ such step. Whatever is freed in between may be given to a later step at once, as
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -51,6 +54,11 @@ from piecegraph.llm.run.sampling import NO_TOKEN
 from piecegraph.llm.run.step import MAX_PROMPTS, StepPlan, Work
 from piecegraph.llm.run.stop import IncrementalText
 from piecegraph.llm.run.structured import take_tokens
+
+_LEAST_SHARE = 0.25
+"""Of the tokens of prompts that a step could compute: see Note [Full steps]. If steps took as long as they have rows,
+1000 requests would take 1.03 times as long where powers of two are recorded as where all sizes are; with half 1.05.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +90,7 @@ class Scheduler:
     Args:
         limits: see there.
         cache: the blocks of all groups; empty for a model without attention.
-        sizes: tokens that steps are padded to; see Note [Full steps].
+        sizes: tells which sizes steps are padded to now, in ascending order; see Note [Full steps].
         eos_token_ids: tokens that end a request.
         needs_state: give each running sequence a state slot from 1 to ``max_num_seqs`` (0 belongs to the padding).
         release_state: told of every slot that is free again.
@@ -95,7 +103,7 @@ class Scheduler:
         limits: SchedulerLimits,
         cache: PagedCache,
         *,
-        sizes: Sequence[int] = (),
+        sizes: Callable[[], Sequence[int]] = tuple,
         eos_token_ids: Collection[int] = (),
         needs_state: bool = False,
         release_state: Callable[[int], None] | None = None,
@@ -110,7 +118,7 @@ class Scheduler:
             )
         self.limits = limits
         self.cache = cache
-        self.sizes = tuple(sizes)
+        self._sizes = sizes
         self.eos_token_ids = frozenset(eos_token_ids)
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
@@ -279,7 +287,9 @@ class Scheduler:
                     without_room.append(following)
         if len(works) + num_ending + (in_prompt is not None) < len(self.running):
             return None  # somebody waits for a block in the middle of a prompt
-        num_decodes, budget = len(works), self.limits.max_batch_tokens - len(works)
+        num_decodes = len(works)
+        num_left = 0 if in_prompt is None else len(in_prompt.request.tokens) - in_prompt.start - in_prompt.num_tokens
+        budget = self._most_tokens(num_decodes, num_left, num_ending) - num_decodes
         if not self.cache.has_free(len(without_room) + self._blocks_for(in_prompt, budget)):
             return None
         for request, start, _, _ in without_room:
@@ -332,10 +342,11 @@ class Scheduler:
     def _schedule_anew(self) -> StepPlan | None:
         works, preempted = self._decodes()
         num_decodes = len(works)
-        budget = self.limits.max_batch_tokens - num_decodes
-        if num_decodes < len(self.running):
-            request = self.running[-1]
-            budget -= self._prefill(request, request.num_computed, budget, works)
+        begun = self.running[-1] if num_decodes < len(self.running) else None
+        num_left = 0 if begun is None else len(begun.tokens) - begun.num_computed
+        budget = self._most_tokens(num_decodes, num_left) - num_decodes
+        if begun is not None:
+            budget -= self._prefill(begun, begun.num_computed, budget, works)
         self._admit_waiting(budget, works, num_decodes)
         if not works:
             assert not self._requests, "requests are left, but none can run"
@@ -355,17 +366,34 @@ class Scheduler:
             if not self._may_admit(num_ending) or not self._admit(request):
                 break
             budget -= self._prefill(request, request.num_computed, budget, works)
-        if self.waiting and works:
-            self._cut_to_size(works, self.limits.max_batch_tokens - budget)
 
-    def _cut_to_size(self, works: list[Work], total: int) -> None:
-        """Leave the rest of the last prompt to the next step, if this one, of so many tokens in all, is then of a size
-        without padding: see Note [Full steps].
+    def _most_tokens(self, num_decodes: int, num_left: int, num_ending: int = 0) -> int:
+        """How many tokens the next step may have: see Note [Full steps].
+
+        Args:
+            num_decodes: sequences with one token each.
+            num_left: tokens of the prompt that was begun with.
+            num_ending: sequences whose places are given away.
         """
-        excess = total - max((size for size in self.sizes if size <= total), default=total)
-        request, start, num_tokens, _ = works[-1]
-        if 0 < excess < num_tokens:
-            works[-1] = Work(request, start, num_tokens - excess, False)
+        most, sizes = self.limits.max_batch_tokens, self._sizes()
+        num_places = self.limits.max_num_seqs - len(self.running) + num_ending
+        if not sizes or len(self.waiting) <= num_places:
+            return most
+        if self._may_admit(num_ending):
+            num_left += self._tokens_of_next(min(num_places, MAX_PROMPTS), most - num_decodes - num_left)
+        place = bisect.bisect_right(sizes, min(num_decodes + num_left, most))
+        size = sizes[place - 1] if place else 0
+        return size if size - num_decodes > _LEAST_SHARE * num_left else most
+
+    def _tokens_of_next(self, num_requests: int, enough: int) -> int:
+        """How many tokens are to be computed of the prompts at the front of the queue; ``enough`` is not added to."""
+        total = 0
+        for request in itertools.islice(self.waiting, num_requests):
+            if total >= enough or self._is_being_computed(request):
+                break
+            if not request.is_done:
+                total += len(request.tokens) - self.cache.num_known_tokens(self._reusable_digests(request))
+        return total
 
     def _make_plan(
         self,
@@ -442,7 +470,7 @@ class Scheduler:
     def _is_being_computed(self, request: Request) -> bool:
         """Whether another request is about to put the prompt into the cache: see Note [Several answers]."""
         first = request.first_answer
-        if first is None or first.state != "running" or first.num_computed >= first.num_prompt:
+        if first is None or first.is_done or first.num_computed >= first.num_prompt:
             return False
         return len(self._reusable_digests(request)) > 0
 

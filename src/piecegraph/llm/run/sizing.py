@@ -156,6 +156,10 @@ class StepSizes:
         mixed = dict.fromkeys(_mixed(size, seqs) for size in self.tokens for seqs in self.seqs)
         return [*(Bucket(size, size, "decode") for size in self.decode), *mixed]
 
+    def under_load(self) -> list[Bucket]:
+        """Mixed steps of as many sequences as there may be."""
+        return [_mixed(size, self.seqs[-1]) for size in self.tokens]
+
     def largest(self, limits: SchedulerLimits) -> list[Bucket]:
         """The largest steps there are."""
         decode = Bucket(limits.max_num_seqs, limits.max_num_seqs, "decode")
