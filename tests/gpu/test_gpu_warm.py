@@ -51,9 +51,12 @@ print("FOUND", kind, len(compiled), len(tuned))
 """
 
 
-def start(program: str, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setenv("PIECEGRAPH_CACHE", str(cache))
-    words = [sys.executable, "-c", WATCH + program, str(folder)]
+def start(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a program tells of its start, with the cache of a folder."""
+    monkeypatch.setenv("PIECEGRAPH_CACHE", str(folder / "cache"))
+    file = folder / "program.py"  # a function without a file is not kept
+    file.write_text(WATCH + program)
+    words = [sys.executable, str(file), str(folder / "model")]
     run = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     found = [line for line in run.stdout.splitlines() if line.startswith("FOUND")]
     assert found, run.stderr[-3000:]
@@ -62,18 +65,17 @@ def start(program: str, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_second_start_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what begins early (Note [Early launches]): Inductor launches such kernels in another way."""
-    model = tmp_path / "model"
-    tiny_model("qwen3").to(torch.bfloat16).save_pretrained(model)
-    kind, *_ = start(START_LLM, model, tmp_path / "cache", monkeypatch)
+    tiny_model("qwen3").to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    kind, *_ = start(START_LLM, tmp_path, monkeypatch)
     assert kind == "cold"
-    kind, pieces, *compiled = start(START_LLM, model, tmp_path / "cache", monkeypatch)
+    kind, pieces, *compiled = start(START_LLM, tmp_path, monkeypatch)
     assert (kind, pieces) == ("warm", "their_own")
     assert compiled == []
 
 
 def test_the_second_start_tunes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel was tuned to is found, though where its source was is gone."""
-    kind, _, tuned = start(START_FUNCTION, tmp_path, tmp_path / "cache", monkeypatch)
+    kind, _, tuned = start(START_FUNCTION, tmp_path, monkeypatch)
     assert kind == "cold"
     assert int(tuned) > 0
-    assert start(START_FUNCTION, tmp_path, tmp_path / "cache", monkeypatch) == ["warm", "0", "0"]
+    assert start(START_FUNCTION, tmp_path, monkeypatch) == ["warm", "0", "0"]
