@@ -28,7 +28,36 @@ def is_compiler(module: str) -> bool:
 
 def import_inductor() -> None:
     """Import what compiles, and what loads compiled code: it takes seconds, of whoever comes first."""
-    importlib.import_module("torch._inductor.compile_fx")
+    if "torch._inductor.select_algorithm" in sys.modules:
+        importlib.import_module("torch._inductor.compile_fx")
+        return
+    with _templates_compiled_late():
+        importlib.import_module("torch._inductor.compile_fx")
+
+
+@contextlib.contextmanager
+def _templates_compiled_late() -> Iterator[None]:
+    """Inside, Inductor's templates of kernels are read, and compiled when one of them is first used.
+
+    They are some twenty, take a third of the time of Inductor's import, and few graphs use any.
+    """
+    kinds: Any = importlib.import_module("torch._inductor.codegen.common").KernelTemplate
+    original = vars(kinds)["_template_from_string"]
+    kinds._template_from_string = staticmethod(lambda source: _LateTemplate(original.__func__, source))
+    try:
+        yield
+    finally:
+        kinds._template_from_string = original
+
+
+class _LateTemplate:
+    """A template that is compiled when something of it is asked for."""
+
+    def __init__(self, compile_source: Callable[[str], Any], source: str) -> None:
+        self._make = functools.cache(functools.partial(compile_source, source))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._make(), name)
 
 
 @functools.cache
