@@ -6,7 +6,7 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-_MANY = 200_000
+_MANY = 30_000
 """New objects through which the collector goes in some ten milliseconds."""
 
 
