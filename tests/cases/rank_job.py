@@ -26,10 +26,10 @@ from torch import distributed
 
 import piecegraph
 from piecegraph.base.config import Options
+from piecegraph.base.job import leave_job
 from piecegraph.dumps.target import target_of
 from piecegraph.engine.pipeline import Pipeline
 from piecegraph.errors import PiecegraphError
-from piecegraph.explain.ranks import leave_job
 from piecegraph.llm import startup
 from piecegraph.llm.model import loader
 from piecegraph.llm.model.shards import Part, split_model

@@ -8,7 +8,7 @@ from textwrap import dedent
 
 import pytest
 
-from piecegraph.explain.ranks import evidence_of_ranks, write_failure
+from piecegraph.explain.rank_evidence import evidence_of_ranks, write_failure
 from tests.cases.forked import ForkServer
 
 JOB = """

@@ -14,7 +14,7 @@ JOB = """
 import torch
 from torch import distributed
 from piecegraph.base import torch_compat
-from piecegraph.explain.ranks import leave_job
+from piecegraph.base.job import leave_job
 from piecegraph.llm.ranks.group import start_job
 from piecegraph.llm.ranks.one_shot import OneShot
 

@@ -18,7 +18,7 @@ JOB = """
 import json
 import sys
 import piecegraph
-from piecegraph.explain.ranks import leave_job
+from piecegraph.base.job import leave_job
 from piecegraph.llm.ranks.group import start_job
 
 PROMPTS = [[5, 9, 17, 33, 21, 8, 90], [4, 8, 15, 16, 23, 42, 77, 12, 13, 14]]

@@ -8,6 +8,7 @@ import traceback
 
 import click
 
+from piecegraph.base.job import leave_job
 from piecegraph.base.version import VERSION
 from piecegraph.cli.bench import bench
 from piecegraph.cli.cache import cache
@@ -21,7 +22,6 @@ from piecegraph.cli.serve import serve
 from piecegraph.cli.trace import trace
 from piecegraph.cli.warm import warm
 from piecegraph.errors import InputError, PiecegraphError, RankError
-from piecegraph.explain.ranks import leave_job
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

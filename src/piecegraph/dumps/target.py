@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from piecegraph.base.config import Options, check_folder
-from piecegraph.explain.ranks import rank_in_job
+from piecegraph.base.job import rank_in_job
 
 
 @dataclass(frozen=True, slots=True)

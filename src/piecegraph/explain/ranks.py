@@ -1,4 +1,4 @@
-"""The ranks of a job: one report of a failure that several of them had, and a clean way out.
+"""The ranks of a job: one report of a failure that several of them had.
 
 Note [One report]
 ~~~~~~~~~~~~~~~~~
@@ -10,22 +10,13 @@ not waited for beyond the deadline. Should the store itself hang, the rank gives
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
-from piecegraph.explain.evidence import Evidence, Failure, Process
-from piecegraph.explain.page import compose
-from piecegraph.explain.render import to_text
-from piecegraph.explain.run.hook.data import chain_of, now, phases_in, to_json
-from piecegraph.explain.run.records import RecordedException, read_exception
-from piecegraph.explain.run.run_evidence import likeness, milestones_of
+from piecegraph.base.job import is_in_job
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +32,7 @@ def report_failure(subject: str, error: BaseException) -> None:
         subject: what could not be compiled or captured: the same on every rank.
         error: what is about to be raised.
     """
-    if not _is_in_job():
+    if not is_in_job():
         return
     _incidents[subject] += 1
     prefix = f"piecegraph/{subject}/{_incidents[subject]}"
@@ -54,7 +45,11 @@ def report_failure(subject: str, error: BaseException) -> None:
 def _agree(prefix: str, subject: str, error: BaseException) -> None:
     from torch import distributed
 
+    # Pages of failures take a while to import, and most processes never need them.
     from piecegraph.base.torch_compat import job_store
+    from piecegraph.explain.page import compose
+    from piecegraph.explain.rank_evidence import evidence_of_ranks, write_failure
+    from piecegraph.explain.render import to_text
 
     rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
     try:
@@ -86,63 +81,3 @@ def _summary(subject: str, failed: list[int], num_ranks: int, error: BaseExcepti
     others = num_ranks - len(failed)
     rest = f"; {others} did not fail within {_DEADLINE_SECONDS:.0f} s" if others else ""
     return f"{subject} failed on {who} of {num_ranks}{rest}: {error}"
-
-
-def write_failure(error: BaseException) -> str:
-    """An exception and the process it was raised in, as one line of JSON for a peer to read."""
-    chain = chain_of(error)
-    exception = {"kind": "exception", "thread": "", "time": now(), "phase": phases_in(chain), "chain": chain}
-    return to_json({"pid": os.getpid(), "host": os.uname().nodename, "exception": exception})
-
-
-def evidence_of_ranks(written: Mapping[int, str], num_ranks: int) -> Evidence:
-    """What the failing ranks wrote, put together.
-
-    Args:
-        written: what :func:`write_failure` gave, by rank.
-        num_ranks: of the whole job.
-    """
-    processes = {rank: Process(f"rank{rank}", rank) for rank in range(num_ranks)}
-    failed: list[tuple[RecordedException, Process]] = []
-    for rank, text in written.items():
-        data = json.loads(text)
-        processes[rank] = Process(f"rank{rank}", rank, data["pid"], data["host"])
-        failed.append((read_exception(data["exception"]), processes[rank]))
-    failed.sort(key=lambda pair: pair[0].wall_ns)  # as exact as the clocks of the machines agree
-    alike: dict[object, list[tuple[RecordedException, Process]]] = {}
-    for exception, process in failed:
-        alike.setdefault(likeness(exception.chain), []).append((exception, process))
-    failures = [
-        Failure(
-            chain=group[0][0].chain,
-            count=len(group),
-            processes=tuple(process for _, process in group),
-            certainty="recorded",
-            time_ns=group[0][0].wall_ns,
-        )
-        for group in alike.values()
-    ]
-    return Evidence(
-        sources=("what the failing ranks told each other",),
-        processes=tuple(processes.values()),
-        failures=tuple(failures),
-        milestones=milestones_of(failed[0][0]),
-    )
-
-
-def leave_job() -> None:
-    """Shut down the process groups of this process, if it has any: the end of every command of ours."""
-    if _is_in_job():
-        sys.modules["torch.distributed"].destroy_process_group()
-
-
-def rank_in_job() -> int | None:
-    """The number of this process among several of a job; None if it is the only one."""
-    if not _is_in_job() or (distributed := sys.modules["torch.distributed"]).get_world_size() == 1:
-        return None
-    return int(distributed.get_rank())
-
-
-def _is_in_job() -> bool:
-    distributed = sys.modules.get("torch.distributed")  # not imported for this: a command may do without torch
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
