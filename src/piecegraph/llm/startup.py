@@ -206,6 +206,7 @@ def _trace_and_compile(
             compiling.callback(pipeline.aside.close)  # behind the kernels, which take longer than to end does
             compiling.enter_context(pipeline.compilers(on_gpu=on_gpu, are_kept=pipeline.is_kept))
             early.extend(_start_early(sites, loaded, config, limits, has_decode_pieces=decode.choice == "their own"))
+            clock.lap("compile")  # on a CPU, the test of its vector units: six seconds, once for all models
 
         cache = cache_for(
             decoder_of(loaded.model), linear_attention=options.linear_attention, latent_cache=options.latent_cache
