@@ -6,6 +6,7 @@ Where each part of the function's result comes from, an output or something else
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -250,13 +251,18 @@ class TracedBody:
         return self.traced.sizes.violated(sizes)
 
     def weights(self) -> list[WatchedWeight]:
+        return [watch_weight(part, reader, self._current_weight) for part, reader in self._read_weights]
+
+    @functools.cached_property
+    def _read_weights(self) -> list[tuple[Weight, str]]:
+        """Those that graphs read, with the first piece that does."""
         readers: dict[int, str] = {}
         for step in self._program.steps:
             if step.is_captured:  # an eager op is handed the tensor itself, wherever it lies
                 for slot in (atom.index for atom in atoms(step.args) if type(atom) is Slot):
                     readers.setdefault(slot, str(step.label))
         return [
-            watch_weight(part, readers[slot], self._current_weight)
+            (part, readers[slot])
             for slot, source in self._program.inputs.items()
             if isinstance(source, Weight) and slot in readers
             for part in source.parts or (source,)
