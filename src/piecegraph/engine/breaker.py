@@ -151,6 +151,7 @@ class Breaker:
         self._writes_number = False
         self.cuts: list[Cut] = []
         self._answers: list[Any] = []
+        self._whole_ops = torch_compat.WholeOps()
 
     @property
     def reads(self) -> Reads:
@@ -173,7 +174,7 @@ class Breaker:
             _recording.reset(token)
 
     def _run_or_break(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch_compat.is_whole(function, args, kwargs) and not reads_argument(function, args, kwargs):
+        if self._whole_ops.has(function, args, kwargs) and not reads_argument(function, args, kwargs):
             # What breaks a capture must be the same in every mode.
             return torch_compat.run_parts(self._run_or_break, function, args, kwargs)
         if self._rules is not None:

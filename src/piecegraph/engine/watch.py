@@ -167,12 +167,13 @@ class _Watch:
         self._views_or_copies: list[tuple[int, int, str, bool]] = []
         """What was given and what came of it, as storages, the line, and whether it did nothing."""
         self.views: dict[tuple[Any, ...], tuple[tuple[Any, ...], ViewOp]] = {}
+        self._whole_ops = torch_compat.WholeOps()
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._is_looking:
             return function(*args, **kwargs)
         self._save_generators(args, kwargs)
-        if torch_compat.is_whole(function, args, kwargs):
+        if self._whole_ops.has(function, args, kwargs):
             return torch_compat.run_parts(self.run, function, args, kwargs)
         if function in _LAYOUT_READS or function in _LAYOUT_OPS:
             self._note_reader(str(user_line() or function.__name__), reads_numbers=True)
@@ -185,9 +186,10 @@ class _Watch:
             return returned
         if torch_compat.is_made_of_data(function, args):
             self._made.add(torch_compat.storage_id(args[0]))
+        written_args = torch_compat.written_args(function, args, kwargs)
         written = [
             (tensor, place_of(tensor))
-            for argument in torch_compat.written_args(function, args, kwargs)
+            for argument in written_args
             for tensor in _tensors(argument)
             if torch_compat.storage_id(tensor) not in self._made
         ]
@@ -204,7 +206,7 @@ class _Watch:
         results = _tensors(returned)
         made = {torch_compat.storage_id(result) for result in results} - set(outside)
         self._made |= made
-        self._note_write(made, torch_compat.written_args(function, args, kwargs))
+        self._note_write(made, written_args)
         self._note_views(function, args, kwargs, tensors, results)
         return returned
 
@@ -343,7 +345,19 @@ _BASE = object()
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     """Those that hold the data of a value: a write to a nested tensor is one to what it is made of."""
-    return [part for leaf in flatten(value)[0] for part in torch_compat.parts_with_memory(leaf)]
+    kind = type(value)
+    if kind in _NO_TENSORS:
+        return []
+    if kind is tuple or kind is list:
+        return [tensor for part in value for tensor in _tensors(part)]
+    if kind is dict:
+        return [tensor for part in value.values() for tensor in _tensors(part)]
+    leaves = [value] if isinstance(value, torch.Tensor) else flatten(value)[0]
+    return [part for leaf in leaves for part in torch_compat.parts_with_memory(leaf)]
+
+
+_NO_TENSORS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.memory_format})
+"""What most other arguments of ops are."""
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:

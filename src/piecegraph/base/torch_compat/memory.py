@@ -48,13 +48,18 @@ def reading(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+"""Of which it is known that they are nothing else."""
+
+
 def has_memory(value: Any) -> bool:
     """Whether a value is a tensor with a storage that can be looked at."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+    if type(value) not in _PLAIN_TENSORS:
+        from torch._subclasses.fake_tensor import FakeTensor
+        from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or is_traceable_wrapper_subclass(value):
-        return False
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or is_traceable_wrapper_subclass(value):
+            return False
     return value.layout is torch.strided and not value.is_nested and value.device.type != "meta"
 
 
@@ -62,7 +67,7 @@ def parts_with_memory(value: Any) -> list[torch.Tensor]:
     """The tensors that hold a value's data: itself, or those that a wrapper such as a nested tensor is made of."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-    if is_traceable_wrapper_subclass(value):
+    if type(value) not in _PLAIN_TENSORS and is_traceable_wrapper_subclass(value):
         names, _ = value.__tensor_flatten__()
         return [part for name in names for part in parts_with_memory(getattr(value, name))]
     return [value] if has_memory(value) else []

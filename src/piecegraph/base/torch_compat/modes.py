@@ -90,18 +90,36 @@ class _Parts(WatchingMode):
         return self._run(func, args, kwargs or {})
 
 
-def is_whole(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a dispatch mode was shown an op that is made of others, and not those.
+class WholeOps:
+    """Which ops a dispatch mode is shown that are made of others, and not those.
 
     Autograd's keys take such ops apart before any mode sees them. Tensors of inference mode do not have these keys, and
     inside of it no tensor does: ``bool(x)`` is one ``aten.is_nonzero`` then, which has no tag that says it reads.
+
+    What is known of an op is kept, as torch takes long to tell; so for one run, as anybody may register kernels.
     """
-    if not isinstance(target, OpOverload) or not _has_kernel(target, "CompositeImplicitAutograd"):
+
+    def __init__(self) -> None:
+        self._are_made_of_others: dict[Any, bool] = {}
+
+    def has(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call is one of such an op."""
+        if not isinstance(target, OpOverload):
+            return False
+        is_made_of_others = self._are_made_of_others.get(target)
+        if is_made_of_others is None:
+            is_made_of_others = self._are_made_of_others[target] = _is_made_of_others(target)
+        if not is_made_of_others:
+            return False
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        return all(t.layout is torch.strided and not t.is_nested and not t.is_quantized for t in tensors)
+
+
+def _is_made_of_others(op: OpOverload) -> bool:
+    if not _has_kernel(op, "CompositeImplicitAutograd"):
         return False
-    if any(_has_kernel(target, key) for key in ("CPU", "CUDA", "CompositeExplicitAutograd")):
-        return False  # autograd's keys leave these as they are, too
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    return all(t.layout is torch.strided and not t.is_nested and not t.is_quantized for t in tensors)
+    # Autograd's keys leave these as they are, too.
+    return not any(_has_kernel(op, key) for key in ("CPU", "CUDA", "CompositeExplicitAutograd"))
 
 
 def _has_kernel(op: OpOverload, key: str) -> bool:
@@ -111,7 +129,7 @@ def _has_kernel(op: OpOverload, key: str) -> bool:
 def run_parts(
     run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any], op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Run an op that :func:`is_whole`, and have ``run`` called for each op that it is made of.
+    """Run an op of :class:`WholeOps`, and have ``run`` called for each op that it is made of.
 
     Not by ``op.decompose()``: that prefers decompositions in Python, and the one of ``dropout`` draws other numbers.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import operator
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -128,13 +129,18 @@ def written_args(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             return []
         overload = getattr(packet, packet.overloads()[0])
     written = []
-    for position, argument in enumerate(overload._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            if argument.name in kwargs:
-                written.append(kwargs[argument.name])
-            elif position < len(args):
-                written.append(args[position])
+    for position, name in _written_places(overload):
+        if name in kwargs:
+            written.append(kwargs[name])
+        elif position < len(args):
+            written.append(args[position])
     return written
+
+
+@functools.cache
+def _written_places(overload: OpOverload) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(overload._schema.arguments)
+    return tuple((i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
 def schema_of(target: Any) -> str:
