@@ -6,8 +6,8 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-_MANY = 30_000
-"""New objects through which the collector goes in some ten milliseconds."""
+_MANY = 100_000
+"""New objects through which the collector goes in some forty milliseconds, as long as it takes to count millions."""
 
 
 @contextlib.contextmanager
