@@ -22,6 +22,8 @@ assert type(late) is not jinja2.Template, "not compiled yet"
 assert late.render.__func__ is jinja2.Template.render
 assert late.name is None
 assert late.root_render_func is late.root_render_func, "compiled once"
+import copy
+assert copy.copy(late).root_render_func is late.root_render_func
 print("done")
 """
 

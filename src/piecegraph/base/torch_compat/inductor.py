@@ -28,10 +28,8 @@ def is_compiler(module: str) -> bool:
 
 def import_inductor() -> None:
     """Import what compiles, and what loads compiled code: it takes seconds, of whoever comes first."""
-    if "torch._inductor.select_algorithm" in sys.modules:
-        importlib.import_module("torch._inductor.compile_fx")
-        return
-    with _templates_compiled_late():
+    is_new = "torch._inductor.select_algorithm" not in sys.modules  # which has the templates
+    with _templates_compiled_late() if is_new else contextlib.nullcontext():
         importlib.import_module("torch._inductor.compile_fx")
 
 
@@ -57,6 +55,8 @@ class _LateTemplate:
         self._make = functools.cache(functools.partial(compile_source, source))
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_make":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self._make(), name)
 
 
