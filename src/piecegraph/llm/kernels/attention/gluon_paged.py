@@ -154,4 +154,5 @@ KERNEL = AttentionKernel(
     attend_turned=attend_turned,
     attend_latent=triton_paged.attend_latent,
     prepare=prepare,
+    block_size=triton_paged.BLOCK_SIZE,
 )

@@ -65,6 +65,10 @@ from piecegraph.llm.specs import (
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_WIDTH = 256
 MAX_LATENT = 512
+BLOCK_SIZE = 64
+"""As many keys as a step of decoding takes at most: one entry of the block table is looked up for all of them. With 16,
+a layer of Llama-3.1-8B with 250 sequences took 120 us on an H200, with 64 and 128 103.
+"""
 WRITTEN_AT_ONCE = 2048  # numbers that one program copies to the cache
 
 
@@ -589,6 +593,7 @@ KERNEL = AttentionKernel(
     attend_turned=attend_turned,
     attend_latent=attend_latent,
     prepare=prepare,
+    block_size=BLOCK_SIZE,
 )
 
 FIXED_KERNEL = AttentionKernel(name="triton", supports=_supports_fixed, capture_safe=_capture_safe, attend=attend_fixed)
