@@ -43,10 +43,11 @@ def test_what_is_recorded_first_covers_every_step(sampling: SamplingMode, num_ad
 
 def test_few_sizes_are_recorded_before_a_model_serves() -> None:
     first = [key.bucket for key in first_keys(LADDER) if key.sampling == "greedy"]
-    assert [bucket.num_tokens for bucket in first if bucket.kind == "decode"] == [1, 16, 32, 64, 128, 256]
+    decode = [bucket.num_tokens for bucket in first if bucket.kind == "decode"]
+    assert decode == [1, 16, 32, 64, 96, 128, 160, 192, 224, 256]
     mixed = dict.fromkeys(bucket.num_tokens for bucket in first if bucket.kind == "mixed")
     assert list(mixed) == [16, 64, 256, 512, 1024, 2048, 4096, 8192]
-    assert len(first_keys(LADDER)) < 40
+    assert len(first_keys(LADDER)) < 50
 
 
 def test_what_follows_is_in_the_order_of_need() -> None:

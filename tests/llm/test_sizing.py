@@ -70,6 +70,20 @@ def test_of_a_ladder_powers_are_recorded_at_the_start() -> None:
     assert {Bucket(24, 24, "decode"), Bucket(48, 8)} <= set(sizes.all()) - set(first)
 
 
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [
+        (8, [1, 8]),
+        (100, [1, 16, 32, 64, 96, 100]),
+        (256, [1, 16, 32, 64, 96, 128, 160, 192, 224, 256]),
+        (1000, [1, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1000]),
+    ],
+)
+def test_large_steps_of_decoding_are_padded_by_an_eighth_at_most(most: int, expected: list[int]) -> None:
+    sizes = choose_step_sizes("auto", has_graphs=True, max_num_seqs=most, max_batch_tokens=8192)
+    assert [bucket.num_seqs for bucket in sizes.at_start() if bucket.kind == "decode"] == expected
+
+
 def test_the_smallest_bucket_that_holds_a_step() -> None:
     sizes = choose_step_sizes([4, 1, 32], has_graphs=True, max_num_seqs=16, max_batch_tokens=64)
     assert [sizes.decode_bucket(n).num_seqs for n in (1, 2, 4, 5)] == [1, 4, 4, 5]
