@@ -38,7 +38,7 @@ from piecegraph.llm.startup import Started
 Prompt = str | Sequence[int]
 OnNew = Callable[[Generation, str, list[int]], None]
 
-_IDLE_SHARE, _MOST_IDLE_S = 0.05, 0.25
+_IDLE_SHARE, _MOST_IDLE_S = 0.05, 0.05
 """Of the time that calls take, so much is used at their ends to record what their steps missed; and at once at most so
 much, and what the last recording takes longer."""
 
