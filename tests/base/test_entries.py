@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from piecegraph.base import entries
-from piecegraph.base.entries import DamagedEntryError, Entry, all_entries, find_entry, prune, write_entry
+from piecegraph.base.entries import (
+    DamagedEntryError,
+    Entry,
+    all_entries,
+    entries_of,
+    find_entry,
+    prune,
+    remove_entry,
+    write_entry,
+)
 from piecegraph.errors import CacheError
 
 FACTORS = {"options": {"backend": "eager"}}
@@ -134,7 +143,7 @@ def test_processes_that_race_on_a_key(tmp_path: Path) -> None:
         num_reads += 1
     assert [writer.exitcode for writer in writers] == [0, 0, 0]
     assert num_reads > 0
-    assert {path.name for path in (tmp_path / "cache" / "plans").iterdir()} == {".lock", "k"}
+    assert {path.name for path in (tmp_path / "cache" / "plans").iterdir()} == {".lock", ".total", "k"}
     assert read("k", tmp_path / "out")["trace"]
 
 
@@ -150,13 +159,52 @@ def test_the_least_recently_used_go_first(tmp_path: Path, monkeypatch: pytest.Mo
     assert [entry.key for entry in all_entries() if isinstance(entry, Entry)] == ["e"], "what was just made stays"
 
 
+def test_others_are_not_read_when_one_is_written(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be thousands of them."""
+    for key in "abcd":
+        write(key, tmp_path, "x" * 1000)
+    read = []
+
+    def read_index(folder: Path) -> Entry:
+        read.append(folder.name)
+        return original(folder)
+
+    original = entries._read_index
+    monkeypatch.setattr(entries, "_read_index", read_index)
+    write("e", tmp_path, "x" * 1000)
+    write("e", tmp_path, "x" * 1000)
+    assert read == ["e", "e"]
+    remove_entry("a")  # or whoever else has been there
+    write("f", tmp_path, "x" * 1000)
+    assert read[2:] == ["f", "b", "c", "d", "e", "f"]
+    del read[:]
+    (root / "plans" / ".total").write_text("?")
+    write("g", tmp_path, "x" * 1000)
+    assert read == ["g", "b", "c", "d", "e", "f", "g"]
+    monkeypatch.setenv("PIECEGRAPH_CACHE_GIB", str(7000 / 2**30))
+    write("h", tmp_path, "x" * 1000)
+    assert [entry.key for entry in all_entries() if isinstance(entry, Entry)] == ["g", "h"]
+
+
+def test_the_entries_of_a_name(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in "abc":
+        write(key, tmp_path)
+    other = tmp_path / "files of a"
+    write_entry("d", 'Other "one"', {"options": {"name": "Model"}}, {}, other, replaces=True)
+    (root / "plans" / "b" / "entry.json").write_text('{"name": "Model"')
+    (root / "plans" / "e").mkdir()
+    assert [entry.key for entry in entries_of("Model")] == ["a", "c"]
+    assert [entry.key for entry in entries_of('Other "one"')] == ["d"]
+    assert list(entries_of("Mode")) == []
+
+
 def test_pruning(tmp_path: Path, root: Path) -> None:
     for key in "abc":
         write(key, tmp_path)
     (root / "plans" / "b" / "entry.json").write_text("{")
     (root / "plans" / ".new-killed").mkdir()
     assert prune() == ["b"]
-    assert {path.name for path in (root / "plans").iterdir()} == {".lock", "a", "c"}
+    assert {path.name for path in (root / "plans").iterdir()} == {".lock", ".total", "a", "c"}
     assert set(prune(0)) == {"a", "c"}
 
 

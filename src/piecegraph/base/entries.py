@@ -6,6 +6,9 @@ An entry is a folder of files and ``entry.json``, which holds the factors of its
 itself. It is written under another name and renamed, so whoever finds it finds all of it; no path in it is followed, so
 it may lie anywhere; and nothing runs in it: a process copies what it needs, checking each hash on the way. So entries
 can be removed, or replaced by another process, at any time.
+
+There may be thousands, and one is written and looked for at every cold start. So what they take together is written
+down: it holds as long as there are as many, and if it is too much, it is counted anew.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ Changes = list[tuple[str, str, str]]
 _PLANS = "plans"
 _INDEX = "entry.json"
 _LOCK = ".lock"
+_TOTAL = ".total"
 _WORK = ".new-"
 _DEFAULT_GIB = 16.0
 
@@ -112,15 +116,29 @@ def find_entry(key: str) -> Entry | None:
 def all_entries() -> Iterator[Entry | tuple[Path, str]]:
     """Every entry; of one that cannot be read, its folder and what is wrong."""
     with usable_root() as root:
-        plans = root / _PLANS
-        folders = sorted(plans.iterdir()) if plans.exists() else []
-        for folder in folders:
-            if not folder.name.startswith("."):
-                try:
+        for folder in _folders(root / _PLANS):
+            try:
+                require_ours(folder)
+                yield _read_index(folder)
+            except (DamagedEntryError, CacheError, FileNotFoundError) as error:
+                yield folder, str(error)
+
+
+def entries_of(name: str) -> Iterator[Entry]:
+    """The entries of what is compiled under a name, but for those that cannot be read."""
+    written = f'"name": {json.dumps(name)}'  # in the index of each, and of few others
+    with usable_root() as root:
+        for folder in _folders(root / _PLANS):
+            with contextlib.suppress(DamagedEntryError, CacheError, OSError, ValueError):
+                if written in (folder / _INDEX).read_text():
                     require_ours(folder)
-                    yield _read_index(folder)
-                except (DamagedEntryError, CacheError, FileNotFoundError) as error:
-                    yield folder, str(error)
+                    entry = _read_index(folder)
+                    if entry.name == name:
+                        yield entry
+
+
+def _folders(plans: Path) -> list[Path]:
+    return sorted(folder for folder in plans.iterdir() if folder.name[0] != ".") if plans.exists() else []
 
 
 def write_entry(
@@ -146,10 +164,7 @@ def write_entry(
             shutil.copytree(files, fresh)
             fresh.chmod(0o700)
             _write_index(fresh, key, name, factors, facts)
-            with locked(plans / _LOCK):
-                if replaces or not (plans / key).exists():
-                    _put(fresh, plans / key)
-                _drop_oldest(plans, keep=key)
+            _take_in(_read_index(fresh), plans, replaces=replaces)
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
@@ -167,10 +182,7 @@ def adopt_entry(folder: Path) -> Entry:
         work = Path(tempfile.mkdtemp(prefix=_WORK, dir=plans))
         try:
             shutil.copytree(folder, work / entry.key)
-            with locked(plans / _LOCK):
-                if not (plans / entry.key).exists():
-                    _put(work / entry.key, plans / entry.key)
-                _drop_oldest(plans, keep=entry.key)
+            _take_in(replace(entry, folder=work / entry.key), plans, replaces=False)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return entry
@@ -242,6 +254,33 @@ def damage_of(entry: Entry) -> str:
     return ""
 
 
+def _take_in(fresh: Entry, plans: Path, *, replaces: bool) -> None:
+    """Put an entry in its place; the least recently used go if all take too much together."""
+    folder = plans / fresh.key
+    with locked(plans / _LOCK):
+        total = _known_total(plans)
+        if replaces or not folder.exists():
+            _put(fresh.folder, folder)
+            total = None if total is None else total + fresh.num_bytes
+        if total is None or total > limit_bytes():
+            _drop_oldest(plans, keep=fresh.key)
+        else:
+            _write_total(plans, total)
+
+
+def _known_total(plans: Path) -> int | None:
+    """What all entries take together, or somewhat more; None if that is not known."""
+    try:
+        num_entries, num_bytes = map(int, (plans / _TOTAL).read_text().split())
+    except (OSError, ValueError):
+        return None
+    return num_bytes if num_entries == len(_folders(plans)) else None
+
+
+def _write_total(plans: Path, num_bytes: int) -> None:
+    (plans / _TOTAL).write_text(f"{len(_folders(plans))} {num_bytes}")
+
+
 def _put(fresh: Path, folder: Path) -> None:
     """A folder cannot be renamed onto one that holds something: the old one goes out of the way first."""
     if os.path.lexists(folder):
@@ -266,6 +305,7 @@ def _drop_oldest(plans: Path, *, keep: str = "", most_bytes: int | None = None) 
             _remove(plans / entry.key)
             dropped.append(entry.key)
             total -= entry.num_bytes
+    _write_total(plans, total)
     return dropped
 
 

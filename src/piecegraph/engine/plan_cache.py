@@ -29,8 +29,8 @@ from piecegraph.base.entries import (
     DamagedEntryError,
     Entry,
     Factors,
-    all_entries,
     changes,
+    entries_of,
     find_entry,
     remove_entry,
     write_entry,
@@ -210,7 +210,7 @@ class KeptPlan:
 
     def _miss(self) -> Decision:
         """Why there is no entry: what has changed since the nearest one was kept."""
-        mine = [entry for entry in all_entries() if isinstance(entry, Entry) and entry.name == self._name]
+        mine = list(entries_of(self._name))
         if not mine:
             return Decision("cache", "cold", f"nothing is kept of {self._name} yet")
         found = [(changes(entry.factors, self._factors), entry) for entry in mine]
@@ -232,7 +232,7 @@ class KeptPlan:
 def is_any_kept(name: str) -> bool:
     """Whether the cache has plans of what is compiled: the next may be one of them."""
     try:
-        return is_on() and any(isinstance(entry, Entry) and entry.name == name for entry in all_entries())
+        return is_on() and any(True for _ in entries_of(name))
     except CacheError:
         return False
 
