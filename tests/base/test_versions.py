@@ -60,3 +60,18 @@ def test_reading_and_setting_to_the_same_are_no_changes() -> None:
 
 def test_no_dictionaries_never_change() -> None:
     assert Versions([]).are_known()
+
+
+def test_defaults_and_code_of_functions() -> None:
+    def function(first: int = 1, *, second: int = 2) -> int:
+        return first + second
+
+    def other() -> None: ...
+
+    versions = Versions([], [], [other, function])
+    assert versions.are_known()
+    for name, value in (("__defaults__", (5,)), ("__kwdefaults__", {"second": 3}), ("__code__", other.__code__)):
+        setattr(function, name, value)
+        assert versions.changed() == [function]
+        versions.accept()
+        assert versions.are_known()

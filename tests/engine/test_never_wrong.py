@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import pickle
 import random
 import sys
 import weakref
@@ -2082,6 +2083,122 @@ def test_values_that_are_found_in_unusual_ways(
         monkeypatch.setattr(SETTINGS, "factor", factor)
         monkeypatch.setattr(SETTINGS_MODULE, "factor", factor, raising=False)
         assert torch.equal(fast(torch.ones(2, 2)), torch.full((2, 2), factor))
+
+
+class _Kind(type):
+    factor = 1.0
+
+
+class _OfKind(metaclass=_Kind):
+    pass
+
+
+class _ByOwnClass:
+    factor = 1.0
+
+    def __get__(self, owner: Any, kind: Any) -> float:
+        return type(self).factor
+
+
+class _ByItself:
+    factor = 1.0
+
+    def __get__(self, owner: Any, kind: Any) -> float:
+        return self.factor
+
+
+def _made_here() -> Any:
+    """A class whose code reads it by an outer variable."""
+
+    class Here:
+        factor = 1.0
+        by_own_class = _ByOwnClass()
+        by_itself = _ByItself()
+
+        @property
+        def given(self) -> float:
+            return Here.factor
+
+        @staticmethod
+        def told() -> float:
+            return Here.factor
+
+    return Here
+
+
+def _default(x: Tensor, factor: float = 1.0) -> Tensor:
+    return x * factor
+
+
+def _keyword(x: Tensor, *, factor: float = 1.0) -> Tensor:
+    return x * factor
+
+
+def _set_defaults(factor: float) -> None:
+    _default.__defaults__ = (factor,)
+
+
+HERE = _made_here()
+OBJECT = HERE()
+FOUND: dict[str, tuple[Callable[[Tensor], Any], Callable[[float], Any]]] = {
+    "metaclass": (lambda x: x * _OfKind.factor, lambda factor: setattr(_Kind, "factor", factor)),
+    "descriptor's class": (lambda x: x * OBJECT.by_own_class, lambda factor: setattr(_ByOwnClass, "factor", factor)),
+    "descriptor": (
+        lambda x: x * OBJECT.by_itself,
+        lambda factor: setattr(vars(HERE)["by_itself"], "factor", factor),
+    ),
+    "property": (lambda x: x * OBJECT.given, lambda factor: setattr(HERE, "factor", factor)),
+    "static method": (lambda x: x * OBJECT.told(), lambda factor: setattr(HERE, "factor", factor)),
+    "class by a name": (lambda x: x * getattr(HERE, "".join(["fac", "tor"])), lambda f: setattr(HERE, "factor", f)),
+    "default": (_default, _set_defaults),
+    "default of another": (lambda x: _default(x), _set_defaults),
+    "keyword of another": (lambda x: _keyword(x), lambda factor: _keyword.__kwdefaults__.update(factor=factor)),
+    "global by a name": (
+        lambda x: x * globals()["".join(["FAC", "TOR"])],
+        lambda factor: globals().__setitem__("FACTOR", factor),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_values_that_classes_and_functions_hold(compiled: Any, name: str) -> None:
+    function, change = FOUND[name]
+    if name == "descriptor's class" and torch.__version__.startswith("2.11"):
+        pytest.skip("Dynamo of torch 2.11 does not tell what is read of a class")
+    try:
+        fast = compiled(function)
+        for factor in (1.0, 2.0, 3.0, 1.0):
+            change(factor)
+            result = or_refused(fast, torch.ones(2, 2), is_refused=name == "global by a name")
+            torch.testing.assert_close(result, torch.full((2, 2), factor))
+    finally:
+        change(1.0)
+
+
+def or_refused(fast: Any, x: Tensor, *, is_refused: bool = True) -> Any:
+    """What a function gives, or would give: a trace of it may be refused."""
+    try:
+        return fast(x)
+    except TraceError as error:
+        if not is_refused or error.code != "PG201":
+            raise
+        return fast.__wrapped__(x)
+
+
+def test_memory_that_is_read_without_an_op(compiled: Any) -> None:
+    fast = compiled(lambda x: pickle.loads(pickle.dumps(x)) * 2)
+    for number in (1.0, 2.0, 3.0):
+        result = or_refused(fast, torch.full((3,), number))
+        torch.testing.assert_close(result, torch.full((3,), 2 * number))
+
+
+def test_how_often_a_tensor_was_written_to(compiled: Any) -> None:
+    fast = compiled(lambda x: x * (x._version + 1))
+    for number in (0, 2, 1):
+        x = torch.ones(3)
+        for _ in range(number):
+            x.add_(0)
+        torch.testing.assert_close(fast(x), x * (x._version + 1))
 
 
 # --- arguments that have more than their value

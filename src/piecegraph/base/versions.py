@@ -1,8 +1,9 @@
 """Whether Python objects have changed since they were last looked at, without a look at what is in them.
 
 CPython gives every change of a dictionary a number that no other has: its ``ma_version_tag``, which lies behind the
-head of the object and its length. Python 3.11 and 3.12 have it. What class an object is of, and what code a function
-runs, are words of their memory, too. Hundreds of such words are gathered at once, in a microsecond or two.
+head of the object and its length. Python 3.11 and 3.12 have it. What class an object is of, what code a function runs
+and what its defaults are, are words of their memory, too. Hundreds of such words are gathered at once, in a microsecond
+or two.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ _CLASS = object.__basicsize__ - _WORD
 _DICT_VERSION = object.__basicsize__ + _WORD
 
 
-def _code_offset() -> int:
-    def probe() -> None: ...
+def _function_offsets() -> tuple[int, ...]:
+    def probe(first: int = 1, *, second: int = 2) -> None: ...
 
-    words = (ctypes.c_uint64 * (probe.__sizeof__() // _WORD)).from_address(id(probe))
-    return list(words).index(id(probe.__code__)) * _WORD
+    words = list((ctypes.c_uint64 * (probe.__sizeof__() // _WORD)).from_address(id(probe)))
+    return tuple(words.index(id(part)) * _WORD for part in (probe.__code__, probe.__defaults__, probe.__kwdefaults__))
 
 
-_CODE = _code_offset()
+_OF_FUNCTION = _function_offsets()
 
 
 class Versions:
-    """How often dictionaries have changed, what classes objects are of, what code functions run."""
+    """How often dictionaries have changed, what classes objects are of, what functions consist of."""
 
     def __init__(
         self, dicts: Sequence[dict[Any, Any]], objects: Sequence[Any] = (), functions: Sequence[FunctionType] = ()
     ) -> None:
-        kinds = ((dicts or [{}], _DICT_VERSION), (objects, _CLASS), (functions, _CODE))
+        kinds = ((dicts or [{}], _DICT_VERSION), (objects, _CLASS), *((functions, offset) for offset in _OF_FUNCTION))
         self._held = [each for held, _ in kinds for each in held]  # their memory is read
+        self._functions = functions
         places = np.array([id(each) + offset for held, offset in kinds for each in held])
         first = int(places.min())
         self._words = (places - first) // _WORD
@@ -50,13 +52,15 @@ class Versions:
         """Whether none has changed since it was accepted."""
         return bool(self._memory.take(self._words).tobytes() == self._known)
 
-    def changed(self) -> list[int]:
-        """Which have: their numbers, dictionaries first, then objects, then functions."""
+    def changed(self) -> list[Any]:
+        """Those that have."""
         now, known = self._memory.take(self._words), np.frombuffer(self._known, np.uint64)
-        return [int(number) for number in np.flatnonzero(now != known)]
+        return [self._held[number] for number in np.flatnonzero(now != known)]
 
     def accept(self) -> None:
         """Take them as they are now."""
+        # Held, so that nothing else comes to lie where one of them was.
+        self._parts = [(each.__code__, each.__defaults__, each.__kwdefaults__) for each in self._functions]
         self._known = self._memory.take(self._words).tobytes()
 
 

@@ -27,7 +27,7 @@ from piecegraph.base import torch_compat
 from piecegraph.base.structure import flatten
 from piecegraph.base.user_code import user_line
 from piecegraph.engine.reach import FIXED, is_installed, package_of
-from piecegraph.graph.asked import SEEDING, Question, questions_in, seeds_at
+from piecegraph.graph.asked import MEMORY, SEEDING, Question, questions_in, reads_memory_at, seeds_at
 from piecegraph.graph.code_used import classes_at
 from piecegraph.graph.signature import has_attributes, is_constant
 
@@ -71,6 +71,8 @@ class CodeLog:
         """Whether the code can read more values than are looked at."""
         self._seeding: tuple[Question, ...] = ()
         """Where random numbers were seeded, if they were."""
+        self._reading: tuple[Question, ...] = ()
+        """Where memory was read without an op, if it was."""
         self.questions: tuple[Question, ...] = ()
         """What the code was found to ask for, of all runs and on all paths."""
 
@@ -113,6 +115,8 @@ class CodeLog:
             self._ran[frame.f_code] = frame.f_globals
             if package != "torch":
                 self._functions.look_for(frame.f_code)
+            elif frame.f_code.co_name in MEMORY and frame.f_globals.get("__name__") == "torch.storage":
+                self._reading = self._reading or (reads_memory_at(str(user_line() or "the function")),)
 
     def _note_seeding(self, frame: FrameType, called: Any) -> None:
         """Whoever does it, a library too: it is seen where it is done."""
@@ -130,7 +134,7 @@ class CodeLog:
     def _ask(self) -> None:
         """What was asked before had the answer of then."""
         known = {question.what: question for question in self.questions}
-        found = (*questions_in(self._ran, is_traced=False), *self._seeding)
+        found = (*questions_in(self._ran, is_traced=False), *self._seeding, *self._reading)
         self.questions = tuple(known.get(question.what, question) for question in found)
 
     def classes(self) -> tuple[type, ...]:
@@ -157,7 +161,10 @@ class CodeLog:
         reader = _Reader(names, is_any=is_any)
         reader.walk_modules(module, others)
         for scope in {id(scope): scope for scope in theirs.values()}.values():
-            reader.walk_scope(scope, [name for code in theirs if theirs[code] is scope for name in _globals_of(code)])
+            codes = [code for code in theirs if theirs[code] is scope]
+            named = [name for code in codes for name in _globals_of(code)]
+            by_any_name = _plain_values(scope) if any("globals" in code.co_names for code in codes) else []
+            reader.walk_scope(scope, [*named, *by_any_name])
         for code in theirs:
             for imported in _imported_by(code):
                 reader.walk_scope(vars(imported), code.co_names)
@@ -281,10 +288,9 @@ class _Reader:
                 self._walk(f"{root}[{name!r}].cell_contents", cell.cell_contents)
 
     def walk_defaults(self, function: FunctionType) -> None:
-        """Write down what defaults hold; they themselves are as good as never replaced."""
+        """Write down defaults, and what they hold."""
         for name in ("__defaults__", "__kwdefaults__"):
-            defaults = getattr(function, name) or ()
-            if not all(map(is_constant, defaults.values() if isinstance(defaults, dict) else defaults)):
+            if defaults := getattr(function, name):
                 self.scopes[root := f"D{len(self.scopes)}"] = function
                 self._walk(f"{root}.{name}", defaults)
 
@@ -322,7 +328,8 @@ class _Reader:
         if not is_one or str(value.__module__).split(".")[0] in FIXED:
             return []
         if isinstance(value, type):
-            return [name for name in _data_of(value) if name in self._names]
+            found = [*_data_of(value), *(name for name in _data_of(type(value)) if not hasattr(value, f"__{name}__"))]
+            return [name for name in found if self._is_any or name in self._names]
         if self._is_any:
             self.constants.append(f"tuple({path}.__dict__)")
         return [name for name in vars(value) if (self._is_any or name in self._names) and not name.startswith("_")]
@@ -377,6 +384,16 @@ class _Reader:
             if name.isidentifier() and (is_any or name in self._names):
                 with contextlib.suppress(Exception):  # a slot that is empty
                     yield _Part(f"{path}.{name}", getattr(value, name))
+        if not isinstance(value, ModuleType):
+            yield from self._givers(path, type(value))
+
+    def _givers(self, path: str, cls: type) -> Iterator[_Part]:
+        """What gives the attributes of a class's objects, and may hold something itself."""
+        for number, each in enumerate(cls.__mro__):
+            for name, held in vars(each).items() if each.__module__.split(".")[0] not in FIXED else ():
+                is_one = hasattr(held, "__get__") and type(held).__module__.split(".")[0] not in ("builtins", *FIXED)
+                if is_one and name in self._names:
+                    yield _Part(f"{path}.__class__.__mro__[{number}].__dict__[{name!r}]", held)
 
 
 class _Part(NamedTuple):
@@ -404,6 +421,16 @@ def _globals_of(code: CodeType) -> tuple[str, ...]:
         texts = [text for text in code.co_consts if isinstance(text, str)]
         return (*code.co_names, *(name for text in texts for name in _NAME.findall(text)))
     return tuple(each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+
+
+def _plain_values(scope: dict[str, Any]) -> list[str]:
+    """The globals that are numbers, texts or tensors."""
+    is_code = (FunctionType, BuiltinFunctionType, type, ModuleType)
+    return [
+        name
+        for name, value in scope.items()
+        if isinstance(value, torch.Tensor) or (is_constant(value) and not isinstance(value, is_code))
+    ]
 
 
 def _imported_by(code: CodeType) -> list[ModuleType]:

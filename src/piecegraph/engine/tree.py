@@ -107,15 +107,16 @@ class TreeWatch:
         """Of the dictionaries that things may be added to, replaced in or removed from, of classes and of code."""
 
     def _first_change(self) -> str:
-        others = [f"the class of {path or 'the module'} was replaced" for path, _ in self._modules]
-        others += [f"the code of {function.__qualname__} was replaced" for function in self._functions]
-        for number in self.versions.changed():
-            if number >= len(self._watched):
-                return others[number - len(self._watched)]
-            owner, holder, look = self._watched[number]
-            changed = _difference(self._known[number], look(holder))
-            if changed:
-                return f"{owner}.{changed}".lstrip(".")
+        changed = {id(each) for each in self.versions.changed()}
+        for (owner, holder, look), known in zip(self._watched, self._known, strict=True):
+            if id(holder) in changed and (difference := _difference(known, look(holder))):
+                return f"{owner}.{difference}".lstrip(".")
+        for path, module in self._modules:
+            if id(module) in changed:
+                return f"the class of {path or 'the module'} was replaced"
+        for function in self._functions:
+            if id(function) in changed:
+                return f"the code of {function.__qualname__} was replaced, or its defaults"
         return "hooks of submodules were added or removed" if self._hook_numbers() != self._hooks else ""
 
     def _all_watched(self) -> Iterator[_Watched]:

@@ -57,7 +57,9 @@ _QUESTIONS: dict[str, tuple[frozenset[str], Callable[[_Tensors], bool]]] = {
         frozenset({"getattr", "hasattr", "vars", "__dict__"}),
         _has_attributes,
     ),
+    "asks how often a tensor was written to": (frozenset({"_version"}), lambda _: True),  # ours, and not the caller's
     "asks whether two arguments are one": (frozenset(), _is_one_twice),
+    "reads the memory of a tensor": (frozenset(), lambda _: True),
     "seeds random numbers, or asks where they are": (
         frozenset(
             {"manual_seed", "manual_seed_all", "set_rng_state", "fork_rng", "initial_seed"}
@@ -85,9 +87,12 @@ _ENVIRONMENT: dict[str, Callable[[], object]] = dict.fromkeys(
     ("environ", "getenv"), lambda: hash(tuple(os.environ.items()))
 )
 """The same for environment variables, which a trace has guards for."""
+MEMORY = frozenset({"__reduce__", "__getitem__", "__iter__", "_getitem", "tolist"})
+"""What storages are read by without an op, as by ``pickle``: functions of ``torch.storage``."""
 SEEDING = frozenset({"manual_seed", "seed", "set_state", "graphsafe_set_state"})
 """Methods of generators. Others have such names, too, so they are looked for where they are called."""
 _SEEDS = next(what for what in _QUESTIONS if what.startswith("seeds"))
+_READS_MEMORY = "reads the memory of a tensor"
 _SAME = "asks whether two arguments are one"
 _VARIABLES = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_DEREF")
 
@@ -139,6 +144,11 @@ def reads_by_text(codes: Iterable[types.CodeType]) -> str:
 def seeds_at(where: str) -> Question:
     """What is said of code that was seen to seed random numbers."""
     return Question(_SEEDS, where)
+
+
+def reads_memory_at(where: str) -> Question:
+    """What is said of code that was seen to read what a storage holds."""
+    return Question(_READS_MEMORY, where)
 
 
 def other_answer(questions: Iterable[Question], tensors: _Tensors) -> str:

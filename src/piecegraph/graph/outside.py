@@ -46,8 +46,9 @@ _MAX_COMPARED_BYTES = 1 << 20
 """Of an array that Python reads: comparing more at every call would take longer than the call."""
 _MAX_DEPTH = 8
 """Of containers in containers: one may hold itself."""
-_FIXED = ("__defaults__", "__closure__", "__func__", "__self__", "__wrapped__")
-"""Of functions and methods, as good as never replaced."""
+_WRAPPERS = (FunctionType, MethodType, staticmethod, classmethod, property)
+_FIXED = ("__closure__", "__func__", "__self__", "__wrapped__", "fget")
+"""Of these, as good as never replaced."""
 
 
 class OutsideValues:
@@ -125,13 +126,13 @@ class OutsideValues:
         dicts = [each for each in watched if isinstance(each, dict)]
         functions = [each for each in watched if isinstance(each, FunctionType)]
         objects = [each for each in watched if not isinstance(each, dict | FunctionType)]
-        self._watched, self._versions = [*dicts, *objects, *functions], Versions(dicts, objects, functions)
+        self._versions = Versions(dicts, objects, functions)
         self._is_read = [not found for found in holders]
         self._read = _tuple_of(itertools.compress(self._shortened, self._is_read))
 
     def _follow(self) -> None:
         """Where something on the way to a value was replaced, watch what is there now, though the value be equal."""
-        changed = {id(self._watched[number]) for number in self._versions.changed() if self._watched}
+        changed = {id(each) for each in self._versions.changed()}
         self._versions.accept()
         holders = [
             _holders(text, self._scopes) if any(id(each) in changed for each in found[:-1]) else found
@@ -280,10 +281,14 @@ def _element(value: Any, key: str | int) -> tuple[list[Any], Any] | None:
 
 def _attribute(value: Any, name: str) -> tuple[list[Any], Any] | None:
     """The same for an attribute."""
-    if isinstance(value, FunctionType) and name == "__code__":
-        return [value], value.__code__
-    if isinstance(value, FunctionType | MethodType):
+    if isinstance(value, FunctionType) and name in ("__code__", "__defaults__", "__kwdefaults__"):
+        return [value], getattr(value, name)
+    if isinstance(value, _WRAPPERS):
         return ([], getattr(value, name)) if name in _FIXED and hasattr(value, name) else None
+    if name == "__class__":
+        return [value], type(value)
+    if isinstance(value, type) and name in ("__dict__", "__mro__"):
+        return [], class_dict(value) if name == "__dict__" else value.__mro__
     own = getattr(value, "__dict__", None)
     if isinstance(value, ModuleType):
         return ([own], own[name]) if own is not None and name in own else None
@@ -308,7 +313,8 @@ def _readable(expression: str) -> str:
     >>> _readable("L['self']._modules['0'].factor"), _readable("len(C1['scales'].cell_contents[0])")
     ('0.factor', 'len(scales[0])')
     """
-    own = re.sub(r"_modules\['([^']*)'\]", r"\1", re.sub(r"\bL\['self'\]\.", "", expression))
+    given = re.sub(r"\.__class__(\.__mro__\[\d+\])?\.__dict__\['(\w+)'\]", r".\2", expression)
+    own = re.sub(r"_modules\['([^']*)'\]", r"\1", re.sub(r"\bL\['self'\]\.", "", given))
     return re.sub(r"(?<![\w\]])[A-Z]\d*\['(\w+)'\](\.cell_contents)?", r"\1", own)
 
 

@@ -101,8 +101,9 @@ def dynamo_capture(
 
     run_bytecode = functools.partial(_around_graph, captured, plain_function, receiver, gone_on.copies)
     output = captured.graph_capture_output
-    names, imports = _outside_values(output, plain_function, receiver, arguments, gone_on.dicts)
+    imports = {name: module for name, module in output.import_sources.items() if not module.startswith("torch")}
     scopes = outside_scopes(function, imports, args, kwargs)
+    names = _outside_values(output, plain_function, receiver, arguments, gone_on.dicts, imports, scopes)
     code, left_out = tuple(output.traced_code), tuple(gone_on.left_out)
     names = _with_class_values(_check_merged(names, scopes), scopes, code)
     if backend_input is None:
@@ -216,8 +217,10 @@ def _outside_values(
     receiver: tuple[Any, ...],
     arguments: Mapping[str, Any],
     dicts: Iterable[str],
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """What Dynamo would guard of the values outside the call: their expressions, and the modules that these name.
+    imports: Mapping[str, str],
+    scopes: Mapping[str, Any],
+) -> tuple[str, ...]:
+    """What Dynamo would guard of the values outside the call, as expressions.
 
     Hooks are left out, which would be looked up by the hundred at every call, and torch's own state. ``dicts`` are
     objects of whose ``__dict__`` any key may have been asked for, which Dynamo does not guard.
@@ -226,7 +229,6 @@ def _outside_values(
     held = dict(zip(code.co_varnames, receiver, strict=False))
     own = [f"L[{name!r}]" for name in held]  # what is called
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-    imports = {name: module for name, module in output.import_sources.items() if not module.startswith("torch")}
     roots = [f"L[{name!r}]" for name in (*held, *_with_state(arguments), *cells)]
     torchs = ("__builtins", *(output.import_sources.keys() - imports.keys()))
     roots += [f"G[{name!r}]" for name in (*function.__globals__, *imports) if not name.startswith(torchs)]
@@ -235,12 +237,13 @@ def _outside_values(
         # Those who trace look at what is called, and at the classes of objects, themselves; not at what classes hold.
         kind = guard.create_fn_name()
         if kind == "DUPLICATE_INPUT":
-            found |= _merged(guard.name, _source_name(guard.create_fn.keywords["source_b"]), roots)
+            pair = (guard.name, _source_name(guard.create_fn.keywords["source_b"]))
+            found |= _merged([_from_instance(_as_path(each), scopes) for each in pair], roots)
             continue
         is_own = guard.name in (*own, *(f"{name}.__func__" for name in own)) and kind != "HASATTR"
         if is_own or guard.name.endswith(".__class__"):
             continue
-        name = _from_instance(guard.name)
+        name = _from_instance(_as_path(guard.name), scopes)
         root = _root(name)
         is_watched = name.endswith(_WATCHED_ANYWAY) or (kind == "NOT_PRESENT_IN_GENERIC_DICT" and "_modules[" in name)
         if kind in _LOOKS and root in roots and not is_watched:
@@ -250,24 +253,43 @@ def _outside_values(
             found[_LOOKS[kind].format(asked, attribute)] = None
             if kind == "CLOSURE_MATCH":  # of the same function, another code: so are functions reloaded
                 found[f"{name}.__code__"] = None
-    return tuple(_IMPORTED.sub(r"\1", name) for name in sorted(found)), imports
+    return tuple(_IMPORTED.sub(r"\1", name) for name in sorted(found))
 
 
 def _root(name: str) -> str:
     return name.partition("]")[0] + "]"
 
 
-def _merged(name: str, first: str, roots: Sequence[str]) -> dict[str, None]:
+def _merged(names: Sequence[str], roots: Sequence[str]) -> dict[str, None]:
     """What tells that a name still leads to the object that Dynamo found by another name before, and has traced by that
     one alone. Where one is an argument, which is looked at elsewhere, only the other is left.
     """
-    outside = [each for each in map(_from_instance, (name, first)) if _root(each) in roots]
+    outside = [each for each in names if _root(each) in roots]
     return dict.fromkeys(["({}) is ({})".format(*outside)] if len(outside) == 2 else outside)
 
 
-def _from_instance(name: str) -> str:
-    """What is found on the class may come to be on the instance."""
-    return _CLASS_ATTRIBUTE.sub(r"\1.\2", name)
+def _as_path(name: str) -> str:
+    """A name of Dynamo's as attributes and elements of what it begins with.
+
+    >>> _as_path("dict(type(G['c']).__dict__)['p'].fget")
+    "G['c'].__class__.__dict__['p'].fget"
+    """
+    path, count = _CALLED.subn(lambda call: call[2] + (".__class__" if call[1] == "type" else ""), name)
+    return _as_path(path) if count else name
+
+
+def _from_instance(name: str, scopes: Mapping[str, Any]) -> str:
+    """What is found on the class may come to be on the instance. But for what is not given as it is: a property, a
+    static method.
+    """
+    begin = 0
+    while step := _CLASS_ATTRIBUTE.search(name, begin):
+        held = _evaluate(_IMPORTED.sub(r"\1", name[: step.end()]), scopes)
+        begin = step.end()
+        if isinstance(held, FunctionType) or not hasattr(held, "__get__"):
+            name = f"{name[: step.start()]}.{step[1]}{name[step.end() :]}"
+            begin = step.start() + len(step[1]) + 1
+    return name
 
 
 def _check_merged(names: Iterable[str], scopes: Mapping[str, Any]) -> tuple[str, ...]:
@@ -325,7 +347,9 @@ _WATCHED_ANYWAY = (".__dict__", *(f".{name}" for name in vars(torch.nn.Module())
 
 _IMPORTED = re.compile(r"G\['(__import_\w+)'\]")
 
-_CLASS_ATTRIBUTE = re.compile(r"(?:dict\()?type\((.*)\)(?:\.__mro__\[\d+\])?\.__dict__\)?\['(\w+)'\]")
+_CALLED = re.compile(r"\b(type|dict)\(([^()]*)\)")
+
+_CLASS_ATTRIBUTE = re.compile(r"\.__class__(?:\.__mro__\[\d+\])?\.__dict__\['(\w+)'\]")
 
 
 class _Scope(dict[str, Any]):
