@@ -2201,6 +2201,42 @@ def test_how_often_a_tensor_was_written_to(compiled: Any) -> None:
         torch.testing.assert_close(fast(x), x * (x._version + 1))
 
 
+class _Config:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self.factors = [factor]
+
+
+class _Configured(nn.Module):
+    def __init__(self, config: _Config) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.config.factor * getattr(self.config, "more", 1.0) * self.config.factors[0]
+
+
+def test_layers_with_one_configuration(compiled: Any) -> None:
+    """It is looked at once, and whether it is still that of each layer."""
+    config = _Config(2.0)
+    model = nn.Sequential(*(_Configured(config) for _ in range(3)))
+    changes: list[Callable[[], Any]] = [
+        lambda: None,
+        lambda: setattr(config, "factor", 3.0),
+        lambda: config.factors.__setitem__(0, 5.0),
+        lambda: setattr(model[2], "config", _Config(1.0)),
+        lambda: setattr(model[2].config, "factor", 4.0),
+        lambda: setattr(config, "more", 2.0),
+        lambda: setattr(model[1], "config", _Config(1.0)),
+        lambda: setattr(model[1].config, "more", 3.0),
+    ]
+    fast, x = compiled(model), torch.ones(2, 2)
+    for change in changes:
+        change()
+        for _ in range(2):
+            torch.testing.assert_close(fast(x), model(x))
+
+
 # --- arguments that have more than their value
 
 

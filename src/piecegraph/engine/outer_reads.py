@@ -258,6 +258,8 @@ class _Reader:
         """Whether there are more than are written down."""
         self._cached: set[Any] = set()
         """Functions with a cache that were walked through."""
+        self._walked: dict[int, tuple[str, int, Any]] = {}
+        """The way to each object that was walked through, how deep in others it was, and itself."""
 
     def walk_modules(self, module: torch.nn.Module | None, others: Iterable[torch.nn.Module]) -> None:
         """Write down attributes; parameters, buffers and submodules are looked at elsewhere."""
@@ -316,6 +318,11 @@ class _Reader:
             for name in self._names_in(path, value):
                 self._walk(f"{path}.{name}", getattr(value, name), (*above, id(value)))
         else:
+            first, depth, _ = self._walked.get(id(value), ("", _MAX_DEPTH, None))
+            if first and depth <= len(above):  # all layers of a model have one configuration
+                self.constants.append(f"({path}) is ({first})")
+                return
+            self._walked[id(value)] = path, len(above), value
             self.constants += [f"type({path})"] if not isinstance(value, ModuleType) else []
             for part in self._parts(path, value):
                 self._walk(part.path, part.value, (*above, id(value)))

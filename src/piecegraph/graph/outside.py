@@ -33,6 +33,7 @@ _FROM_MODULE = re.compile(
     rf"(?P<before>\w+\(|)(?P<module>{_MODULE.pattern})\.(?P<attribute>(?!__)[A-Za-z_]\w*)(?P<after>.*)"
 )
 _ASKED = re.compile(r"(?P<what>len|type|tuple|hasattr)\((?P<path>.*?)(, '\w+')?\)")
+_INSIDE = re.compile(r"'\w+' in (?P<dict>.*\.__dict__)")
 _SAME = re.compile(r"\((.*)\) is \((.*)\)")
 """Two names for one object, which a trace reads by one of them alone."""
 _ROOT = re.compile(r"\w+")
@@ -239,6 +240,8 @@ def _holders(expression: str, scopes: dict[str, Any]) -> list[Any]:
     if pair := _SAME.fullmatch(expression):
         one, other = (_holders(each, scopes) for each in pair.groups())
         return [*one, *other] if one and other else []
+    if inside := _INSIDE.fullmatch(expression):
+        expression = f"tuple({inside['dict']})"
     asked = _ASKED.fullmatch(expression)
     path = asked["path"] if asked else expression
     root = _ROOT.match(path)
@@ -290,6 +293,8 @@ def _attribute(value: Any, name: str) -> tuple[list[Any], Any] | None:
     if isinstance(value, type) and name in ("__dict__", "__mro__"):
         return [], class_dict(value) if name == "__dict__" else value.__mro__
     own = getattr(value, "__dict__", None)
+    if name == "__dict__" and type(own) is dict:
+        return [], own
     if isinstance(value, ModuleType):
         return ([own], own[name]) if own is not None and name in own else None
     holders: list[Any] = [] if isinstance(value, type) else [own]
