@@ -11,11 +11,14 @@ import pickle
 import random
 import sys
 import weakref
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal
 from enum import Enum
+from fractions import Fraction
 from pathlib import Path
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -2140,6 +2143,25 @@ def _set_defaults(factor: float) -> None:
 
 HERE = _made_here()
 OBJECT = HERE()
+COUNTS = Counter(factor=1)
+NUMBERS: dict[str, Any] = {"fraction": Fraction(1), "decimal": Decimal(1), "date": date(1, 1, 1)}
+TABLE = {"other": 1.0}
+
+
+def _or_other(x: Tensor) -> Tensor:
+    try:
+        return x * TABLE["factor"]
+    except KeyError:
+        return x * TABLE["other"]
+
+
+def _set_factor(factor: float) -> None:
+    """One is what it is without."""
+    TABLE.pop("factor", None)
+    if factor != 1.0:
+        TABLE["factor"] = factor
+
+
 FOUND: dict[str, tuple[Callable[[Tensor], Any], Callable[[float], Any]]] = {
     "metaclass": (lambda x: x * _OfKind.factor, lambda factor: setattr(_Kind, "factor", factor)),
     "descriptor's class": (lambda x: x * OBJECT.by_own_class, lambda factor: setattr(_ByOwnClass, "factor", factor)),
@@ -2153,11 +2175,24 @@ FOUND: dict[str, tuple[Callable[[Tensor], Any], Callable[[float], Any]]] = {
     "default": (_default, _set_defaults),
     "default of another": (lambda x: _default(x), _set_defaults),
     "keyword of another": (lambda x: _keyword(x), lambda factor: _keyword.__kwdefaults__.update(factor=factor)),
+    "key that was missing": (_or_other, _set_factor),
+    "counter": (lambda x: x * COUNTS["factor"], lambda factor: COUNTS.update(factor=int(factor) - COUNTS["factor"])),
+    "module by a name": (
+        lambda x: x * getattr(SETTINGS_MODULE, "".join(["fac", "tor"])),
+        lambda factor: setattr(SETTINGS_MODULE, "factor", factor),
+    ),
+    "fraction": (lambda x: x * float(NUMBERS["fraction"]), lambda f: NUMBERS.update(fraction=Fraction(int(f)))),
+    "decimal": (lambda x: x * float(NUMBERS["decimal"]), lambda f: NUMBERS.update(decimal=Decimal(int(f)))),
+    "date": (lambda x: x * NUMBERS["date"].year, lambda f: NUMBERS.update(date=date(int(f), 1, 1))),
     "global by a name": (
         lambda x: x * globals()["".join(["FAC", "TOR"])],
         lambda factor: globals().__setitem__("FACTOR", factor),
     ),
 }
+
+
+REFUSED = ("global by a name", "fraction", "decimal", "date")
+"""By a trace."""
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -2169,7 +2204,7 @@ def test_values_that_classes_and_functions_hold(compiled: Any, name: str) -> Non
         fast = compiled(function)
         for factor in (1.0, 2.0, 3.0, 1.0):
             change(factor)
-            result = or_refused(fast, torch.ones(2, 2), is_refused=name == "global by a name")
+            result = or_refused(fast, torch.ones(2, 2), is_refused=name in REFUSED)
             torch.testing.assert_close(result, torch.full((2, 2), factor))
     finally:
         change(1.0)

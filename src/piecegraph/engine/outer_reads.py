@@ -363,6 +363,9 @@ class _Reader:
                 yield _Part(f"{path}()", target)
         elif isinstance(value, functools.partial):
             yield from (_Part(f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
+        elif not hasattr(value, "__dict__") and type(value).__module__ in sys.stdlib_module_names:  # a date, a fraction
+            self.scopes[held := f"H{len(self.scopes)}"] = value
+            self.constants.append(f"({path}) is ({held})")
         elif not isinstance(value, ModuleType) or value.__name__.split(".")[0] not in FIXED:
             yield from self._attributes(path, value)
 
@@ -384,6 +387,9 @@ class _Reader:
         names = dict.fromkeys(name for name in own if isinstance(name, str) and name not in skipped)
         names |= dict.fromkeys(() if isinstance(value, ModuleType) else _data_of(type(value)))
         is_any = self._is_any and not isinstance(value, ModuleType)
+        if isinstance(value, ModuleType) and self._is_any and not is_installed(own):
+            for name in _plain_values(own):
+                yield _Part(f"{path}.{name}", own[name])
         if type(own) is dict and not isinstance(value, ModuleType | torch.nn.Module):  # a method may come to be its own
             methods = self._names.intersection(dir(type(value))) - names.keys()
             self.constants += [f"{name!r} in {path}.__dict__" for name in sorted(methods)]

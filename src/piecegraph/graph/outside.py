@@ -105,6 +105,8 @@ class OutsideValues:
             return [path]
         if _read_as(value):
             return [name, path, *self._expand(path)]  # itself, too: a graph may read the memory of an array
+        if isinstance(value, dict):  # that a key is missing is not told by whoever met a KeyError
+            return [f"tuple({path})"]
         return [] if is_constant(value) or isinstance(value, _HOLDERS) else [name]
 
     def _expand_read(self, name: str, read: str, depth: int) -> list[str]:

@@ -257,7 +257,16 @@ def _outside_values(
 
 
 def _root(name: str) -> str:
-    return name.partition("]")[0] + "]"
+    """What an expression begins with, be it in a call.
+
+    >>> _root("dict.__getitem__(L['d'], 'key')"), _root("G['a'].b['c']"), _root("torch")
+    ("L['d']", "G['a']", '')
+    """
+    found = _ROOT.search(name)
+    return found[0] if found else ""
+
+
+_ROOT = re.compile(r"\b[LG]\[[^\]]*\]")
 
 
 def _merged(names: Sequence[str], roots: Sequence[str]) -> dict[str, None]:
