@@ -335,7 +335,7 @@ class _Reader:
         if not is_one or str(value.__module__).split(".")[0] in FIXED:
             return []
         if isinstance(value, type):
-            found = [*_data_of(value), *(name for name in _data_of(type(value)) if not hasattr(value, f"__{name}__"))]
+            found = (*_data_of(value), *_data_of(type(value)))
             return [name for name in found if self._is_any or name in self._names]
         if self._is_any:
             self.constants.append(f"tuple({path}.__dict__)")

@@ -10,6 +10,7 @@ that seeds random numbers: a replay would go on with the next ones.
 from __future__ import annotations
 
 import dis
+import itertools
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,7 +58,7 @@ _QUESTIONS: dict[str, tuple[frozenset[str], Callable[[_Tensors], bool]]] = {
         frozenset({"getattr", "hasattr", "vars", "__dict__"}),
         _has_attributes,
     ),
-    "asks how often a tensor was written to": (frozenset({"_version"}), lambda _: True),  # ours, and not the caller's
+    "asks how often a tensor was written to": (frozenset(), lambda _: True),  # ours, and not the caller's
     "asks whether two arguments are one": (frozenset(), _is_one_twice),
     "reads the memory of a tensor": (frozenset(), lambda _: True),
     "seeds random numbers, or asks where they are": (
@@ -94,6 +95,7 @@ SEEDING = frozenset({"manual_seed", "seed", "set_state", "graphsafe_set_state"})
 _SEEDS = next(what for what in _QUESTIONS if what.startswith("seeds"))
 _READS_MEMORY = "reads the memory of a tensor"
 _SAME = "asks whether two arguments are one"
+_WRITTEN = "asks how often a tensor was written to"
 _VARIABLES = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_DEREF")
 
 
@@ -130,7 +132,8 @@ def questions_in(codes: Iterable[types.CodeType], *, is_traced: bool = True) -> 
         for name in settings.keys() & names:
             found.setdefault(name, Question(f"asks for {name}", place, name, repr(settings[name]())))
         for what, (asked_by, _) in _QUESTIONS.items():
-            if asked_by & names or (what == _SAME and any(_compared_objects(code))):
+            asked_otherwise = _ASKED_OTHERWISE.get(what, _nothing)
+            if asked_by & names or any(asked_otherwise(code)):
                 found.setdefault(what, Question(what, place))
     return tuple(found.values())
 
@@ -170,3 +173,22 @@ def _compared_objects(code: types.CodeType) -> Iterator[dis.Instruction]:
     for *operands, last in zip(instructions, instructions[1:], instructions[2:], strict=False):
         if last.opname == "IS_OP" and all(each.opname in _VARIABLES for each in operands):
             yield last
+
+
+def _versions(code: types.CodeType) -> Iterator[dis.Instruction]:
+    """Where the version of a variable is asked for; objects may have an attribute of that name themselves."""
+    for before, last in itertools.pairwise(dis.get_instructions(code)):
+        is_of_variable = before.opname in _VARIABLES and before.argval not in ("self", "cls")
+        if last.opname == "LOAD_ATTR" and last.argval == "_version" and is_of_variable:
+            yield last
+
+
+def _nothing(code: types.CodeType) -> Iterator[dis.Instruction]:
+    yield from ()
+
+
+_ASKED_OTHERWISE: dict[str, Callable[[types.CodeType], Iterator[dis.Instruction]]] = {
+    _SAME: _compared_objects,
+    _WRITTEN: _versions,
+}
+"""What is asked by no name of its own."""

@@ -589,10 +589,9 @@ def _touched_objects(told: Sequence[warnings.WarningMessage], scopes: Mapping[st
 
 def _evaluate(name: str, scopes: Mapping[str, Any]) -> Any:
     """What one of Dynamo's names of a source stands for; None if it is no path from the arguments or globals."""
-    try:
+    with contextlib.suppress(Exception):  # a property may raise anything
         return eval(name, dict(scopes))
-    except (SyntaxError, NameError, KeyError, AttributeError, TypeError):
-        return None
+    return None
 
 
 def explain_dynamo_error(error: BaseException) -> tuple[list[tuple[str, int]], str, str]:
