@@ -251,9 +251,25 @@ def _outside_values(
             if kind == "HASATTR" and not attribute:  # torch 2.11 names the attribute itself
                 asked, _, attribute = name.rpartition(".")
             found[_LOOKS[kind].format(asked, attribute)] = None
-            if kind == "CLOSURE_MATCH":  # of the same function, another code: so are functions reloaded
-                found[f"{name}.__code__"] = None
+            if kind == "CLOSURE_MATCH":
+                found |= _parts_of_function(name, _evaluate(_IMPORTED.sub(r"\1", name), scopes))
     return tuple(_IMPORTED.sub(r"\1", name) for name in sorted(found))
+
+
+def _parts_of_function(name: str, function: Any) -> dict[str, None]:
+    """What may be another of the same function: its code, as functions are reloaded, its defaults, and of outer
+    variables the classes. For the latter two, Dynamo of torch 2.11 has no guards.
+    """
+    parts = [f"{name}.__code__"]
+    if isinstance(function, FunctionType):
+        parts += [f"{name}.{each}" for each in ("__defaults__", "__kwdefaults__") if getattr(function, each)]
+        cells = [f"{name}.__closure__[{number}].cell_contents" for number in range(len(function.__closure__ or ()))]
+        parts += [
+            each
+            for each, cell in zip(cells, function.__closure__ or (), strict=True)
+            if isinstance(_evaluate("cell.cell_contents", {"cell": cell}), type)
+        ]
+    return dict.fromkeys(parts)
 
 
 def _root(name: str) -> str:
@@ -280,11 +296,12 @@ def _merged(names: Sequence[str], roots: Sequence[str]) -> dict[str, None]:
 def _as_path(name: str) -> str:
     """A name of Dynamo's as attributes and elements of what it begins with.
 
-    >>> _as_path("dict(type(G['c']).__dict__)['p'].fget")
-    "G['c'].__class__.__dict__['p'].fget"
+    >>> _as_path("dict(type(G['c']).__dict__)['p'].fget"), _as_path("object.__getattribute__(L['c'], 'd')[0]")
+    ("G['c'].__class__.__dict__['p'].fget", "L['c'].d[0]")
     """
-    path, count = _CALLED.subn(lambda call: call[2] + (".__class__" if call[1] == "type" else ""), name)
-    return _as_path(path) if count else name
+    path = _CALLED.sub(lambda call: call[2] + (".__class__" if call[1] == "type" else ""), name)
+    path = _GIVEN.sub(r"\1.\2", path)
+    return _as_path(path) if path != name else name
 
 
 def _from_instance(name: str, scopes: Mapping[str, Any]) -> str:
@@ -319,12 +336,16 @@ def _check_merged(names: Iterable[str], scopes: Mapping[str, Any]) -> tuple[str,
 
 def _with_class_values(names: Sequence[str], scopes: Mapping[str, Any], code: Iterable[CodeType]) -> tuple[str, ...]:
     """These and the values of classes among them, as far as code names them: torch 2.11 guards the class alone."""
+    code = tuple(code)
     read = {name for each in code for name in each.co_names}
+    # By a name that is computed; packages mean what they say.
+    is_any = any("getattr" in each.co_names and "site-packages" not in each.co_filename for each in code)
     found = dict.fromkeys(names)
     for name in names:
         value = _evaluate(name, scopes) if name.startswith(("L[", "G[", "__import_")) else None
         if isinstance(value, type) and value.__module__.partition(".")[0] not in _OTHERS:
-            found |= {f"{name}.{each}": None for each in sorted(read) if _is_value_of(value, each)}
+            asked = {each for each in dir(value) if not each.startswith("__")} if is_any else read
+            found |= {f"{name}.{each}": None for each in sorted(asked) if _is_value_of(value, each)}
     return tuple(found)
 
 
@@ -357,6 +378,7 @@ _WATCHED_ANYWAY = (".__dict__", *(f".{name}" for name in vars(torch.nn.Module())
 _IMPORTED = re.compile(r"G\['(__import_\w+)'\]")
 
 _CALLED = re.compile(r"\b(type|dict)\(([^()]*)\)")
+_GIVEN = re.compile(r"\bobject\.__getattribute__\(([^()]*), '(\w+)'\)")
 
 _CLASS_ATTRIBUTE = re.compile(r"\.__class__(?:\.__mro__\[\d+\])?\.__dict__\['(\w+)'\]")
 
