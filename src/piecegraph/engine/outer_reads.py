@@ -438,11 +438,11 @@ def _globals_of(code: CodeType) -> tuple[str, ...]:
 
 def _plain_values(scope: dict[str, Any]) -> list[str]:
     """The globals that are numbers, texts or tensors."""
-    is_code = (FunctionType, BuiltinFunctionType, type, ModuleType)
+    code = (FunctionType, BuiltinFunctionType, type, ModuleType)
     return [
         name
         for name, value in scope.items()
-        if isinstance(value, torch.Tensor) or (is_constant(value) and not isinstance(value, is_code))
+        if isinstance(value, torch.Tensor) or (is_constant(value) and not isinstance(value, code))
     ]
 
 

@@ -32,6 +32,10 @@ def _has_attributes(tensors: _Tensors) -> bool:
     return any(not name.startswith("_dynamo") for tensor in tensors for name in vars(tensor))
 
 
+_WRITTEN = "asks how often a tensor was written to"
+_SAME = "asks whether two arguments are one"
+_READS_MEMORY = "reads the memory of a tensor"
+_SEEDS = "seeds random numbers, or asks where they are"
 _QUESTIONS: dict[str, tuple[frozenset[str], Callable[[_Tensors], bool]]] = {
     "asks whether gradients are on": (frozenset({"is_grad_enabled"}), lambda _: torch.is_grad_enabled()),
     "asks whether inference mode is on": (
@@ -58,10 +62,10 @@ _QUESTIONS: dict[str, tuple[frozenset[str], Callable[[_Tensors], bool]]] = {
         frozenset({"getattr", "hasattr", "vars", "__dict__"}),
         _has_attributes,
     ),
-    "asks how often a tensor was written to": (frozenset(), lambda _: True),  # ours, and not the caller's
-    "asks whether two arguments are one": (frozenset(), _is_one_twice),
-    "reads the memory of a tensor": (frozenset(), lambda _: True),
-    "seeds random numbers, or asks where they are": (
+    _WRITTEN: (frozenset(), lambda _: True),  # what is written to may be ours, and not the caller's
+    _SAME: (frozenset(), _is_one_twice),
+    _READS_MEMORY: (frozenset(), lambda _: True),
+    _SEEDS: (
         frozenset(
             {"manual_seed", "manual_seed_all", "set_rng_state", "fork_rng", "initial_seed"}
             | {"get_rng_state", "get_rng_state_all", "set_rng_state_all"}
@@ -92,10 +96,6 @@ MEMORY = frozenset({"__reduce__", "__getitem__", "__iter__", "_getitem", "tolist
 """What storages are read by without an op, as by ``pickle``: functions of ``torch.storage``."""
 SEEDING = frozenset({"manual_seed", "seed", "set_state", "graphsafe_set_state"})
 """Methods of generators. Others have such names, too, so they are looked for where they are called."""
-_SEEDS = next(what for what in _QUESTIONS if what.startswith("seeds"))
-_READS_MEMORY = "reads the memory of a tensor"
-_SAME = "asks whether two arguments are one"
-_WRITTEN = "asks how often a tensor was written to"
 _VARIABLES = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_DEREF")
 
 
@@ -132,8 +132,8 @@ def questions_in(codes: Iterable[types.CodeType], *, is_traced: bool = True) -> 
         for name in settings.keys() & names:
             found.setdefault(name, Question(f"asks for {name}", place, name, repr(settings[name]())))
         for what, (asked_by, _) in _QUESTIONS.items():
-            asked_otherwise = _ASKED_OTHERWISE.get(what, _nothing)
-            if asked_by & names or any(asked_otherwise(code)):
+            is_asked = what in _ASKED_OTHERWISE and any(_ASKED_OTHERWISE[what](code))
+            if is_asked or asked_by & names:
                 found.setdefault(what, Question(what, place))
     return tuple(found.values())
 
@@ -181,10 +181,6 @@ def _versions(code: types.CodeType) -> Iterator[dis.Instruction]:
         is_of_variable = before.opname in _VARIABLES and before.argval not in ("self", "cls")
         if last.opname == "LOAD_ATTR" and last.argval == "_version" and is_of_variable:
             yield last
-
-
-def _nothing(code: types.CodeType) -> Iterator[dis.Instruction]:
-    yield from ()
 
 
 _ASKED_OTHERWISE: dict[str, Callable[[types.CodeType], Iterator[dis.Instruction]]] = {

@@ -193,10 +193,7 @@ def _is_coarse(bucket: Bucket) -> bool:
 
 
 _LEAST_BETWEEN = 32
-"""Sequences by which steps of decoding that are recorded at the start differ; an eighth of the most, if that is more.
-Without, all steps with 129 to 255 sequences are padded to 256, which take 1.5 times as long as 128 (Llama-3.1-8B on an
-H200).
-"""
+"""Sequences by which steps of decoding that are recorded at the start differ; an eighth of the most, if it is more."""
 
 _FEW_SEQS = 8
 """Most mixed steps hold a few prompts; only those that hold more pay for as many sequences as may run."""
