@@ -63,7 +63,7 @@ def test_steps_keep_their_size_without_graphs() -> None:
 def test_of_a_ladder_powers_are_recorded_at_the_start() -> None:
     sizes = choose_step_sizes("auto", has_graphs=True, max_num_seqs=40, max_batch_tokens=200)
     first = sizes.at_start()
-    assert [bucket.num_seqs for bucket in first if bucket.kind == "decode"] == [1, 16, 32, 40]
+    assert [bucket.num_seqs for bucket in first if bucket.kind == "decode"] == [1, 8, 16, 32, 40]
     assert [bucket.num_tokens for bucket in first if bucket.kind == "mixed"] == [
         tokens for tokens in (16, 64, 200) for _ in ("few sequences", "all")
     ]
@@ -74,9 +74,9 @@ def test_of_a_ladder_powers_are_recorded_at_the_start() -> None:
     ("most", "expected"),
     [
         (8, [1, 8]),
-        (100, [1, 16, 32, 64, 96, 100]),
-        (256, [1, 16, 32, 64, 96, 128, 160, 192, 224, 256]),
-        (1000, [1, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1000]),
+        (100, [1, 8, 16, 32, 64, 96, 100]),
+        (256, [1, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256]),
+        (1000, [1, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1000]),
     ],
 )
 def test_large_steps_of_decoding_are_padded_by_an_eighth_at_most(most: int, expected: list[int]) -> None:

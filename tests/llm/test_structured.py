@@ -125,9 +125,9 @@ def test_steps_with_masks_are_recorded_and_launched_ahead(path: Path, monkeypatc
     assert sum(ahead) > 5
     engine.scheduler.check()
     masked = [tape for key, tape in engine.forward.library.tapes.items() if key.has_masks]
-    assert {tuple(str(step.label) for step in tape.steps[-3:]) for tape in masked} == {
-        ("head", "cut 0 (masks)", "sampler")
-    }
+    ends = {tuple(str(step.label) for step in tape.steps[-3:]) for tape in masked}
+    assert {end[1:] for end in ends} == {("cut 0 (masks)", "sampler")}
+    assert ("head and sampler", "cut 0 (masks)", "sampler") in ends, "behind a greedy step"
 
 
 def test_deterministic(path: Path) -> None:

@@ -106,7 +106,8 @@ def _recorded_lines(started: Started) -> list[str]:
             sizes = sorted({entry.key.bucket.num_tokens for entry in mine})
             seconds, mib = sum(e.seconds for e in mine), sum(e.num_bytes for e in mine) / 2**20
             shown = ", ".join(map(str, sizes[:4])) + (f", ... {sizes[-1]}" if len(sizes) > 4 else "")
-            lines.append(f"{kind}: {len(mine)} sizes ({shown}) in {seconds:.2f} s, {mib:.0f} MiB")
+            counts = f"{count_of(len(sizes), 'size')} ({shown}), {count_of(len(mine), 'tape')}"
+            lines.append(f"{kind}: {counts} in {seconds:.2f} s, {mib:.0f} MiB")
     forward = started.engine.forward
     num_idle, num_missing = forward.num_recorded_idle, len(forward.missing)
     lines.append(f"{len(recorded) - num_idle} at the start, {num_idle} while idle, {num_missing} not yet")

@@ -85,6 +85,11 @@ class Recorder:
         self.place: dict[str, Any] = {}
         """The step under way, as errors name it."""
 
+    @property
+    def knows_calls(self) -> bool:
+        """Whether it is written down who captures what."""
+        return self._ledger is not None
+
     # -- the body is a program
 
     def run_step(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Sequence[Any]:

@@ -244,7 +244,7 @@ class Tape:
         self.phase = phase
         """What it was recorded for, in words."""
         self.steps = tuple(steps)
-        self.is_one_graph = len(self.steps) == 1 and isinstance(self.steps[0], GraphStep)
+        self.is_graphs_only = all(isinstance(step, GraphStep) for step in self.steps)
         self._outputs = tuple(outputs)
         self.devices = tuple(value.device if isinstance(value, torch.Tensor) else None for value in outputs)
         """Where each output lies."""
@@ -323,7 +323,7 @@ class DirectTape:
     """Stands in for a tape where nothing can be captured: runs the same steps on the same buffers."""
 
     steps: tuple[GraphStep | EagerStep, ...] = ()
-    is_one_graph = False
+    is_graphs_only = False
 
     def __init__(self, run: Callable[[], Sequence[Any]]) -> None:
         self.run = run

@@ -210,6 +210,8 @@ class BatchBuffers:
         """Of the last step."""
         # A sequence is known by its blocks: a new object for every admission.
         self._rows: list[SequenceBlocks | None] = []
+        self._dummy: tuple[Any, ...] = ()
+        """What :meth:`fill_dummy` was last called for, if nothing was written since."""
         self._views: dict[Bucket, BatchViews] = {}
         self._upload = Upload(self.device)
 
@@ -286,6 +288,7 @@ class BatchBuffers:
         are its own, by which the size it runs at may be chosen; :meth:`send` comes next.
         """
         self._upload.wait()  # the copy of the last step reads the memory that is written now
+        self._dummy = ()
         num_seqs = plan.num_seqs
         self.works = plan.works
         self._place(plan.works)
@@ -348,6 +351,9 @@ class BatchBuffers:
             num_blocks: how many blocks of the cache, from block 0 on, a sequence goes through in turn: while they last,
                 it does not overwrite its own keys. All but block 0 may belong to requests, or hold their prefixes.
         """
+        asked = bucket, context, num_blocks
+        if asked == self._dummy:
+            return
         limits = self.limits
         context = min(max(context, 1 if bucket.kind == "decode" else 0), limits.max_model_len - 1)
         num_seqs = min(bucket.num_seqs, bucket.num_tokens)
@@ -364,6 +370,7 @@ class BatchBuffers:
             blocks.tables = [table] * limits.num_groups
             works.append(Work(request, context, num_tokens, True))
         self.fill(StepPlan(tuple(works), sum(work.num_tokens for work in works), bucket.kind), bucket)
+        self._dummy = asked
 
     def _place(self, works: Sequence[Work]) -> None:
         """Bring the block tables up to date, and what a sequence keeps from step to step."""

@@ -63,30 +63,38 @@ def first_keys(sizes: StepSizes) -> list[StepKey]:
         plain = StepKey(sizes.only, "truncated", num_adjusted=SHORTEST, has_masks=True)
         return [StepKey(sizes.only, "greedy"), plain, replace(plain, every_row=True)]
     at_start = sizes.at_start()
-    # Most services draw their tokens at random: what such a step covers beyond its own sequences, it sorts for nothing.
-    sampled = [_sampled(bucket) for bucket in at_start if bucket.kind == "decode"]
     masked: list[StepKey] = []
-    for bucket in sorted(sizes.all(), key=lambda bucket: (bucket.num_tokens, bucket.num_seqs), reverse=True):
-        for key, keys in ((_sampled(bucket), sampled), (replace(_sampled(bucket), has_masks=True), masked)):
-            if best_cover(key, keys) is None:
-                keys.append(key)
-    return [*(StepKey(bucket, "greedy") for bucket in at_start), *sampled, *masked]
+    for bucket in sorted(at_start, key=lambda bucket: (bucket.num_tokens, bucket.num_seqs), reverse=True):
+        key = replace(_sampled(bucket), has_masks=True)
+        if best_cover(key, masked) is None:
+            masked.append(key)
+    # All but the first of them cost little: see Note [Samplers behind one recording].
+    return [key for bucket in at_start for key in _samplers(bucket)] + masked
 
 
 def later_keys(sizes: StepSizes) -> list[list[StepKey]]:
     """What is recorded if there is time, in the order in which it is needed.
 
     Under load mixed steps have many sequences, and a large step is padded by most tokens. Then come mixed steps of a
-    few sequences, and steps that draw tokens at random.
+    few sequences.
     """
-    is_for_load = {bucket: bucket.kind == "decode" or not _is_for_few(bucket, sizes) for bucket in sizes.all()}
+    first, buckets = set(first_keys(sizes)), sizes.all() if sizes.only is None else []
     groups = (
-        [StepKey(bucket, "greedy") for bucket, is_it in is_for_load.items() if is_it],
-        [StepKey(bucket, "greedy") for bucket, is_it in is_for_load.items() if not is_it],
-        [_sampled(bucket) for bucket in sizes.at_start()],
+        [bucket for bucket in buckets if not _is_for_few(bucket, sizes)],
+        [bucket for bucket in buckets if _is_for_few(bucket, sizes)],
     )
-    first = set(first_keys(sizes))
-    return [[key for key in group if key not in first] for group in groups]
+    return [[key for bucket in group for key in _samplers(bucket) if key not in first] for group in groups]
+
+
+def recorded_with(key: StepKey) -> list[StepKey]:
+    """A step and those that cost little beside it: see Note [Samplers behind one recording]."""
+    beside = (replace(each, takes_embeds=key.takes_embeds, every_row=key.every_row) for each in _samplers(key.bucket))
+    return list(dict.fromkeys((*beside, key)))
+
+
+def _samplers(bucket: Bucket) -> tuple[StepKey, ...]:
+    """A step with each way to choose tokens: what one could do for the others takes longer than theirs."""
+    return StepKey(bucket, "greedy"), StepKey(bucket, "plain"), _sampled(bucket)
 
 
 def _sampled(bucket: Bucket) -> StepKey:
@@ -95,4 +103,5 @@ def _sampled(bucket: Bucket) -> StepKey:
 
 
 def _is_for_few(bucket: Bucket, sizes: StepSizes) -> bool:
-    return sizes.only is None and bucket.num_seqs < min(bucket.num_tokens, sizes.seqs[-1])
+    """Whether it is a mixed step of a few sequences."""
+    return bucket.kind == "mixed" and bucket.num_seqs < min(bucket.num_tokens, sizes.seqs[-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from piecegraph.graph.interception import Interception
 from piecegraph.llm.model.traced_model import TracedModel
 from piecegraph.llm.ranks.group import Ranks
 from piecegraph.llm.run.batch import BatchBuffers
-from piecegraph.llm.run.coverage import best_cover, first_keys, later_keys
+from piecegraph.llm.run.coverage import best_cover, first_keys, later_keys, recorded_with
 from piecegraph.llm.run.model_step import ModelStep, StepKey
 from piecegraph.llm.run.results import StepResult
 from piecegraph.llm.run.sizing import StepSizes
@@ -128,7 +128,7 @@ class Forward:
         key = wanted = self._write(plan, every_row)
         if wanted not in self.library.tapes:
             if self._is_recordable(wanted) and (self._records_at_need or (waits and self._cover(wanted) == wanted)):
-                self._record(wanted)
+                self._record_one(wanted)
                 self._write(plan, every_row)  # recording wrote a batch of its own
             key = self._serve(wanted)
         buffers.send(plan, key.bucket, num_adjusted=key.num_adjusted, sampled=sampled)
@@ -187,7 +187,7 @@ class Forward:
                 return StepResult(*self.step.run(key))
         assert self._device is not None
         self._device.use_caller_stream()
-        if tape.is_one_graph:  # nothing of it asks the host
+        if tape.is_graphs_only:  # nothing of it asks the host
             return StepResult(*tape.run())
         with self.step.current(key):
             return StepResult(*tape.run())
@@ -221,15 +221,14 @@ class Forward:
             seconds: behind which nothing more is begun.
         """
         end = time.perf_counter() + seconds
-        self.library.record(first_keys(self.sizes), tidies=False)
+        self._record(first_keys(self.sizes), is_quiet=False)
 
         def goes_on() -> bool:
             has_time = time.perf_counter() < end
             return has_time if self._ranks is None else self._ranks.of_first(has_time)
 
         for keys in later_keys(self.sizes) if seconds > 0 else ():
-            self.library.record(keys, tidies=False, goes_on=goes_on)
-        self._check_recorded()
+            self._record(keys, is_quiet=False, goes_on=goes_on)
 
     @property
     def missed(self) -> list[StepKey]:
@@ -242,21 +241,35 @@ class Forward:
         if self._device is None or self._interceptions:
             return []
         left = [
-            key for group in later_keys(self.sizes)[:2] for key in sorted(group, key=self.step.volume, reverse=True)
+            key for group in later_keys(self.sizes) for key in sorted(group, key=self.step.volume, reverse=True)
         ]
         return [*self.missed, *(key for key in left if self._is_recordable(key) and key not in self._missed)]
 
     def record_idle(self, key: StepKey) -> float:
         """Record what is missing while nothing runs; the seconds it took."""
         start = time.perf_counter()
-        self._record(key)
-        self.num_recorded_idle += key in self.library.tapes
+        num_before = len(self.library.tapes)
+        self._record_one(key)
+        self.num_recorded_idle += len(self.library.tapes) - num_before
         return time.perf_counter() - start
 
-    def _record(self, key: StepKey) -> None:
-        self.library.record([key], tidies=False, is_quiet=True)
+    def _record_one(self, key: StepKey) -> None:
+        """Record a step, and what costs little beside it. Of a greedy step that is recorded already, the memory is
+        gone.
+        """
+        has_others = self.sizes.only is None and not self._interceptions and self._is_recordable(key.greedy)
+        self._record([each for each in recorded_with(key) if self._is_recordable(each)] if has_others else [key])
+
+    def _record(
+        self, keys: Sequence[StepKey], *, is_quiet: bool = True, goes_on: Callable[[], bool] = lambda: True
+    ) -> None:
+        try:
+            self.library.record(keys, tidies=False, is_quiet=is_quiet, goes_on=goes_on)
+        finally:
+            self.step.release()
         self._check_recorded()
-        self._missed.pop(key, None)
+        for key in keys:
+            self._missed.pop(key, None)
 
     def _check_recorded(self) -> None:
         """Something else may serve steps from now on: the same on all ranks, as they add up what is of one size."""

@@ -3,6 +3,14 @@
 The same three parts run in every mode: the decoder, the head on the rows that are asked for, the sampler. In *full*
 mode all of it is one graph; in *piecewise* mode the cut ops run eagerly between graphs; without graphs everything is
 called directly. Which mode a kind of step has is decided from what its kernels say of themselves.
+
+Note [Samplers behind one recording]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Steps that differ only in how tokens are chosen have the same decoder and head, and to capture these is what a recording
+takes its time for. So the greedy step is recorded first, and each other sampler is one small graph behind its graphs,
+which reads its logits. Their memory is held until the last sampler is recorded. The greedy choice is made for nothing
+then: a look at every logit. Where graphs know who put what into them, nothing is shared: a kernel that is switched off
+in one recording is not to be missing in another.
 """
 
 from __future__ import annotations
@@ -10,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +43,7 @@ from piecegraph.llm.run.step import Bucket
 from piecegraph.llm.specs import StepKind
 from piecegraph.tape.library import Way
 from piecegraph.tape.record import Recorder
-from piecegraph.tape.tape import WatchedWeight
+from piecegraph.tape.tape import EagerStep, GraphStep, WatchedWeight
 
 _MASKS = Cut(0, "masks", "the host says which tokens may come next", None)
 
@@ -55,6 +63,11 @@ class StepKey:
     has_masks: bool = False
     """Whether tokens are chosen from those that masks allow. See Note [Masks behind the decoder]."""
 
+    @property
+    def greedy(self) -> StepKey:
+        """The same decoder and head, with the plainest sampler."""
+        return replace(self, sampling="greedy", num_adjusted=0, has_masks=False)
+
     def __str__(self) -> str:
         size = size_of(self.bucket.num_tokens, "token")
         if self.bucket.kind == "mixed":
@@ -64,6 +77,17 @@ class StepKey:
         size += f", {size_of(self.num_adjusted, 'adjusted logit')}" if self.num_adjusted else ""
         size += ", masks" if self.has_masks else ""
         return f"{self.bucket.kind} {size}" + (f", {self.sampling}" if self.sampling != "greedy" else "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Greedy:
+    """A greedy step that was just recorded: see Note [Samplers behind one recording]."""
+
+    key: StepKey
+    steps: tuple[GraphStep | EagerStep, ...]
+    logits: torch.Tensor
+    hidden: torch.Tensor
+    weights: Sequence[WatchedWeight]
 
 
 class ModelStep:
@@ -102,12 +126,13 @@ class ModelStep:
         self._buffers = buffers
         self._events = events
         self._interceptions: tuple[Interception, ...] = ()
+        self._greedy: _Greedy | None = None
 
     def intercepted(self, decoder: Decoder, interceptions: tuple[Interception, ...]) -> ModelStep:
         """The same with callbacks around some calls: no step is one graph, and every row goes through every piece."""
         other = copy.copy(self)
         other.decoder, other.few, other.decoder_of_embeds = decoder, None, None
-        other.needs_all_rows, other.last = True, None
+        other.needs_all_rows, other.last, other._greedy = True, None, None
         other.modes = {
             kind: Decision(mode.subject, "piecewise", "ops are intercepted") if mode.choice == "full" else mode
             for kind, mode in self.modes.items()
@@ -137,7 +162,9 @@ class ModelStep:
         return str(key)
 
     def volume(self, key: StepKey) -> tuple[int, ...]:
-        return key.bucket.num_tokens, key.bucket.num_seqs
+        """Steps with the same decoder and head come one after another, the greedy one first."""
+        bucket, is_mixed, is_greedy = key.bucket, key.bucket.kind == "mixed", key == key.greedy
+        return bucket.num_tokens, bucket.num_seqs, is_mixed, key.takes_embeds, key.every_row, is_greedy
 
     def written(self, key: StepKey) -> Sequence[torch.Tensor]:
         """Nothing that is anybody's: dummies write to block 0 and slot 0."""
@@ -154,6 +181,11 @@ class ModelStep:
             self._buffers.masks.prepare()
 
     def warm_up(self, key: StepKey) -> None:
+        greedy = self._before(key)
+        if greedy is not None:
+            self._run_sampler(key, torch.zeros_like(greedy.logits), greedy.hidden, greedy.hidden)
+            return
+        self.release()
         with ops.current_sites(EachKindOnce(self._memory)), equal_pieces_once():
             self.run(key)
 
@@ -161,8 +193,21 @@ class ModelStep:
         return partial(self.run, key)
 
     def ways(self, key: StepKey) -> Sequence[Way]:
-        pieces = partial(self._record_pieces, key)
-        return (partial(self._record_full, key), pieces) if self.modes[key.bucket.kind].choice == "full" else (pieces,)
+        ways: list[Way] = [partial(self._record_pieces, key)]
+        if self.modes[key.bucket.kind].choice == "full":
+            ways.insert(0, partial(self._record_full, key))
+        greedy = self._before(key)
+        if greedy is not None:
+            ways[0] = partial(self._record_behind, key, greedy)
+        return ways
+
+    def _before(self, key: StepKey) -> _Greedy | None:
+        """What was recorded just now, if only a sampler is missing."""
+        return self._greedy if self._greedy is not None and self._greedy.key == key.greedy != key else None
+
+    def release(self) -> None:
+        """No other sampler will be recorded behind what was recorded last: its memory may be used again."""
+        self._greedy = None
 
     def failed(self, key: StepKey, way: int | None, error: Exception, place: dict[str, Any]) -> None:
         """What cannot be one graph is recorded in pieces from now on; what cannot even that runs without graphs."""
@@ -176,7 +221,8 @@ class ModelStep:
             self._events.emit(Event("PG401", str(key), reason, 'run without graphs: cudagraph_mode="none"'))
 
     def weights(self, key: StepKey) -> Sequence[WatchedWeight]:
-        return self._decoder_for(key).weights()
+        is_known = self._greedy is not None and self._greedy.key == key.greedy
+        return self._greedy.weights if self._greedy is not None and is_known else self._decoder_for(key).weights()
 
     @contextlib.contextmanager
     def current(self, key: StepKey | None) -> Iterator[None]:
@@ -206,7 +252,9 @@ class ModelStep:
 
     def run(self, key: StepKey) -> Sequence[torch.Tensor]:
         """(sampled tokens, logits, hidden states), without graphs."""
-        made = self._run_model(key)
+        return self._run_sampler(key, *self._run_model(key))
+
+    def _run_sampler(self, key: StepKey, *made: torch.Tensor) -> Sequence[torch.Tensor]:
         if key.has_masks:
             self._send_masks()
         return self._sample_from(key, *made)
@@ -224,12 +272,12 @@ class ModelStep:
         if key.has_masks:
             made = recorder.capture("the model", self._run_model, (key,))
             return self._record_sampler(key, recorder, made)
-        return recorder.outputs(recorder.capture("the whole step", self.run, (key,)))
+        return self._keep(key, recorder, recorder.capture("the whole step", self.run, (key,)))
 
     def _record_pieces(self, key: StepKey, recorder: Recorder) -> list[Any]:
         hidden = self._decode(key, recorder.run_step, recorder.capture)
         if not self._interceptions and not key.has_masks:
-            return recorder.outputs(recorder.capture("head and sampler", self._sample, (key, hidden)))
+            return self._keep(key, recorder, recorder.capture("head and sampler", self._sample, (key, hidden)))
         if not self._interceptions:
             made = recorder.capture("head", self._make_logits, (key, hidden))
             return self._record_sampler(key, recorder, made)
@@ -237,6 +285,17 @@ class ModelStep:
         with paths_from(self.head.root), Breaker(recorder, self._interceptions).recording(), stacks_from_here():
             logits = self.head(rows)
         return self._record_sampler(key, recorder, (logits, hidden, rows))
+
+    def _keep(self, key: StepKey, recorder: Recorder, outputs: Sequence[torch.Tensor]) -> list[Any]:
+        """The outputs of a step, which other samplers may be recorded behind."""
+        if key == key.greedy and not recorder.knows_calls and not recorder.cells:
+            _, logits, hidden = outputs
+            self._greedy = _Greedy(key, tuple(recorder.steps), logits, hidden, self.weights(key))
+        return recorder.outputs(outputs)
+
+    def _record_behind(self, key: StepKey, greedy: _Greedy, recorder: Recorder) -> list[Any]:
+        recorder.steps += greedy.steps
+        return self._record_sampler(key, recorder, (greedy.logits, greedy.hidden, greedy.hidden))
 
     def _record_sampler(self, key: StepKey, recorder: Recorder, made: tuple[torch.Tensor, ...]) -> list[Any]:
         """Masks come from the host, just before they are needed: see Note [Masks behind the decoder]."""
