@@ -131,6 +131,13 @@ LARGE = [
         max_seq_len=8192,
         max_prompts=32,
     ),
+    Sequences(
+        name="long decodes",
+        spans=((1, 16_001), (1, 300), (1, 9000), (1, 1)),
+        padded_tokens=4,
+        padded_seqs=4,
+        max_seq_len=32768,
+    ),
     Sequences(name="one long decode", spans=((1, 8000),), max_seq_len=32768),
     Sequences(name="many decodes", spans=tuple((1, 1 + 37 * i % 900) for i in range(100)), max_seq_len=4096),
     Sequences(name="nine decodes", spans=tuple((1, 500 + 300 * i) for i in range(9)), max_seq_len=4096),

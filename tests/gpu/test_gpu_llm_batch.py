@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from piecegraph.base import torch_compat
+from piecegraph.llm.kernels.race import launch_weights
+from piecegraph.llm.kernels.truncate import launch_truncate, truncate
 from piecegraph.llm.run.batch import BatchBuffers
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.sampling import SamplingMode, sample
@@ -77,3 +79,19 @@ def test_a_captured_sampler_serves_every_batch(mode: SamplingMode) -> None:
         expected = sample(*(each.cpu() for each in inputs), mode=mode)
         assert tokens.tolist() == expected.tolist()
         assert tokens[3].item() == -1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 70])
+def test_truncated_weights_are_those_of_sorted_ones(rows: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = (3 * torch.randn(rows, 50_257, device="cuda", generator=generator)).to(dtype)
+    best, numbers = logits.argmax(-1), torch.arange(rows, device="cuda")
+    top_k, top_p = (numbers % 4) * 17, 1 - (numbers % 3) * 0.3
+    min_p = (numbers % 5 == 0) * 0.01
+    weights = launch_weights(logits, best, torch.full((rows,), 0.7, device="cuda"))
+    scaled = weights.log()
+    expected = truncate(scaled, weights, top_k, top_p, min_p) > 0
+    launch_truncate(logits, weights, top_k, top_p, min_p)
+    # Sums that are made in another order may differ about the last token.
+    assert ((weights > 0) != expected).sum(-1).max() <= 1

@@ -169,14 +169,15 @@ def test_padding_changes_no_logit() -> None:
 def test_min_p_is_that_of_transformers() -> None:
     from transformers import MinPLogitsWarper, TopKLogitsWarper
 
-    from piecegraph.llm.run.sampling import _truncated_weights
+    from piecegraph.llm.kernels.truncate import truncate
 
     scaled = torch.randn(5, 40).log_softmax(-1)
     scaled -= scaled.amax(-1, keepdim=True)
     for min_p in (0.01, 0.2, 1.0):
         for top_k in (0, 3):
             kept = MinPLogitsWarper(min_p)(None, TopKLogitsWarper(top_k)(None, scaled) if top_k else scaled)
-            found = _truncated_weights(scaled, torch.tensor([top_k] * 5), torch.ones(5), torch.full((5,), min_p))
+            top_ks, min_ps = torch.tensor([top_k] * 5), torch.full((5,), min_p)
+            found = truncate(scaled, scaled.exp(), top_ks, torch.ones(5), min_ps)
             assert torch.equal(found > 0, kept.isfinite())
     params = SamplingParams(min_p=0.1, temperature=1.0)
     assert (params.min_p, SamplingParams().min_p) == (0.1, 0.0)

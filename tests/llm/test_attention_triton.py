@@ -16,15 +16,17 @@ import torch.nn.functional as F
 import piecegraph.llm.kernels.linear  # noqa: F401 - defines an op
 from piecegraph.llm.kernels.attention import triton_paged
 from piecegraph.llm.kernels.race import (
-    exponentials,
     first_largest,
     keep_allowed,
+    launch_draw,
     launch_first_largest,
     launch_keep_allowed,
-    launch_scores,
+    launch_weights,
     random_keys,
 )
 from piecegraph.llm.kernels.skinny import Heads, Linear, Tile, launch_tiles, plain, plain_rotate
+from piecegraph.llm.kernels.truncate import launch_truncate, truncate
+from piecegraph.llm.run.sampling import HOTTEST, sample
 from piecegraph.llm.specs import Accepted, Rejected
 from tests.cases.attention import Sequences, check, latent_layer, layer, problem, run
 from tests.cases.interpreter import needs_interpreter, print_verdicts, verdicts_of
@@ -86,12 +88,23 @@ def _many_launches() -> None:
         torch.testing.assert_close(case.arguments["out"].double(), case.expected, rtol=2e-5, atol=2e-5)
 
 
-def _scores_of_a_race() -> None:
-    keys = torch.from_numpy(random_keys(np.arange(7, dtype=np.uint64), np.arange(7)))
-    weights = torch.rand(7, 2500, generator=torch.Generator().manual_seed(0))
-    expected = weights / exponentials(keys, 2500)
-    launch_scores(weights, keys)
-    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=0)
+def _winners_of_a_race() -> None:
+    """Those of plain torch, whatever the temperature, and the likeliest token or none where that is wanted."""
+    rows, count = 9, 5000
+    keys = torch.from_numpy(random_keys(np.arange(rows, dtype=np.uint64), np.arange(rows)))
+    logits = 3 * torch.randn(rows, count, generator=torch.Generator().manual_seed(0))
+    logits[7, :4000], logits[8, 3] = float("-inf"), float("nan")
+    temperature = torch.tensor([1.0, 0.0, 0.3, 1.0, 5.0, 1e-45, HOTTEST, 0.7, 1.0])
+    for table in (logits, torch.cat((logits, logits), 1)[:, :count]):
+        best = first_largest(table, -1)
+        expected = sample(table, temperature, torch.zeros(rows), torch.ones(rows), keys, mode="plain")
+        found = launch_draw(table, best, temperature, keys)
+        assert found.tolist() == expected.tolist()
+        assert found[[1, 5, 8]].tolist() == best[[1, 5, 8]].tolist()
+        weights = launch_weights(table, best, temperature)
+        assert launch_draw(table, best, temperature, keys, weights).tolist() == found.tolist()
+        weights[0, found[0]] = 0.0
+        assert launch_draw(table, best, temperature, keys, weights)[0] != found[0]
 
 
 def _likeliest_tokens() -> None:
@@ -116,6 +129,24 @@ def _allowed_tokens() -> None:
             found = launch_keep_allowed(logits, masks)
             assert found.dtype == logits.dtype
             assert torch.equal(found, keep_allowed(logits, masks))
+
+
+def _truncated_weights() -> None:
+    """As by sorting, also where many tokens are equally likely, and where only the last bits tell them apart."""
+    count = 9000
+    rows = 3 * torch.randn(12, count, generator=torch.Generator().manual_seed(0))
+    rows[9] = torch.linspace(1, 1 - 1e-4, count)
+    rows[10, 1000:], rows[11] = float("-inf"), 0.0
+    rows[11, ::2] *= -1  # there are two zeros
+    top_k = torch.tensor([0, 1, 7, 0, 40, 0, 0, 10_000, 2, 700, 1500, 7])
+    top_p = torch.tensor([1.0, 1.0, 1.0, 0.9, 0.5, 1e-45, 0.95, 0.3, 0.7, 0.25, 0.8, 0.1])
+    min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.2, 0.0, 1.0, 0.0, 0.0, 0.0])
+    for logits, least in ((rows, None), (rows.bfloat16(), min_p), (rows.round(), min_p)):
+        scaled = logits.float() - logits.float().amax(-1, keepdim=True)
+        found = scaled.exp()
+        launch_truncate(logits, found, top_k, top_p, least)
+        assert torch.equal(found, truncate(scaled, scaled.exp(), top_k, top_p, least))
+        assert (found > 0).any(-1).all()
 
 
 def _fixed_linears() -> None:
@@ -182,7 +213,8 @@ OTHERS = {
     "linears of some rows": _linears_of_some_rows,
     "what is cleared for another kernel": _cleared,
     "many launches over one workspace": _many_launches,
-    "scores of a race": _scores_of_a_race,
+    "winners of a race": _winners_of_a_race,
+    "truncated weights": _truncated_weights,
     "likeliest tokens": _likeliest_tokens,
     "allowed tokens": _allowed_tokens,
     "linears of fixed tiles": _fixed_linears,

@@ -27,8 +27,6 @@ _STEP, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 _LARGEST = 2**63 - 1
 _SCALE = (1 - 2.0**-23) * 2.0**-63
 """From 63 bits to a float32 that is below 1 even where the bits were rounded up."""
-_BLOCK = 1024
-"""Numbers that one program of the kernel makes."""
 _PART = 2048
 """Logits that one program looks through."""
 
@@ -77,31 +75,66 @@ def draw(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         weights: float32 [rows, vocabulary], not negative; one of each row must not be small. Overwritten.
         keys: int64 [rows], from :func:`random_keys`.
     """
-    if weights.is_cuda and _has_triton():
-        launch_scores(weights, keys)
-    else:
-        weights.div_(exponentials(keys, weights.shape[-1]))
-    return weights.argmax(dim=-1)
+    return weights.div_(exponentials(keys, weights.shape[-1])).argmax(dim=-1)
 
 
-def launch_scores(weights: torch.Tensor, keys: torch.Tensor) -> None:
-    """Divide weights by the numbers of their places in one kernel: each step of integer arithmetic would be one."""
+def launch_weights(logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """What tokens weigh in a draw, in one kernel. For the arguments see :func:`launch_draw`."""
     from piecegraph.llm.kernels import race_kernels
 
-    rows, count = weights.shape
-    race_kernels.scores_kernel[(rows, -(-count // _BLOCK))](
-        weights,
+    rows, count = logits.shape
+    weights = logits.new_empty(rows, count, dtype=torch.float32)
+    race_kernels.weights_kernel[(rows, -(-count // _PART))](
+        logits, best, temperature, weights, count, logits.stride(0), BLOCK=_PART, num_warps=4
+    )
+    return weights
+
+
+def launch_draw(
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    temperature: torch.Tensor,
+    keys: torch.Tensor,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Draw in two kernels: nothing as wide as the vocabulary is written, and each step of integer arithmetic would be
+    a kernel of its own.
+
+    Args:
+        logits: [rows, vocabulary], the elements of a row side by side.
+        best: int64 [rows]: the likeliest token, or none.
+        temperature: [rows]; where it is 0, or there is no likeliest token, that is the result.
+        keys: int64 [rows], from :func:`random_keys`.
+        weights: float32 [rows, vocabulary]: those of :func:`launch_weights`, if some were changed.
+    """
+    from piecegraph.llm.kernels import race_kernels
+
+    rows, count = logits.shape
+    num_parts, table = -(-count // _PART), logits if weights is None else weights
+    largest = logits.new_empty(rows, num_parts, dtype=torch.float32)
+    winners = logits.new_empty(rows, num_parts, dtype=torch.int32)
+    out = logits.new_empty(rows, dtype=torch.int64)
+    race_kernels.draw_parts_kernel[(rows, num_parts)](
+        table,
+        best,
+        temperature,
         keys,
+        largest,
+        winners,
         count,
-        weights.stride(0),
+        table.stride(0),
+        HAS_WEIGHTS=weights is not None,
         STEP=_signed(_STEP),
         MIX_1=_signed(_MIX_1),
         MIX_2=_signed(_MIX_2),
         LARGEST=_LARGEST,
         SCALE=_SCALE,
-        BLOCK=_BLOCK,
+        BLOCK=_PART,
         num_warps=4,
     )
+    block = 1 << (num_parts - 1).bit_length()
+    race_kernels.winner_kernel[(rows,)](largest, winners, best, temperature, out, num_parts, BLOCK=block, num_warps=4)
+    return out
 
 
 def first_largest(logits: torch.Tensor, bad: int) -> torch.Tensor:
@@ -112,7 +145,7 @@ def first_largest(logits: torch.Tensor, bad: int) -> torch.Tensor:
         bad: what stands for no place, where the largest is infinite or no number; one less where all are minus
             infinity.
     """
-    if logits.is_cuda and logits.stride(-1) == 1 and _has_triton():
+    if has_kernels(logits):
         return launch_first_largest(logits, bad)
     largest, places = logits.max(dim=-1)
     return torch.where(largest.isfinite(), places, torch.where(largest == -math.inf, bad - 1, bad))
@@ -145,7 +178,7 @@ def keep_allowed(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
         logits: [rows, vocabulary].
         masks: uint8 [rows, vocabulary / 8], bits from the lowest on.
     """
-    if logits.is_cuda and logits.stride(-1) == 1 and _has_triton():
+    if has_kernels(logits):
         return launch_keep_allowed(logits, masks)
     # A vocabulary is long, so it is gone over twice, and not once for each step of taking bits apart.
     is_allowed = _bytes_of_bits(masks.device).index_select(0, masks.flatten().int()).view(torch.bool)
@@ -187,6 +220,11 @@ def _bytes_of_bits(device: torch.device) -> torch.Tensor:
 def _signed(number: int) -> int:
     """As an int64, which is what torch multiplies; products wrap around all the same."""
     return number - 2**64 if number > _LARGEST else number
+
+
+def has_kernels(logits: torch.Tensor) -> bool:
+    """Whether kernels of Triton take these logits."""
+    return logits.is_cuda and logits.stride(-1) == 1 and _has_triton()
 
 
 @functools.cache

@@ -202,11 +202,13 @@ def adjust(logits: torch.Tensor, entries: Entries) -> torch.Tensor:
         entries: no two are of the same row and token.
     """
     num_rows, width = logits.shape
-    flat = torch.cat((logits.float().flatten(), logits.new_zeros(1, dtype=torch.float32)))
+    flat = logits.new_empty(num_rows * width + 1, dtype=torch.float32)  # with a place for entries that are not used
+    flat[:-1].view(num_rows, width).copy_(logits)
+    flat[-1:].zero_()
     index = torch.where(entries.rows < 0, num_rows * width, entries.rows * width + entries.tokens)
     values = flat.index_select(0, index)
     values = torch.where(values > 0, values / entries.scale, values * entries.scale) + entries.shift
-    return flat.scatter(0, index, values)[:-1].view(num_rows, width)
+    return flat.scatter_(0, index, values)[:-1].view(num_rows, width)
 
 
 def _make_entries(length: int, device: torch.device, *, pin_memory: bool = False) -> Entries:

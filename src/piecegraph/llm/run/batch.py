@@ -210,7 +210,7 @@ class BatchBuffers:
         """Of the last step."""
         # A sequence is known by its blocks: a new object for every admission.
         self._rows: list[SequenceBlocks | None] = []
-        self._dummy: tuple[Any, ...] = ()
+        self._dummy: tuple[Bucket, int, int] | None = None
         """What :meth:`fill_dummy` was last called for, if nothing was written since."""
         self._views: dict[Bucket, BatchViews] = {}
         self._upload = Upload(self.device)
@@ -288,7 +288,7 @@ class BatchBuffers:
         are its own, by which the size it runs at may be chosen; :meth:`send` comes next.
         """
         self._upload.wait()  # the copy of the last step reads the memory that is written now
-        self._dummy = ()
+        self._dummy = None
         num_seqs = plan.num_seqs
         self.works = plan.works
         self._place(plan.works)

@@ -26,10 +26,11 @@ from piecegraph.llm.kernels.attention.kernel import AttentionKernel
 from piecegraph.llm.kernels.decode_pieces import FusedLinear, find_fused, most_rows
 from piecegraph.llm.kernels.turned_attention import find_turned
 from piecegraph.llm.run.batch import BatchBuffers, BatchLimits
-from piecegraph.llm.run.sampling import sample
+from piecegraph.llm.run.sampling import SamplingMode, sample
 from piecegraph.llm.run.step import Bucket
 from piecegraph.llm.specs import AttentionLayer, ConvLayer, DeltaLayer, LatentLayer, StatefulLayer, StateLayer
 
+_DRAWING: tuple[SamplingMode, ...] = ("plain", "truncated")
 _Layer = TypeVar("_Layer", AttentionLayer, ConvLayer | DeltaLayer)
 
 
@@ -189,7 +190,9 @@ class EarlyKernels:
         views = buffers.views(bucket)
         for dtype in dict.fromkeys((self._dtype, torch.float32)):
             logits = self._zeros(1, self._limits.vocab_size, dtype=dtype)
-            sample(logits, views.temperature, views.top_k, views.top_p, views.random_keys, mode="plain")
+            limits = views.temperature, views.top_k, views.top_p
+            for mode in _DRAWING:
+                sample(logits, *limits, views.random_keys, min_p=views.min_p, mode=mode)
             buffers.masks.keep_allowed(logits)
 
     def _multiply(self, bucket: Bucket) -> None:

@@ -240,9 +240,7 @@ class Forward:
         """The same, and what was left out at the start: larger ones first, which are padded most."""
         if self._device is None or self._interceptions:
             return []
-        left = [
-            key for group in later_keys(self.sizes) for key in sorted(group, key=self.step.volume, reverse=True)
-        ]
+        left = [key for group in later_keys(self.sizes) for key in sorted(group, key=self.step.volume, reverse=True)]
         return [*self.missed, *(key for key in left if self._is_recordable(key) and key not in self._missed)]
 
     def record_idle(self, key: StepKey) -> float:

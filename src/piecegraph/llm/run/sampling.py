@@ -6,9 +6,9 @@ random numbers are made from that: see Note [A race of tokens] in ``kernels/race
 
 Note [Sampling modes]
 ~~~~~~~~~~~~~~~~~~~~~
-Sorting a vocabulary is dear and only ``top_k`` and ``top_p`` need it; ``min_p``, which does not, comes with them. A
-batch runs in the cheapest mode that serves all its rows, but a row's token must not depend on that choice: sorting says
-which weights are kept, and the race is run in the order of the vocabulary in every mode.
+To find the likeliest tokens of a vocabulary is dear and only ``top_k`` and ``top_p`` need it; ``min_p``, which does
+not, comes with them. A batch runs in the cheapest mode that serves all its rows, but a row's token must not depend on
+that choice: truncation says which weights are kept, and the race is run in the order of the vocabulary in every mode.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from piecegraph.llm.kernels.race import draw, first_largest
+from piecegraph.llm.kernels.race import draw, first_largest, has_kernels, launch_draw, launch_weights
+from piecegraph.llm.kernels.truncate import launch_truncate, truncate
 from piecegraph.llm.run.request import SamplingParams
 
 SamplingMode = Literal["greedy", "plain", "truncated"]
@@ -78,33 +79,20 @@ def sample(
     best = greedy(logits)
     if mode == "greedy":
         return best
+    if has_kernels(logits):
+        weights = None
+        if mode == "truncated":
+            weights = launch_weights(logits, best, temperature)
+            launch_truncate(logits, weights, top_k, top_p, min_p)
+        return launch_draw(logits, best, temperature, random_keys, weights)
     is_greedy = temperature == 0
     largest = logits.amax(dim=-1, keepdim=True).float()
     # Relative to the largest: a small temperature must not overflow.
     scaled = (logits.float() - largest) / torch.where(is_greedy, 1.0, temperature).unsqueeze(-1)
     weights = scaled.exp()
     if mode == "truncated":
-        smallest = torch.zeros_like(top_p) if min_p is None else min_p
-        is_truncated = ((top_k > 0) | (top_p < 1) | (smallest > 0)).unsqueeze(-1)
-        weights = torch.where(is_truncated, _truncated_weights(scaled, top_k, top_p, smallest), weights)
+        weights = truncate(scaled, weights, top_k, top_p, min_p)
     return torch.where(is_greedy | (best < 0), best, draw(weights, random_keys))
-
-
-def _truncated_weights(
-    scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
-) -> torch.Tensor:
-    """The weights of tokens that are kept, and zeros, in the order of the vocabulary."""
-    # Stable, so that equally likely tokens come in the order of the vocabulary on every device.
-    ordered, tokens = scaled.sort(dim=-1, descending=True, stable=True)
-    vocab_size = scaled.shape[-1]
-    last = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size) - 1
-    weights = ordered.exp().masked_fill(ordered < ordered.gather(-1, last.unsqueeze(-1)), 0.0)
-    sums = weights.cumsum(dim=-1)
-    before = (sums - weights) / sums[:, -1:]
-    is_kept = (before < top_p.unsqueeze(-1)) | (top_p >= 1).unsqueeze(-1)
-    is_kept &= weights >= min_p.unsqueeze(-1)  # the largest weight is 1
-    is_kept[:, 0] = True  # a top_p above 0 may be 0 in float32
-    return torch.zeros_like(weights).scatter_(-1, tokens, weights.masked_fill_(~is_kept, 0.0))
 
 
 class Logprobs(NamedTuple):
