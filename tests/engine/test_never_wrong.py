@@ -4,6 +4,7 @@ outside the call. Each is compared with the function itself, call by call, and e
 
 from __future__ import annotations
 
+import abc
 import copy
 import functools
 import gc
@@ -2141,6 +2142,23 @@ def _set_defaults(factor: float) -> None:
     _default.__defaults__ = (factor,)
 
 
+@functools.singledispatch
+def _by_type(number: object) -> float:
+    return 1.0
+
+
+class _Methods:
+    def times(self, factor: float) -> float:
+        return factor
+
+    by_factor = functools.partialmethod(times, 1.0)
+
+    @functools.singledispatchmethod
+    def by_type(self, number: object) -> float:
+        return 1.0
+
+
+METHODS = _Methods()
 HERE = _made_here()
 OBJECT = HERE()
 COUNTS = Counter(factor=1)
@@ -2175,6 +2193,15 @@ FOUND: dict[str, tuple[Callable[[Tensor], Any], Callable[[float], Any]]] = {
     "default": (_default, _set_defaults),
     "default of another": (lambda x: _default(x), _set_defaults),
     "keyword of another": (lambda x: _keyword(x), lambda factor: _keyword.__kwdefaults__.update(factor=factor)),
+    "partial method": (
+        lambda x: x * METHODS.by_factor(),
+        lambda factor: setattr(_Methods, "by_factor", functools.partialmethod(_Methods.times, factor)),
+    ),
+    "function by type": (lambda x: x * _by_type(1), lambda factor: _by_type.register(int, lambda number: factor)),
+    "method by type": (
+        lambda x: x * METHODS.by_type(1),
+        lambda factor: vars(_Methods)["by_type"].register(int, lambda self, number: factor),
+    ),
     "key that was missing": (_or_other, _set_factor),
     "counter": (lambda x: x * COUNTS["factor"], lambda factor: COUNTS.update(factor=int(factor) - COUNTS["factor"])),
     "module by a name": (
@@ -2191,7 +2218,7 @@ FOUND: dict[str, tuple[Callable[[Tensor], Any], Callable[[float], Any]]] = {
 }
 
 
-REFUSED = ("global by a name", "fraction", "decimal", "date")
+REFUSED = ("global by a name", "fraction", "decimal", "date", "partial method", "function by type", "method by type")
 """By a trace."""
 
 
@@ -2208,6 +2235,21 @@ def test_values_that_classes_and_functions_hold(compiled: Any, name: str) -> Non
             torch.testing.assert_close(result, torch.full((2, 2), factor))
     finally:
         change(1.0)
+
+
+def test_a_class_that_is_registered_with_another(compiled: Any) -> None:
+    class Known(metaclass=abc.ABCMeta):
+        pass
+
+    class Other:
+        pass
+
+    other = Other()
+    fast = compiled(lambda x: x * (2 if isinstance(other, Known) else 1))
+    x = torch.ones(2)
+    assert or_refused(fast, x).tolist() == [1, 1]
+    Known.register(Other)
+    assert or_refused(fast, x).tolist() == [2, 2]
 
 
 def or_refused(fast: Any, x: Tensor, *, is_refused: bool = True) -> Any:

@@ -18,7 +18,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,8 @@ from piecegraph.graph.signature import has_attributes, is_constant
 
 MAX_VALUES = 2_000
 _CACHED = type(functools.cache(lambda: None))
+_BY_OTHERS = (functools.partialmethod, functools.singledispatchmethod)
+"""What of the standard library makes methods of functions that a class does not show."""
 _MAX_DEPTH = 4
 """Where walking ends: a global may hold a whole data set, or a library's own state."""
 _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter", "hasattr"}
@@ -315,6 +317,8 @@ class _Reader:
             self.constants.append(path)
             if isinstance(value, FunctionType):
                 self.constants.append(f"{path}.__code__")
+                if isinstance(getattr(value, "registry", None), MappingProxyType):  # of functools.singledispatch
+                    self.constants += [f"tuple({path}.registry)", f"tuple({path}.registry.values())"]
             for name in self._names_in(path, value):
                 self._walk(f"{path}.{name}", getattr(value, name), (*above, id(value)))
         else:
@@ -361,8 +365,10 @@ class _Reader:
         elif isinstance(value, weakref.ref):
             if (target := value()) is not None:
                 yield _Part(f"{path}()", target)
-        elif isinstance(value, functools.partial):
+        elif isinstance(value, functools.partial | functools.partialmethod):
             yield from (_Part(f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
+        elif isinstance(value, functools.singledispatchmethod):
+            yield _Part(f"{path}.dispatcher", value.dispatcher)
         elif not hasattr(value, "__dict__") and type(value).__module__ in sys.stdlib_module_names:  # a date, a fraction
             self.scopes[held := f"H{len(self.scopes)}"] = value
             self.constants.append(f"({path}) is ({held})")
@@ -405,7 +411,7 @@ class _Reader:
         for number, each in enumerate(cls.__mro__):
             for name, held in vars(each).items() if each.__module__.split(".")[0] not in FIXED else ():
                 is_one = hasattr(held, "__get__") and type(held).__module__.split(".")[0] not in ("builtins", *FIXED)
-                if is_one and name in self._names:
+                if (is_one or isinstance(held, _BY_OTHERS)) and name in self._names:
                     yield _Part(f"{path}.__class__.__mro__[{number}].__dict__[{name!r}]", held)
 
 

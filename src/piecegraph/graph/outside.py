@@ -8,6 +8,7 @@ are in no such dictionary, such as elements of lists, are read.
 
 from __future__ import annotations
 
+import abc
 import array
 import ast
 import collections
@@ -15,7 +16,9 @@ import contextlib
 import contextvars
 import itertools
 import operator
+import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -70,6 +73,9 @@ class OutsideValues:
         named = dict.fromkeys((*(each for name in constants for each in self._expand(name)), *tensors))
         known = [name for name in named if _is_comparable(self._try(name)) and not self._is_torchs(name)]
         held = [name for name in named if isinstance(self._try(name), _BY_IDENTITY)]
+        if any(_takes_in_others(self._try(name)) for name in known):
+            self._scopes["registrations"] = abc.get_cache_token
+            known.append("registrations()")
         self.names = (*known, *held)
         self._shortened = [self._shorten(name) for name in self.names]
         self._all = _tuple_of(self._shortened)
@@ -312,6 +318,15 @@ def _attribute(value: Any, name: str) -> tuple[list[Any], Any] | None:
     if type(own) is dict and name in own:
         return [own], own[name]
     return (holders, found) if name in holders[-1] else None
+
+
+def _takes_in_others(value: Any) -> bool:
+    """Whether it is a class of the user's own that others may be registered with, which nothing but Python's count of
+    all registrations tells.
+    """
+    if not isinstance(value, abc.ABCMeta) or value.__module__.partition(".")[0] in sys.stdlib_module_names:
+        return False
+    return f"{os.sep}site-packages{os.sep}" not in str(getattr(sys.modules.get(value.__module__), "__file__", ""))
 
 
 def _readable(expression: str) -> str:
