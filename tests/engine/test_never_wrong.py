@@ -2238,7 +2238,7 @@ def test_values_that_classes_and_functions_hold(compiled: Any, name: str) -> Non
 
 
 def test_a_class_that_is_registered_with_another(compiled: Any) -> None:
-    class Known(metaclass=abc.ABCMeta):
+    class Known(metaclass=abc.ABCMeta):  # noqa: B024 - others are registered with it
         pass
 
     class Other:

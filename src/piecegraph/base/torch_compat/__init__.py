@@ -11,6 +11,7 @@ from piecegraph.base.torch_compat.cuda import *
 from piecegraph.base.torch_compat.distributed import *
 from piecegraph.base.torch_compat.fakes import *
 from piecegraph.base.torch_compat.fx_graphs import *
+from piecegraph.base.torch_compat.guards import *
 from piecegraph.base.torch_compat.inductor import *
 from piecegraph.base.torch_compat.kernels import *
 from piecegraph.base.torch_compat.memory import *
@@ -18,4 +19,5 @@ from piecegraph.base.torch_compat.modes import *
 from piecegraph.base.torch_compat.modules import *
 from piecegraph.base.torch_compat.ops import *
 from piecegraph.base.torch_compat.sizes import *
+from piecegraph.base.torch_compat.tolerance import *
 from piecegraph.base.torch_compat.tracing import *
