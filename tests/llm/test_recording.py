@@ -143,6 +143,26 @@ def test_nothing_is_recorded_while_requests_are_there(models: Shelf, monkeypatch
     assert left == missing - 3 > 0, "one size, and then it is somebody else's turn"
 
 
+def test_samplers_are_recorded_behind_the_greedy_step(models: Shelf) -> None:
+    llm, plain = load(models), models.load("llama")
+    tapes = llm.started.engine.forward.library.tapes
+    drawing = [key for key in tapes if key != key.greedy]
+    assert {key.sampling for key in drawing} == {"plain", "truncated"}
+    for key in drawing:
+        greedy = tapes[key.greedy].steps
+        assert tapes[key].steps[: len(greedy)] == greedy
+    drawn: dict[str, Any] = {"temperature": 0.7, "seed": 1}
+    for how in ({}, drawn, {**drawn, "top_p": 0.8}, {**drawn, "logit_bias": {5: 100.0}}, drawn, {}):
+        assert answer(llm, **how).token_ids == answer(plain, **how).token_ids, how
+    assert llm.stats()["fallbacks"] == {}
+
+
+def test_graphs_whose_kernels_can_be_switched_off_are_not_shared(models: Shelf) -> None:
+    llm = models.load("llama", capture_sizes=[4], options={"graph_device": "simulated", "provenance": True})
+    steps = [id(step) for tape in llm.started.engine.forward.library.tapes.values() for step in tape.steps]
+    assert len(set(steps)) == len(steps)
+
+
 def test_everything_is_recorded_at_the_start_if_there_is_time(models: Shelf) -> None:
     llm = load(models, record_seconds=60)
     assert llm.stats()["num_missing"] == 0

@@ -72,6 +72,8 @@ def outside_names(
 ) -> tuple[str, ...]:
     """Expressions for what a trace has read outside the call.
 
+    Hooks are left out, which would be looked up by the hundred at every call, and torch's own state.
+
     Args:
         output: what Dynamo made.
         function: what was traced.
@@ -81,20 +83,6 @@ def outside_names(
         imports: the modules that expressions name.
         scopes: what the expressions are evaluated in.
     """
-    names = _outside_values(output, function, receiver, arguments, dicts, imports, scopes)
-    return _with_class_values(_check_merged(names, scopes), scopes, output.traced_code)
-
-
-def _outside_values(
-    output: Any,
-    function: Callable[..., Any],
-    receiver: tuple[Any, ...],
-    arguments: Mapping[str, Any],
-    dicts: Iterable[str],
-    imports: Mapping[str, str],
-    scopes: Mapping[str, Any],
-) -> tuple[str, ...]:
-    """Hooks are left out, which would be looked up by the hundred at every call, and torch's own state."""
     code = function.__code__
     held = dict(zip(code.co_varnames, receiver, strict=False))
     own = [f"L[{name!r}]" for name in held]  # what is called
@@ -123,7 +111,8 @@ def _outside_values(
             found[_LOOKS[kind].format(asked, attribute)] = None
             if kind == "CLOSURE_MATCH":
                 found |= _parts_of_function(name, evaluate(_IMPORTED.sub(r"\1", name), scopes))
-    return tuple(_IMPORTED.sub(r"\1", name) for name in sorted(found))
+    names = [_IMPORTED.sub(r"\1", name) for name in sorted(found)]
+    return _with_class_values(_check_merged(names, scopes), scopes, output.traced_code)
 
 
 def _parts_of_function(name: str, function: Any) -> dict[str, None]:
