@@ -38,6 +38,16 @@ def test_what_is_recorded_first_covers_every_step(sampling: SamplingMode, num_ad
         assert not found.has_masks
 
 
+def test_what_is_recorded_first_covers_every_step_with_masks() -> None:
+    first = first_keys(LADDER)
+    for bucket in LADDER.all():
+        found = best_cover(StepKey(bucket, "greedy", has_masks=True), first)
+        assert found is not None
+        assert bucket.kind == "mixed" or found.bucket.num_tokens < max(2 * bucket.num_tokens, 17)
+    masked = [key for key in first if key.has_masks]
+    assert {key.greedy for key in masked} <= set(first), "behind greedy steps"
+
+
 def test_few_sizes_are_recorded_before_a_model_serves() -> None:
     first = [key.bucket for key in first_keys(LADDER) if key.sampling == "greedy"]
     decode = [bucket.num_tokens for bucket in first if bucket.kind == "decode"]

@@ -63,11 +63,11 @@ def first_keys(sizes: StepSizes) -> list[StepKey]:
         plain = StepKey(sizes.only, "truncated", num_adjusted=SHORTEST, has_masks=True)
         return [StepKey(sizes.only, "greedy"), plain, replace(plain, every_row=True)]
     at_start = sizes.at_start()
-    masked: list[StepKey] = []
-    for bucket in sorted(at_start, key=lambda bucket: (bucket.num_tokens, bucket.num_seqs), reverse=True):
-        key = replace(_sampled(bucket), has_masks=True)
-        if best_cover(key, masked) is None:
-            masked.append(key)
+    candidates = [_masked(bucket) for bucket in at_start]
+    masked = [key for key in candidates if key.bucket.kind == "decode"]
+    for bucket in sorted(sizes.all(), key=lambda bucket: (bucket.num_tokens, bucket.num_seqs), reverse=True):
+        if best_cover(_masked(bucket), masked) is None:
+            masked.append(best_cover(_masked(bucket), candidates) or _masked(bucket))
     # All but the first of them cost little: see Note [Samplers behind one recording].
     return [key for bucket in at_start for key in _samplers(bucket)] + masked
 
@@ -100,6 +100,11 @@ def _samplers(bucket: Bucket) -> tuple[StepKey, ...]:
 def _sampled(bucket: Bucket) -> StepKey:
     """The step that can draw tokens in every way."""
     return StepKey(bucket, "truncated", num_adjusted=SHORTEST)
+
+
+def _masked(bucket: Bucket) -> StepKey:
+    """The same, from those that masks allow."""
+    return replace(_sampled(bucket), has_masks=True)
 
 
 def _is_for_few(bucket: Bucket, sizes: StepSizes) -> bool:
