@@ -236,8 +236,8 @@ class Parts:
 
 
 def _largest_steps(buckets: Sequence[Bucket]) -> list[StepKey]:
-    """The steps that need most memory. Sorting a vocabulary for each sequence takes several times its logits, and one
-    more copy of them if they are adjusted.
+    """The steps that need most memory. To truncate what each sequence draws from takes a table as wide as its logits,
+    in single precision, and to adjust these one more.
     """
     return [StepKey(bucket, "truncated", num_adjusted=SHORTEST, has_masks=True) for bucket in buckets]
 
