@@ -19,8 +19,6 @@ import torch
 
 _BLOCK, _TILE = 4096, 2048
 """Tokens that a program looks at, and how many of them at once."""
-_NUM_PASSES, _NUM_VALUES = 8, 16
-"""Of 32 bits, four at a time."""
 
 
 def truncate(
@@ -75,14 +73,14 @@ def launch_truncate(
     from piecegraph.llm.kernels import truncate_kernels
 
     rows, count = weights.shape
-    num_parts = -(-count // _BLOCK)
+    num_parts, num_passes = -(-count // _BLOCK), truncate_kernels.PASSES.value
     grid, strides = (rows, num_parts), (logits.stride(0), weights.stride(0))
-    sums = weights.new_empty(2, rows, num_parts, _NUM_VALUES)
-    found = weights.new_empty(_NUM_PASSES, rows, dtype=torch.int64)
+    sums = weights.new_empty(2, rows, num_parts, truncate_kernels.VALUES.value)
+    found = weights.new_empty(num_passes, rows, dtype=torch.int64)
     targets = weights.new_empty(rows)
     parts = 1 << (num_parts - 1).bit_length()
     for table, limits, stride, is_weight in ((logits, top_k, strides[0], False), (weights, top_p, strides[1], True)):
-        for number in range(_NUM_PASSES):
+        for number in range(num_passes):
             truncate_kernels.search_kernel[grid](
                 table,
                 limits,
@@ -102,7 +100,7 @@ def launch_truncate(
             truncate_kernels.keep_most_kernel[grid](
                 logits, weights, top_k, sums, found, count, *strides, PARTS=parts, BLOCK=_BLOCK, num_warps=8
             )
-    constants = {"PARTS": parts, "BLOCK": _BLOCK, "VALUES": _NUM_VALUES, "num_warps": 8}
+    constants = {"PARTS": parts, "BLOCK": _BLOCK, "num_warps": 8}
     truncate_kernels.last_kernel[grid](weights, top_p, sums, found, targets, count, strides[1], **constants)
     truncate_kernels.keep_share_kernel[grid](
         weights, top_p, min_p, sums, found, targets, count, strides[1], HAS_MIN=min_p is not None, **constants

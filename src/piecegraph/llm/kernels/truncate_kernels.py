@@ -7,9 +7,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_BITS: tl.constexpr = tl.constexpr(4)
-_VALUES: tl.constexpr = tl.constexpr(16)
-_PASSES: tl.constexpr = tl.constexpr(8)
+_BITS: tl.constexpr = tl.constexpr(4)  # that one pass finds
+VALUES: tl.constexpr = tl.constexpr(16)  # that they can have
+PASSES: tl.constexpr = tl.constexpr(8)  # for 32 bits
 
 
 @triton.jit
@@ -34,9 +34,9 @@ def _is_wanted(limit, count, IS_WEIGHT: tl.constexpr):
 def _resolve(sums, found, targets, row, number, limit, num_parts, IS_WEIGHT: tl.constexpr, PARTS: tl.constexpr):
     """(threshold as far as it is known behind some passes, what tokens have to add up to)."""
     num_rows, before = tl.num_programs(0), number - 1
-    parts, values = tl.arange(0, PARTS), tl.arange(0, _VALUES)
-    at = ((before % 2) * num_rows + row) * num_parts * _VALUES
-    of_parts = tl.load(sums + at + parts[:, None] * _VALUES + values[None, :], (parts < num_parts)[:, None], 0.0)
+    parts, values = tl.arange(0, PARTS), tl.arange(0, VALUES)
+    at = ((before % 2) * num_rows + row) * num_parts * VALUES
+    of_parts = tl.load(sums + at + parts[:, None] * VALUES + values[None, :], (parts < num_parts)[:, None], 0.0)
     total = tl.sum(of_parts, 0)
     if IS_WEIGHT:
         target = tl.load(targets + row, before > 0, 0.0)
@@ -46,7 +46,7 @@ def _resolve(sums, found, targets, row, number, limit, num_parts, IS_WEIGHT: tl.
         target = limit.to(tl.float32)
     steps = tl.sum(((total >= target) & (values > 0)).to(tl.int64), 0)
     known = tl.load(found + before * num_rows + row, before > 0, 0)
-    return known + (steps << (_BITS * (_PASSES - number))), target
+    return known + (steps << (_BITS * (PASSES - number))), target
 
 
 @triton.jit(do_not_specialize=["number"])
@@ -64,15 +64,15 @@ def search_kernel(
             if part == 0:
                 tl.store(found + number * tl.num_programs(0) + row, known)
                 tl.store(targets + row, target)
-        values = tl.arange(0, _VALUES)
-        keys_from = (known + (values.to(tl.int64) << (_BITS * (_PASSES - 1 - number)))).to(tl.uint32)
-        mine = tl.zeros([_VALUES], dtype=tl.float32)
+        values = tl.arange(0, VALUES)
+        keys_from = (known + (values.to(tl.int64) << (_BITS * (PASSES - 1 - number)))).to(tl.uint32)
+        mine = tl.zeros([VALUES], dtype=tl.float32)
         for tile in range(BLOCK // TILE):
             place = part * (BLOCK // TILE) + tile
             _, _, keys, amounts = _load(table + row * row_stride, place, count, IS_WEIGHT, TILE)
             mine += tl.sum(tl.where(keys[None, :] >= keys_from[:, None], amounts[None, :], 0.0), 1)
         at = ((number % 2) * tl.num_programs(0) + row) * num_parts + part
-        tl.store(sums + at * _VALUES + values, mine)
+        tl.store(sums + at * VALUES + values, mine)
 
 
 @triton.jit
@@ -83,21 +83,18 @@ def keep_most_kernel(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     limit = tl.load(limits + row)
     if _is_wanted(limit, count, False):
-        last, _ = _resolve(sums, found, None, row, _PASSES, limit, tl.num_programs(1), False, PARTS)
+        last, _ = _resolve(sums, found, None, row, PASSES, limit, tl.num_programs(1), False, PARTS)
         places, _, keys, _ = _load(logits + row * logits_stride, part, count, False, BLOCK)
         tl.store(weights + row * row_stride + places, 0.0, (places < count) & (keys < last.to(tl.uint32)))
 
 
 @triton.jit
-def last_kernel(
-    weights, limits, sums, found, targets, count, row_stride, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    VALUES: tl.constexpr,
-):  # fmt: skip
+def last_kernel(weights, limits, sums, found, targets, count, row_stride, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """What the tokens of a part above the threshold add up to, and how many are at it."""
     row, part, num_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     limit = tl.load(limits + row)
     if _is_wanted(limit, count, True):
-        last, _ = _resolve(sums, found, targets, row, _PASSES, limit, num_parts, True, PARTS)
+        last, _ = _resolve(sums, found, targets, row, PASSES, limit, num_parts, True, PARTS)
         if part == 0:
             tl.store(found + row, last)
         _, _, keys, amounts = _load(weights + row * row_stride, part, count, True, BLOCK)
@@ -109,7 +106,7 @@ def last_kernel(
 @triton.jit
 def keep_share_kernel(
     weights, limits, min_p, sums, found, targets, count, row_stride,
-    HAS_MIN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr,
+    HAS_MIN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Put the weights of tokens that are below the threshold to zero; of those at it, the first are kept."""
     row, part, num_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)

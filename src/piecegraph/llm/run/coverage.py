@@ -51,7 +51,7 @@ def best_cover(wanted: StepKey, recorded: Iterable[StepKey]) -> StepKey | None:
     """The recorded step that serves another one soonest."""
 
     def cost(key: StepKey) -> tuple[int, int, bool]:
-        # To sort the vocabulary for a sequence takes about as long as two tokens of a small model.
+        # To draw for a sequence takes up to about as long as two tokens of a small model.
         return key.bucket.num_tokens + _POWER[key.sampling] * key.bucket.num_seqs, key.num_adjusted, key.has_masks
 
     return min((key for key in recorded if covers(key, wanted)), key=cost, default=None)

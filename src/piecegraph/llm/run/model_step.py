@@ -221,8 +221,9 @@ class ModelStep:
             self._events.emit(Event("PG401", str(key), reason, 'run without graphs: cudagraph_mode="none"'))
 
     def weights(self, key: StepKey) -> Sequence[WatchedWeight]:
-        is_known = self._greedy is not None and self._greedy.key == key.greedy
-        return self._greedy.weights if self._greedy is not None and is_known else self._decoder_for(key).weights()
+        if self._greedy is not None and self._greedy.key == key.greedy:
+            return self._greedy.weights
+        return self._decoder_for(key).weights()
 
     @contextlib.contextmanager
     def current(self, key: StepKey | None) -> Iterator[None]:
