@@ -14,6 +14,7 @@ import torch
 
 from piecegraph.base.config import CudagraphMode
 from piecegraph.base.events import EventLog
+from piecegraph.base.progress import StageClock
 from piecegraph.engine.eager_interception import unintercepted
 from piecegraph.engine.recorded import RecordedTapes
 from piecegraph.graph import interception
@@ -103,6 +104,7 @@ class LLM:
         options: Mapping[str, Any] | None = None,
         **unknown: Never,
     ) -> None:
+        clock = StageClock()
         refuse_names(unknown)
         self.config = make_llm_config(
             dtype=dtype,
@@ -129,7 +131,7 @@ class LLM:
         if not self._job.is_first:
             self.config = replace(self.config, options=replace(self.config.options, progress=False))
         with interception.off(), self._job.together("loading a model"):
-            started = unintercepted(start)(self.path, self.config, self.events, self.ranks)
+            started = unintercepted(start)(self.path, self.config, self.events, self.ranks, clock)
         started = replace(started, decisions=(*started.decisions, *self._job.decisions))
         self.running = RunningModel(
             self.path,

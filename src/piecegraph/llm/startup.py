@@ -71,9 +71,9 @@ class Started:
     """How weights came from their files to the device; None if they stayed where they were."""
 
 
-def start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None = None) -> Started:
-    """Load, trace, compile, measure, allocate, record, check."""
-    clock = StageClock()
+def start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None, clock: StageClock) -> Started:
+    """Load, trace, compile, measure, allocate, record, check. The clock runs since the user's call."""
+    clock.lap("load")  # a GPU that nobody used was started to ask for it
     with collector_paused():
         try:
             started = _start(path, config, events, ranks, clock)
