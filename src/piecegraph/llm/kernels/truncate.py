@@ -6,19 +6,20 @@ Which tokens are kept follows from one number, the logit or weight of the last o
 the vocabulary in order. The bits of numbers that are not negative are in the order of the numbers (and with a little
 care those of all). So four bits of the threshold are found by going over a row once: what do tokens add up to that are
 not below each of the values these bits can have? The parts of a row write down their sums, and whoever goes over a part
-next adds them up, in the same order every time: a row's tokens do not depend on the rows beside it.
+next adds them up, in the same order every time: a row's tokens do not depend on the rows beside it. Once twelve bits
+are known, few tokens have them. These are written down, and the later passes look at nothing else.
 
-By ``top_p``, 1, 8, 64 and 256 rows of 151,936 logits take 50, 80, 331 and 1214 us on an H200; sorted, 101, 409, 1363
-and 4655. One program for each row, which finds two bits at a time and stops as soon as one token is left, takes 206,
-207, 218 and 723.
+By ``top_p``, 1, 8, 64 and 256 rows of 151,936 logits take 38, 49, 208 and 755 us on an H200; with ``top_k``, too, 60,
+85, 373 and 1416; sorted, 101, 409, 1363 and 4655. One program for each row, which finds two bits at a time and stops as
+soon as one token is left, takes 206, 207, 218 and 723 for the first.
 """
 
 from __future__ import annotations
 
 import torch
 
-_BLOCK, _TILE = 4096, 2048
-"""Tokens that a program looks at, and how many of them at once."""
+_PASSES_OF = {torch.bfloat16: 4, torch.float16: 5}
+"""For numbers that have fewer bits than 32 in single precision."""
 
 
 def truncate(
@@ -73,35 +74,31 @@ def launch_truncate(
     from piecegraph.llm.kernels import truncate_kernels
 
     rows, count = weights.shape
-    num_parts, num_passes = -(-count // _BLOCK), truncate_kernels.PASSES.value
-    grid, strides = (rows, num_parts), (logits.stride(0), weights.stride(0))
+    num_parts = -(-count // truncate_kernels.BLOCK.value)
     sums = weights.new_empty(2, rows, num_parts, truncate_kernels.VALUES.value)
-    found = weights.new_empty(num_passes, rows, dtype=torch.int64)
+    found = weights.new_empty(truncate_kernels.PASSES.value, rows, dtype=torch.int64)
     targets = weights.new_empty(rows)
+    candidates = weights.new_empty(rows, num_parts, truncate_kernels.CANDIDATES.value, dtype=torch.uint32)
+    above = weights.new_empty(rows, num_parts, 2)
     parts = 1 << (num_parts - 1).bit_length()
-    for table, limits, stride, is_weight in ((logits, top_k, strides[0], False), (weights, top_p, strides[1], True)):
-        for number in range(num_passes):
-            truncate_kernels.search_kernel[grid](
-                table,
-                limits,
-                sums,
-                found,
-                targets,
-                count,
-                stride,
-                number,
-                IS_WEIGHT=is_weight,
-                PARTS=parts,
-                BLOCK=_BLOCK,
-                TILE=_TILE,
-                num_warps=4,
-            )
-        if not is_weight:
-            truncate_kernels.keep_most_kernel[grid](
-                logits, weights, top_k, sums, found, count, *strides, PARTS=parts, BLOCK=_BLOCK, num_warps=8
-            )
-    constants = {"PARTS": parts, "BLOCK": _BLOCK, "num_warps": 8}
-    truncate_kernels.last_kernel[grid](weights, top_p, sums, found, targets, count, strides[1], **constants)
+    grid, strides = (rows, num_parts), (logits.stride(0), weights.stride(0))
+
+    def search(table: torch.Tensor, limits: torch.Tensor, num_passes: int, *, is_weight: bool) -> None:
+        begin, end, how = (table, limits, sums, found, targets), (count, table.stride(0)), (is_weight, parts)
+        first, refined = truncate_kernels.FIRST_OF_WEIGHTS.value, truncate_kernels.FIRST_REFINED.value
+        for number in range(first if is_weight else 0, refined):
+            truncate_kernels.search_kernel[grid](*begin, *end, number, *how)
+        truncate_kernels.gather_kernel[grid](*begin, candidates, above, *end, *how)
+        for number in range(refined, num_passes):
+            truncate_kernels.refine_kernel[grid](*begin, candidates, above, *end, number, *how)
+
+    num_passes = _PASSES_OF.get(logits.dtype, truncate_kernels.PASSES.value)
+    search(logits, top_k, num_passes, is_weight=False)
+    truncate_kernels.keep_most_kernel[grid](logits, weights, top_k, sums, found, count, *strides, num_passes, parts)
+    search(weights, top_p, truncate_kernels.PASSES.value, is_weight=True)
+    truncate_kernels.last_kernel[grid](
+        weights, top_p, sums, found, targets, candidates, above, count, strides[1], parts
+    )
     truncate_kernels.keep_share_kernel[grid](
-        weights, top_p, min_p, sums, found, targets, count, strides[1], HAS_MIN=min_p is not None, **constants
+        weights, top_p, min_p, sums, found, targets, count, strides[1], min_p is not None, parts
     )
