@@ -94,7 +94,7 @@ def recorded_with(key: StepKey) -> list[StepKey]:
 
 def _samplers(bucket: Bucket) -> tuple[StepKey, ...]:
     """A step with each way to choose tokens: what one could do for the others takes longer than theirs."""
-    return StepKey(bucket, "greedy"), StepKey(bucket, "plain"), _sampled(bucket)
+    return *(StepKey(bucket, sampling) for sampling in _POWER), _sampled(bucket)
 
 
 def _sampled(bucket: Bucket) -> StepKey:
