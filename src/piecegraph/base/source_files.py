@@ -42,5 +42,10 @@ def with_portable_names(stack: str) -> str:
 
 def with_files_here(stack: str) -> str:
     """The same with the files of this process."""
-    folders = tuple(sys.path)
+    return _with_files_in(stack, tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_files_in(stack: str, folders: tuple[str, ...]) -> str:
+    """A graph of equal layers has the same few stacks hundreds of times."""
     return _FILE.sub(lambda match: _found(match[0], folders), stack)

@@ -14,6 +14,7 @@ import ast
 import collections
 import contextlib
 import contextvars
+import functools
 import itertools
 import operator
 import os
@@ -211,7 +212,7 @@ class OutsideValues:
 
     def _try(self, name: str) -> Any:
         with contextlib.suppress(Exception):  # a name that only Dynamo can read
-            return eval(name, self._scopes)
+            return eval(_compiled(name), self._scopes)
         return self
 
     def _is_torchs(self, name: str) -> bool:
@@ -338,6 +339,12 @@ def _readable(expression: str) -> str:
     given = re.sub(r"\.__class__(\.__mro__\[\d+\])?\.__dict__\['(\w+)'\]", r".\2", expression)
     own = re.sub(r"_modules\['([^']*)'\]", r"\1", re.sub(r"\bL\['self'\]\.", "", given))
     return re.sub(r"(?<![\w\]])[A-Z]\d*\['(\w+)'\](\.cell_contents)?", r"\1", own)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(expression: str) -> CodeType:
+    """To read it takes ten times as long as to look at what it says, and each is looked at several times."""
+    return compile(expression, "<outside the call>", "eval")
 
 
 def _tuple_of(expressions: Iterable[str]) -> CodeType:

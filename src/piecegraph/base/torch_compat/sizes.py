@@ -52,7 +52,7 @@ def original_symbol(value: Any) -> sympy.Symbol | None:
 def unbacked_symbols(value: Any) -> frozenset[sympy.Symbol]:
     """The symbols in a value that stand for data (``item()``, ``nonzero()``), not for an input's size."""
     if isinstance(value, (tuple, list)):
-        return frozenset().union(*map(unbacked_symbols, value)) if value else frozenset()
+        return frozenset().union(*(unbacked_symbols(part) for part in value if type(part) is not int))  # most are
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
         # Asked of every node of a graph: torch's own function would walk through each size's expression again.
         return unbacked_symbols((*value.shape, *value.stride(), value.storage_offset()))
