@@ -161,6 +161,12 @@ def test_compiling_twice_is_an_error() -> None:
 # --- install and eager
 
 
+def test_sizes_of_a_call_that_has_none() -> None:
+    fast = piecegraph.compile(lambda x: x + 1, backend="eager", capture_sizes=[4])
+    with pytest.raises(ConfigError, match=r"PG102 .* gives 1 number .* 0 dynamic sizes \(none\).*annotate parameters"):
+        fast(torch.ones(3))
+
+
 def test_install_replaces_forward_in_place_and_close_puts_it_back() -> None:
     model, other = nn.Sequential(MLP(), MLP()), MLP()
     x = torch.randn(4, 12)

@@ -215,6 +215,7 @@ MESSAGE = {"role": "user", "content": "to be"}
         ([5, 2**70], "PG653"),
         ([5, 0.5], "PG653"),
         ([5, "six"], "PG653"),
+        ([True, False], "PG653"),
         (None, "PG653"),
         (b"12345678", "PG653"),
         ({"input_ids": [5]}, "PG653"),

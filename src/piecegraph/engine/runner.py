@@ -19,6 +19,7 @@ from piecegraph.base.config import CompileConfig
 from piecegraph.base.events import Event, EventLog
 from piecegraph.base.plan import Decision, Plan, SizeKey
 from piecegraph.base.structure import Structure, each_once, flatten
+from piecegraph.base.text import count_of
 from piecegraph.engine.breakable import BreakableBody, OtherStructureError
 from piecegraph.engine.paths import PathRecorder, Paths, library_of
 from piecegraph.engine.pipeline import Pipeline
@@ -91,9 +92,10 @@ class PlanRunner:
         if sizes != "auto" and self.plan.mode != "none" and len(sizes[0]) != len(names):
             raise ConfigError(
                 "PG102",
-                f"capture_sizes gives {len(sizes[0])} numbers for each size",
-                why=f"the call has {len(names)} dynamic sizes ({', '.join(names) or 'none'})",
-                hint="name the dynamic dimensions with dynamic_dims, and give one number for each",
+                f"capture_sizes gives {count_of(len(sizes[0]), 'number')} for each size",
+                why=f"the call has {count_of(len(names), 'dynamic size')} ({', '.join(names) or 'none'})",
+                hint="name the dynamic dimensions with dynamic_dims, or annotate parameters as torch.Tensor, and give "
+                "one number for each",
             )
 
     # -- a size that has not occurred

@@ -334,6 +334,9 @@ def _token_array(request_id: str, prompt: Sequence[int]) -> array[int]:
         # An array would take bytes for its memory, and a dictionary for its keys.
         if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
             raise TypeError(f"it is a {type(prompt).__name__}")
+        # The first is enough: who gives a mask gives nothing else, and a prompt has thousands of tokens.
+        if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], bool):
+            raise TypeError("it is made of True and False")
         tokens = _packed(prompt) or array("q", prompt)
     except (TypeError, OverflowError) as error:
         raise RequestError(
