@@ -22,8 +22,8 @@ _FEW: tl.constexpr = tl.constexpr(128)  # candidates that are
 def _load(row, places, count, IS_WEIGHT: tl.constexpr):
     """(keys, amounts) of tokens: keys are larger where numbers are, amounts are what is added up.
 
-    Weights are 1 at most. All that matter are above 2^-29, and the others' bits are pushed together, so that four bits
-    are never set: there would be next to nothing to find in them.
+    Weights are 1 at most, and those below 2^-29 next to nothing together. Their bits are pushed together, six that say
+    least are lost, so that the first four bits of a key are never set and need no pass.
     """
     is_inside = places < count
     numbers = tl.load(row + places, is_inside, 0.0).to(tl.float32)
@@ -187,9 +187,7 @@ def keep_most_kernel(
 
 
 @triton.jit
-def last_kernel(
-    weights, limits, sums, found, targets, candidates, above, count, row_stride, PARTS: tl.constexpr
-):  # fmt: skip
+def last_kernel(weights, limits, sums, found, targets, candidates, above, count, row_stride, PARTS: tl.constexpr):
     """What the tokens of a part above the threshold add up to, and how many are at it."""
     row, part, place = _place()
     limit = tl.load(limits + row)
