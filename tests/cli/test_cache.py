@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,21 @@ def test_an_archive_that_is_not_whole_is_refused(run: Run, tmp_path: Path) -> No
         assert done.code == 1
         assert f"error: PG676 {file} cannot be imported: " in done.err
     assert keys(run) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("../entry.json", tarfile.REGTYPE), ("/entry.json", tarfile.REGTYPE), ("key/entry.json", tarfile.SYMTYPE)],
+)
+def test_an_archive_that_writes_elsewhere_is_refused(run: Run, tmp_path: Path, name: str, kind: bytes) -> None:
+    file = tmp_path / "plans.tar.gz"
+    with tarfile.open(file, "w:gz") as archive:
+        member = tarfile.TarInfo(name)
+        member.type, member.linkname, member.size = kind, "/etc/passwd", 2 if kind == tarfile.REGTYPE else 0
+        archive.addfile(member, io.BytesIO(b"{}"))
+    done = run("import", str(file))
+    assert done.code == 1
+    assert f"error: PG676 {file} cannot be imported: {name} is no file of an entry" in done.err
 
 
 def test_an_unsafe_folder_is_refused(run: Run, root: Path) -> None:

@@ -6,7 +6,7 @@ import io
 import tarfile
 import tempfile
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from piecegraph.base.entries import DamagedEntryError, Entry, adopt_entry
 from piecegraph.errors import CacheError
@@ -28,9 +28,23 @@ def import_entries(file: Path) -> list[Entry]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             with tarfile.open(file) as archive:
-                archive.extractall(folder, filter="data")
+                _unpack(archive, Path(folder))
             return [adopt_entry(path) for path in sorted(Path(folder).iterdir())]
         except (OSError, tarfile.TarError, EOFError, DamagedEntryError) as error:
             raise CacheError(
                 "PG676", f"{file} cannot be imported", why=str(error), hint="export it again, and copy all of it"
             ) from error
+
+
+def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
+    """Write what an archive of ours holds: files below the folder, and nothing else.
+
+    The filters of ``tarfile`` do the same, but the first releases of Python 3.11, Debian 12's for one, have none.
+    """
+    for member in archive:
+        name, data = PurePosixPath(member.name), archive.extractfile(member) if member.isfile() else None
+        if data is None or name.is_absolute() or ".." in name.parts:
+            raise DamagedEntryError(f"{member.name} is no file of an entry")
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(data.read())
