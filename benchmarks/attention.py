@@ -180,10 +180,10 @@ def launch(operands: triton_paged.Operands, batch: AttentionBatch, tiles: Tiles,
 
 def chosen_tiles(case: Case, *, is_prefill: bool) -> Tiles:
     shape = triton_paged.plain_operands(*case.arguments(0)[:-1]).shape  # type: ignore[arg-type]
-    num_processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    chip = triton_paged.chip(torch.device(DEVICE))
     if is_prefill:
-        return prefill_tiles(shape, case.q.shape[0], case.batch.max_query_len, num_processors)
-    return decode_tiles(shape, case.q.shape[0], case.batch.max_seq_len, num_processors)
+        return prefill_tiles(shape, case.q.shape[0], case.batch.max_query_len, chip.num_processors)
+    return decode_tiles(shape, case.q.shape[0], case.batch.max_seq_len, chip)
 
 
 def prefill_choices(case: Case) -> Iterable[Tiles]:

@@ -9,6 +9,7 @@ from piecegraph.llm.kernels.attention.triton_tiles import (
     COMBINED_AT_ONCE,
     MAX_SPLITS,
     MIN_TILE,
+    Chip,
     Shape,
     combine_shape,
     decode_tiles,
@@ -17,6 +18,7 @@ from piecegraph.llm.kernels.attention.triton_tiles import (
     prefill_tiles,
 )
 
+H200 = Chip(132, 228 << 10)
 QWEN = Shape(8, 2, 128, 128, torch.bfloat16)
 DEEPSEEK = Shape(1, 128, 576, 512, torch.bfloat16)
 SHAPES = [
@@ -34,7 +36,7 @@ def test_tiles_hold_their_heads_and_the_workspace_holds_the_splits(shape: Shape)
     for size in (1, 2, 7, 64, 300, 4096):
         prefill = prefill_tiles(shape, size, size, 132)
         assert prefill.block_m >= max(MIN_TILE, prefill.tile_heads)
-        decode = decode_tiles(shape, size, 8192, 132)
+        decode = decode_tiles(shape, size, 8192, H200)
         assert decode.tile_heads <= decode.block_m == MIN_TILE
         assert 1 <= decode.num_splits <= MAX_SPLITS
         tiles = -(-shape.group // decode.tile_heads)
@@ -42,19 +44,27 @@ def test_tiles_hold_their_heads_and_the_workspace_holds_the_splits(shape: Shape)
 
 
 def test_splits_fill_the_device_and_no_more() -> None:
-    assert decode_tiles(QWEN, 1, 8192, 132).num_splits == 32
-    assert decode_tiles(QWEN, 8, 8192, 132).num_splits == 4
-    assert decode_tiles(QWEN, 64, 8192, 132).num_splits == 1
-    assert decode_tiles(QWEN, 1, 100, 132).num_splits == 4, "no more than there are steps of keys"
-    assert decode_tiles(QWEN, 2, 100, 132).num_splits == 2, "of twice as many if the sequence is not alone"
-    assert decode_tiles(DEEPSEEK, 1, 8192, 132).tile_heads == 8, "smaller tiles, as each allows few splits"
-    assert decode_tiles(DEEPSEEK, 64, 8192, 132).tile_heads == 16, "enough tiles as it is"
+    assert decode_tiles(QWEN, 1, 8192, H200).num_splits == 32
+    assert decode_tiles(QWEN, 8, 8192, H200).num_splits == 4
+    assert decode_tiles(QWEN, 64, 8192, H200).num_splits == 1
+    assert decode_tiles(QWEN, 1, 100, H200).num_splits == 4, "no more than there are steps of keys"
+    assert decode_tiles(QWEN, 2, 100, H200).num_splits == 2, "of twice as many if the sequence is not alone"
+    assert decode_tiles(DEEPSEEK, 1, 8192, H200).tile_heads == 8, "smaller tiles, as each allows few splits"
+    assert decode_tiles(DEEPSEEK, 64, 8192, H200).tile_heads == 16, "enough tiles as it is"
+
+
+@pytest.mark.parametrize(
+    ("size", "chip", "stages"),
+    [(16, H200, 3), (24, H200, 4), (64, H200, 4), (128, H200, 3), (64, Chip(108, 164 << 10), 3), (64, Chip(128, 0), 3)],
+)
+def test_one_stage_more_where_it_fits_and_pays(size: int, chip: Chip, stages: int) -> None:
+    assert decode_tiles(QWEN, size, 8192, chip).num_stages == stages
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_the_last_split_adds_up_fits_its_registers(shape: Shape) -> None:
     for size in (1, 2, 7, 64, 300):
-        tiles = decode_tiles(shape, size, 8192, 132)
+        tiles = decode_tiles(shape, size, 8192, H200)
         splits, columns = combine_shape(shape, tiles)
         assert splits >= tiles.num_splits
         assert splits * columns * tiles.tile_heads <= COMBINED_AT_ONCE

@@ -12,7 +12,8 @@ Under load nearly every step has some prompts and many sequences with one token 
 takes twice as long as the one for decoding. So both are launched, one beside the other: the first reads little, the
 second computes little. The sequences with one token come first; how many they are is read on the device. Either kernel
 writes rows of ``out`` that the other does not. Where there are few sequences, all of them are taken for prompts, so
-that a prompt alone pays for no other launch.
+that a prompt alone pays for no other launch; unless one that decodes has a long context, which the kernel for prompts
+goes through for longer than a step should take. Such a step runs in a size for many sequences.
 
 Note [The last split combines]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -39,6 +40,7 @@ from piecegraph.llm.kernels.attention.kernel import Attend, AttendTurned, Attent
 from piecegraph.llm.kernels.attention.latent import absorb_query, project_values, shared_key_layer
 from piecegraph.llm.kernels.attention.triton_tiles import (
     MIN_TILE,
+    Chip,
     Shape,
     Tiles,
     combine_shape,
@@ -409,7 +411,7 @@ def launch_decode(operands: Operands, batch: AttentionBatch, tiles: Tiles | None
     shape, heads = operands.shape, operands.heads
     if tiles is None and is_mixed:
         tiles = mixed_decode_tiles(shape)
-    tiles = tiles or decode_tiles(shape, num_seqs, batch.max_seq_len, num_processors(device))
+    tiles = tiles or decode_tiles(shape, num_seqs, batch.max_seq_len, chip(device))
     workspace = _workspace(device, padded(shape.value_width))
     splits, columns = combine_shape(shape, tiles)
     head_tiles, max_parts = shape.num_kv_heads * -(-shape.group // tiles.tile_heads), workspace.arrived.shape[0]
@@ -528,9 +530,17 @@ def _row_strides(*tensors: torch.Tensor) -> list[int]:
 
 
 @functools.cache
+def chip(device: torch.device) -> Chip:
+    """What tiles of decoding are chosen by."""
+    if device.type != "cuda":
+        return Chip(16, 0)
+    properties = torch.cuda.get_device_properties(device)
+    return Chip(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
+
+
 def num_processors(device: torch.device) -> int:
     """How many programs run at a time, if one fills a processor."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+    return chip(device).num_processors
 
 
 @functools.cache

@@ -13,6 +13,8 @@ MAX_SPLITS = 32
 MIN_TILE = 16  # what a product of tiles takes at least
 COMBINED_AT_ONCE = 8192  # numbers of partial results that one program holds in registers
 MAX_COMBINED = 8 * COMBINED_AT_ONCE  # what the last split adds up; more would take longer than it saves
+_OTHER_SHARED_BYTES = 6 << 10
+"""What a program of decoding needs besides the keys and values of its stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +105,31 @@ def _num_programs(shape: Shape, num_tokens: int, block_m: int, tile_heads: int) 
     return -(-num_tokens // queries) * shape.num_kv_heads * -(-shape.group // tile_heads)
 
 
-def decode_tiles(shape: Shape, num_seqs: int, max_seq_len: int, num_processors: int) -> Tiles:
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """What programs share."""
+
+    num_processors: int
+    """How many programs run at a time, if one fills a processor."""
+    shared_bytes: int
+    """Of memory on each processor."""
+
+
+def decode_tiles(shape: Shape, num_seqs: int, max_seq_len: int, chip: Chip) -> Tiles:
     """As many splits as keep all processors busy, twice over; a sequence too short for them leaves some idle.
 
     Two programs fit on a processor, four with half the keys in a step: those that would run behind others are as many
     waves less (a layer of Qwen3-0.6B on an H200, 64 sequences of 160 tokens: 18.9 against 24.1 us). One sequence alone
     is a matter of latency, of which half the keys have less (all its layers, with 160, 4096 and 32,000 tokens: 0.95,
     0.91 and 1.07 of the time). Two warps are enough for them (64 sequences of 160 and of 1000 tokens: 0.98).
+
+    Where there is more than one part for each processor, one stage more pays, if as many programs still fit (a layer of
+    Qwen3-0.6B with 32 sequences of 128 tokens: 33.3 against 36.3 us; 64 of 128: 40.5 and 42.0; 64 of 2048: 158 and
+    173; of Llama-3.1-8B with 64 of 300: 159.6 and 163.5). With fewer parts the next kernel finds no room to begin early
+    (Qwen3-0.6B, 8 of 160: 33.7 against 30.4 us), and with more than four none pays (Llama-3.1-8B, 256 of 300: 376 and
+    366).
     """
+    num_processors = chip.num_processors
     block_n, num_stages = _decode_limits(shape)
     tile_heads = min(shape.group, MIN_TILE)
     while tile_heads > 4 and _num_parts(shape, num_seqs, tile_heads) * _max_splits(shape, tile_heads) < num_processors:
@@ -119,8 +138,17 @@ def decode_tiles(shape: Shape, num_seqs: int, max_seq_len: int, num_processors: 
     is_narrow = shape.dtype != torch.float32 and shape.width <= 128
     if (is_narrow and num_seqs == 1) or (shape.dtype != torch.float32 and 2 < num_parts / num_processors <= 4):
         block_n, num_warps = block_n // 2, 2 if is_narrow else 4
+    if is_narrow and 1 < num_parts / num_processors <= 4 and _fits(shape, block_n, num_stages + 1, chip):
+        num_stages += 1
     num_splits = min(_max_splits(shape, tile_heads), 2 * num_processors // num_parts, -(-max_seq_len // block_n))
     return Tiles(MIN_TILE, block_n, tile_heads, num_warps, num_stages, max(1, num_splits))
+
+
+def _fits(shape: Shape, block_n: int, num_stages: int, chip: Chip) -> bool:
+    """Whether as many programs of decoding are on a processor at a time as are meant to be; see above."""
+    num_programs = 2 * _decode_limits(shape)[0] // block_n
+    step_bytes = block_n * (padded(shape.key_width) + padded(shape.value_width)) * shape.dtype.itemsize
+    return num_programs * ((num_stages - 1) * step_bytes + _OTHER_SHARED_BYTES) <= chip.shared_bytes
 
 
 def mixed_decode_tiles(shape: Shape) -> Tiles:
