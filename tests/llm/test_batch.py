@@ -81,7 +81,7 @@ def test_a_mixed_step_padded() -> None:
 
 
 def test_prompts_are_told_apart_where_there_may_be_many_sequences() -> None:
-    buffers, bucket = make(max_tokens=64, max_seqs=40), Bucket(48, 40)
+    buffers, bucket = make(max_tokens=64, max_seqs=40), Bucket(48, 40, separates_prompts=True)
     buffers.fill(plan(work(5, 1, 1), work(6, 1, 5), work(2, 4, 9), work(3, 1, 20)), bucket)
     for group, batch in enumerate(buffers.views(bucket).attention):
         rows = batch.prompts

@@ -45,7 +45,7 @@ def test_states_in_fine_form_are_told(models: Shelf) -> None:
 
 def test_the_step_that_samples_from_a_sorted_vocabulary_is_measured() -> None:
     limits = SchedulerLimits(max_num_seqs=64, max_batch_tokens=512, max_model_len=128, vocab_size=1000)
-    sizes = choose_step_sizes("auto", has_graphs=True, max_num_seqs=64, max_batch_tokens=512)
+    sizes = choose_step_sizes("auto", has_graphs=True, max_num_seqs=64, max_batch_tokens=512, max_model_len=8192)
     decode, mixed = parts._largest_steps(sizes.largest(limits))
     assert (decode.bucket.kind, decode.bucket.num_seqs, decode.sampling) == ("decode", 64, "truncated")
     assert (mixed.bucket.kind, mixed.bucket.num_tokens) == ("mixed", 512)
@@ -88,7 +88,7 @@ class Gpu:
         """The budget of a process that finds what others have noted; its own memory is free again afterwards."""
         limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_batch_tokens=64, max_model_len=128, vocab_size=100)
         library = SimpleNamespace(session=contextlib.nullcontext, record=self._record, forget=lambda: None, dropped={})
-        sizes = choose_step_sizes("auto", has_graphs=True, max_num_seqs=4, max_batch_tokens=64)
+        sizes = choose_step_sizes("auto", has_graphs=True, max_num_seqs=4, max_batch_tokens=64, max_model_len=8192)
         pipeline = SimpleNamespace(recall=self.noted.get, note=self.noted.__setitem__)
         options = SimpleNamespace(provenance=False)
         fields = {

@@ -11,7 +11,7 @@ from piecegraph.llm.run.sampling import SamplingMode
 from piecegraph.llm.run.sizing import choose_step_sizes
 from piecegraph.llm.run.step import Bucket
 
-LADDER = choose_step_sizes("auto", has_graphs=True, max_num_seqs=256, max_batch_tokens=8192)
+LADDER = choose_step_sizes("auto", has_graphs=True, max_num_seqs=256, max_batch_tokens=8192, max_model_len=8192)
 
 
 def decode(size: int, sampling: SamplingMode = "greedy") -> StepKey:
@@ -68,13 +68,15 @@ def test_what_follows_is_in_the_order_of_need() -> None:
 
 
 def test_sizes_that_are_listed_are_all_recorded_first() -> None:
-    sizes = choose_step_sizes([4, 24], has_graphs=True, max_num_seqs=16, max_batch_tokens=64)
+    sizes = choose_step_sizes([4, 24], has_graphs=True, max_num_seqs=16, max_batch_tokens=64, max_model_len=8192)
     assert {key.bucket for key in first_keys(sizes)} == set(sizes.all())
     assert [key for group in later_keys(sizes) for key in group] == []
 
 
 def test_one_size_for_all_steps() -> None:
-    sizes = choose_step_sizes("auto", has_graphs=True, max_num_seqs=4, max_batch_tokens=64, deterministic=True)
+    sizes = choose_step_sizes(
+        "auto", has_graphs=True, max_num_seqs=4, max_batch_tokens=64, max_model_len=8192, deterministic=True
+    )
     greedy, *sampled = first_keys(sizes)
     assert greedy == StepKey(Bucket(64, 4), "greedy")
     plain, every = (

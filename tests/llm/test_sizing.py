@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from piecegraph.errors import ModelError
+from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.sizing import CacheNeeds, choose_step_sizes, size_cache
-from piecegraph.llm.run.step import Bucket, StepPlan
+from piecegraph.llm.run.step import LONG_CONTEXT, Bucket, StepPlan, Work
 from piecegraph.llm.specs import Reach
 
 NEEDS = CacheNeeds(
@@ -21,6 +22,14 @@ NEEDS = CacheNeeds(
 )
 ALL = 8 * 64 + 1, 8 * 3 + (4 + 8) + 1
 """Every sequence at its longest; of the window three blocks each, and what a step writes before it gives back."""
+
+
+def step(num_seqs: int, num_tokens: int, *, decoding: int = 0) -> StepPlan:
+    """A mixed step whose first sequence has one token, behind so many; the last has what is left."""
+    request = Request("a", [1], SamplingParams())
+    starts, counts = [decoding] + [0] * (num_seqs - 1), [1] * (num_seqs - 1) + [num_tokens - num_seqs + 1]
+    works = tuple(Work(request, start, count, True) for start, count in zip(starts, counts, strict=True))
+    return StepPlan(works, num_tokens, "mixed")
 
 
 def test_no_more_than_can_be_used() -> None:
@@ -55,13 +64,14 @@ def test_one_block_for_a_sequence_is_the_least() -> None:
 
 
 def test_steps_keep_their_size_without_graphs() -> None:
-    sizes = choose_step_sizes("auto", has_graphs=False, max_num_seqs=8, max_batch_tokens=64)
-    assert sizes.bucket_for(StepPlan((None,) * 3, 7, "mixed")) == Bucket(7, 3)  # type: ignore[arg-type]
+    sizes = choose_step_sizes("auto", has_graphs=False, max_num_seqs=8, max_batch_tokens=64, max_model_len=8192)
+    assert sizes.bucket_for(step(3, 7)) == Bucket(7, 3)
+    assert sizes.bucket_for(step(3, 7, decoding=LONG_CONTEXT)) == Bucket(7, 3, separates_prompts=True)
     assert sizes.all() == sizes.at_start() == []
 
 
 def test_of_a_ladder_powers_are_recorded_at_the_start() -> None:
-    sizes = choose_step_sizes("auto", has_graphs=True, max_num_seqs=40, max_batch_tokens=200)
+    sizes = choose_step_sizes("auto", has_graphs=True, max_num_seqs=40, max_batch_tokens=200, max_model_len=8192)
     first = sizes.at_start()
     assert [bucket.num_seqs for bucket in first if bucket.kind == "decode"] == [1, 8, 16, 32, 40]
     assert [bucket.num_tokens for bucket in first if bucket.kind == "mixed"] == [
@@ -80,14 +90,35 @@ def test_of_a_ladder_powers_are_recorded_at_the_start() -> None:
     ],
 )
 def test_large_steps_of_decoding_are_padded_by_an_eighth_at_most(most: int, expected: list[int]) -> None:
-    sizes = choose_step_sizes("auto", has_graphs=True, max_num_seqs=most, max_batch_tokens=8192)
+    sizes = choose_step_sizes("auto", has_graphs=True, max_num_seqs=most, max_batch_tokens=8192, max_model_len=8192)
     assert [bucket.num_seqs for bucket in sizes.at_start() if bucket.kind == "decode"] == expected
 
 
 def test_the_smallest_bucket_that_holds_a_step() -> None:
-    sizes = choose_step_sizes([4, 1, 32], has_graphs=True, max_num_seqs=16, max_batch_tokens=64)
+    sizes = choose_step_sizes([4, 1, 32], has_graphs=True, max_num_seqs=16, max_batch_tokens=64, max_model_len=8192)
     assert [sizes.decode_bucket(n).num_seqs for n in (1, 2, 4, 5)] == [1, 4, 4, 5]
-    plans = [StepPlan((None,) * seqs, tokens, "mixed") for seqs, tokens in ((1, 1), (2, 5), (9, 9), (1, 40))]  # type: ignore[arg-type]
-    assert [sizes.bucket_for(plan) for plan in plans] == [Bucket(1, 1), Bucket(32, 8), Bucket(32, 16), Bucket(40, 8)]
+    plans = [step(seqs, tokens) for seqs, tokens in ((1, 1), (2, 5), (9, 9), (1, 40))]
+    many = Bucket(32, 16, separates_prompts=True)
+    assert [sizes.bucket_for(plan) for plan in plans] == [Bucket(1, 1), Bucket(32, 8), many, Bucket(40, 8)]
     assert sizes.at_start() == sizes.all()
-    assert {Bucket(32, 8), Bucket(32, 16)} < set(sizes.all())
+    assert {Bucket(32, 8), many} < set(sizes.all())
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [(256, Bucket(64, 64, separates_prompts=True)), (8, Bucket(64, 8, separates_prompts=True))],
+)
+def test_a_long_sequence_that_decodes_is_kept_apart_from_prompts(most: int, expected: Bucket) -> None:
+    sizes = choose_step_sizes(
+        "auto", has_graphs=True, max_num_seqs=most, max_batch_tokens=512, max_model_len=LONG_CONTEXT + 1
+    )
+    assert sizes.bucket_for(step(2, 60, decoding=LONG_CONTEXT)) == expected
+    assert sizes.bucket_for(step(1, 60)) == Bucket(64, 8 if most > 8 else 1)
+    short = sizes.bucket_for(step(2, 60, decoding=LONG_CONTEXT - 1))
+    assert short.separates_prompts == (most == 8), "with few sequences only a prompt alone is not"
+    assert expected in sizes.all()
+
+
+def test_nobody_is_kept_apart_where_no_sequence_is_long() -> None:
+    sizes = choose_step_sizes("auto", has_graphs=True, max_num_seqs=4, max_batch_tokens=64, max_model_len=LONG_CONTEXT)
+    assert not any(bucket.separates_prompts for bucket in sizes.all())

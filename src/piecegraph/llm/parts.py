@@ -249,6 +249,7 @@ def step_sizes(config: LLMConfig, limits: SchedulerLimits, *, has_graphs: bool) 
         has_graphs=has_graphs,
         max_num_seqs=limits.max_num_seqs,
         max_batch_tokens=limits.max_batch_tokens,
+        max_model_len=limits.max_model_len,
         deterministic=config.deterministic,
     )
 

@@ -14,7 +14,7 @@ from piecegraph.errors import ModelError
 from piecegraph.llm.cache.paged import CacheGroup
 from piecegraph.llm.run.batch import BatchLimits
 from piecegraph.llm.run.scheduler import SchedulerLimits
-from piecegraph.llm.run.step import Bucket, StepPlan
+from piecegraph.llm.run.step import LONG_CONTEXT, Bucket, StepPlan
 from piecegraph.llm.specs import Reach, StepKind
 from piecegraph.tape.buckets import ladder
 
@@ -123,7 +123,12 @@ class StepSizes:
         """The smallest recorded bucket, or the step's own size if none is large enough."""
         if self.only is not None or plan.kind == "decode":
             return self.decode_bucket(plan.num_seqs)
-        return _mixed(_fit(plan.num_tokens, self.tokens), _fit(plan.num_seqs, self.seqs))
+        num_tokens, num_seqs = _fit(plan.num_tokens, self.tokens), _fit(plan.num_seqs, self.seqs)
+        if num_seqs <= self._few_seqs and plan.has_long_decodes:  # see Note [Two kinds of rows]
+            if not self.seqs:
+                return _mixed(num_tokens, num_seqs, few_seqs=0)
+            num_seqs = self.seqs[-1]
+        return self._mixed(num_tokens, num_seqs)
 
     def decode_bucket(self, num_seqs: int) -> Bucket:
         """The same for a step of decoding."""
@@ -166,17 +171,26 @@ class StepSizes:
         """Everything that may be recorded."""
         if self.only is not None:
             return [self.only]
-        mixed = dict.fromkeys(_mixed(size, seqs) for size in self.tokens for seqs in self.seqs)
+        mixed = dict.fromkeys(self._mixed(size, seqs) for size in self.tokens for seqs in self.seqs)
         return [*(Bucket(size, size, "decode") for size in self.decode), *mixed]
 
     def under_load(self) -> list[Bucket]:
         """Mixed steps of as many sequences as there may be."""
-        return [_mixed(size, self.seqs[-1]) for size in self.tokens]
+        return [self._mixed(size, self.seqs[-1]) for size in self.tokens]
 
     def largest(self, limits: SchedulerLimits) -> list[Bucket]:
         """The largest steps there are."""
         decode = Bucket(limits.max_num_seqs, limits.max_num_seqs, "decode")
-        return [decode, _mixed(limits.max_batch_tokens, limits.max_num_seqs)] if self.only is None else [self.only]
+        mixed = self._mixed(limits.max_batch_tokens, limits.max_num_seqs)
+        return [decode, mixed] if self.only is None else [self.only]
+
+    @property
+    def _few_seqs(self) -> int:
+        """Up to how many sequences of a mixed step are all taken for prompts."""
+        return self.seqs[0] if self.seqs else _FEW_SEQS
+
+    def _mixed(self, num_tokens: int, num_seqs: int) -> Bucket:
+        return _mixed(num_tokens, num_seqs, few_seqs=self._few_seqs)
 
 
 _FINE_FROM: dict[StepKind, int] = {"decode": 16, "mixed": 256}
@@ -205,12 +219,16 @@ def choose_step_sizes(
     has_graphs: bool,
     max_num_seqs: int,
     max_batch_tokens: int,
+    max_model_len: int,
     deterministic: bool = False,
 ) -> StepSizes:
     """Without graphs nothing is gained by padding, so steps keep their own size unless sizes were listed."""
     if deterministic:
-        return StepSizes((), (), (), only=_mixed(max_batch_tokens, max_num_seqs))
-    seqs = tuple(sorted({min(_FEW_SEQS, max_num_seqs), max_num_seqs}))
+        return StepSizes((), (), (), only=_mixed(max_batch_tokens, max_num_seqs, few_seqs=max_num_seqs))
+    few = min(_FEW_SEQS, max_num_seqs)
+    if few == max_num_seqs and max_model_len > LONG_CONTEXT:
+        few = 1  # or there would be no step that keeps a long sequence apart
+    seqs = tuple(sorted({few, max_num_seqs}))
     if isinstance(capture_sizes, str):
         if not has_graphs:
             return StepSizes((), (), ())
@@ -243,9 +261,10 @@ def _token_ladder(largest: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=1024)  # every step asks for one, and a frozen value takes long to make
-def _mixed(num_tokens: int, num_seqs: int) -> Bucket:
+def _mixed(num_tokens: int, num_seqs: int, *, few_seqs: int) -> Bucket:
     """There are never more sequences than tokens."""
-    return Bucket(num_tokens, min(num_tokens, num_seqs), "mixed")
+    num_seqs = min(num_tokens, num_seqs)
+    return Bucket(num_tokens, num_seqs, "mixed", num_seqs > few_seqs)
 
 
 def _fit(size: int, sizes: Sequence[int]) -> int:
