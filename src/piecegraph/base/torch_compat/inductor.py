@@ -344,24 +344,30 @@ def load_compiled(artifact: str) -> CompiledGraph:
 
     if hash_torch.cache_info().currsize:
         wait_for_hashes()  # kernels of Triton are asked for by them
-    # That it was compiled shows that it can be. With one thread no worker processes are started, for nothing.
+    # With one thread no worker processes are started, for nothing.
     settings = torch._inductor.config.patch({"cpp.vec_isa_ok": True, "compile_threads": 1})  # type: ignore[attr-defined]
-    with torch.no_grad(), settings, _generated_sources(None) as sources, _without_headers(), _settled_tuning():
+    with torch.no_grad(), settings, _generated_sources(None) as sources, _without_trials(), _settled_tuning():
         function = CacheCompiledArtifact._load_impl(contextlib.nullcontext(), artifact)
     return CompiledGraph(function, sources[-1] if sources else None)
 
 
 @contextlib.contextmanager
-def _without_headers() -> Iterator[None]:
-    """Inside, Inductor compiles no headers for kernels before it looks whether there is something to compile."""
+def _without_trials() -> Iterator[None]:
+    """Inside, Inductor compiles nothing before it looks whether there is something to compile: no headers of kernels,
+    and no tests of what the CPU has. That kernels were compiled shows that they can be; of VNNI and AMX, Inductor does
+    not take the word of ``cpp.vec_isa_ok`` for it.
+    """
     from torch._inductor import codecache
+    from torch._inductor.cpu_vec_isa import VecISA
 
-    original = codecache._precompile_header
+    header, check = codecache._precompile_header, VecISA.check_build
     codecache._precompile_header = lambda header, *args, **kwargs: ""  # type: ignore[assignment]
+    VecISA.check_build = lambda self, code: True  # type: ignore[method-assign]
     try:
         yield
     finally:
-        codecache._precompile_header = original
+        codecache._precompile_header = header
+        VecISA.check_build = check  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
