@@ -9,6 +9,7 @@ from piecegraph.llm.kernels.attention.triton_tiles import (
     COMBINED_AT_ONCE,
     MAX_SPLITS,
     MIN_TILE,
+    MOST_PROGRAMS,
     Chip,
     Shape,
     combine_shape,
@@ -40,15 +41,16 @@ def test_tiles_hold_their_heads_and_the_workspace_holds_the_splits(shape: Shape)
         assert decode.tile_heads <= decode.block_m == MIN_TILE
         assert 1 <= decode.num_splits <= MAX_SPLITS
         tiles = -(-shape.group // decode.tile_heads)
-        assert decode.num_splits == 1 or size * shape.num_kv_heads * tiles * decode.num_splits <= 2 * 132
+        assert decode.num_splits == 1 or size * shape.num_kv_heads * tiles * decode.num_splits <= MOST_PROGRAMS * 132
 
 
 def test_splits_fill_the_device_and_no_more() -> None:
     assert decode_tiles(QWEN, 1, 8192, H200).num_splits == 32
-    assert decode_tiles(QWEN, 8, 8192, H200).num_splits == 4
+    assert decode_tiles(QWEN, 8, 8192, H200).num_splits == 8, "programs with half the keys, of which four fit"
+    assert decode_tiles(QWEN, 16, 8192, H200).num_splits == 2
     assert decode_tiles(QWEN, 64, 8192, H200).num_splits == 1
     assert decode_tiles(QWEN, 1, 100, H200).num_splits == 4, "no more than there are steps of keys"
-    assert decode_tiles(QWEN, 2, 100, H200).num_splits == 2, "of twice as many if the sequence is not alone"
+    assert decode_tiles(QWEN, 16, 64, H200).num_splits == 1, "of twice as many where there are many sequences"
     assert decode_tiles(DEEPSEEK, 1, 8192, H200).tile_heads == 8, "smaller tiles, as each allows few splits"
     assert decode_tiles(DEEPSEEK, 64, 8192, H200).tile_heads == 16, "enough tiles as it is"
 

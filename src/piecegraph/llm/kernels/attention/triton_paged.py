@@ -40,6 +40,7 @@ from piecegraph.llm.kernels.attention.kernel import Attend, AttendTurned, Attent
 from piecegraph.llm.kernels.attention.latent import absorb_query, project_values, shared_key_layer
 from piecegraph.llm.kernels.attention.triton_tiles import (
     MIN_TILE,
+    MOST_PROGRAMS,
     Chip,
     Shape,
     Tiles,
@@ -414,7 +415,8 @@ def launch_decode(operands: Operands, batch: AttentionBatch, tiles: Tiles | None
     tiles = tiles or decode_tiles(shape, num_seqs, batch.max_seq_len, chip(device))
     workspace = _workspace(device, padded(shape.value_width))
     splits, columns = combine_shape(shape, tiles)
-    head_tiles, max_parts = shape.num_kv_heads * -(-shape.group // tiles.tile_heads), workspace.arrived.shape[0]
+    head_tiles = shape.num_kv_heads * -(-shape.group // tiles.tile_heads)
+    max_parts = 2 * num_processors(device) if is_mixed else workspace.arrived.shape[0]
     grid = (max(num_seqs * head_tiles, max_parts),) if is_mixed else (num_seqs, head_tiles, tiles.num_splits)
     assert is_mixed or tiles.num_splits == 1 or math.prod(grid) <= max_parts
     _decode().decode_kernel[grid](
@@ -482,7 +484,7 @@ def _make_workspace(device: torch.device, width: int) -> _Workspace:
     """Room for as many partial results as :func:`decode_tiles` ever makes."""
     if device.type == "cuda":
         assert not torch.cuda.is_current_stream_capturing(), "prepare() was not called before the capture"
-    num_parts = 2 * num_processors(device)
+    num_parts = MOST_PROGRAMS * num_processors(device)
     with torch.inference_mode(False):
         return _Workspace(
             partial=torch.empty(num_parts, MIN_TILE, width, device=device),
