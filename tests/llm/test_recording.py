@@ -13,6 +13,8 @@ import piecegraph
 from piecegraph.errors import ConfigError
 from piecegraph.llm import running
 from piecegraph.llm.cache.memory import EachKindOnce, Memory
+from piecegraph.llm.run import sizing, step
+from piecegraph.llm.run.forward import Forward
 from piecegraph.llm.run.step import Bucket
 from piecegraph.llm.specs import AttentionLayer
 from piecegraph.tape.library import TapeLibrary
@@ -54,6 +56,32 @@ def test_a_first_pass_waits_for_no_recording(models: Shelf, monkeypatch: pytest.
     assert begun[0][0] > times[-1], "behind the last token"
     monkeypatch.undo()
     assert tokens == answer(models.load("llama"), temperature=0.7, seed=1).token_ids
+
+
+@pytest.mark.parametrize("most", [2, 16])
+def test_a_long_sequence_that_decodes_is_kept_apart(models: Shelf, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    for module in (sizing, step):
+        monkeypatch.setattr(module, "LONG_CONTEXT", 32)
+    fill, buckets = Forward.fill, list[Bucket]()
+
+    def watched(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        filled = fill(forward, *args, **kwargs)
+        buckets.append(filled.key.bucket)
+        return filled
+
+    monkeypatch.setattr(Forward, "fill", watched)
+    prompts = [PROMPT, [*PROMPT[::-1], *PROMPT]]  # the second goes on in a step in which the first decodes
+    arguments: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True}
+    llm = models.load(
+        "llama", max_batch_tokens=100, max_num_seqs=most, options={"graph_device": "simulated", "look_ahead": False}
+    )
+    found = llm.generate(prompts, **arguments)
+    assert any(bucket.separates_prompts and bucket.num_tokens < 100 for bucket in buckets)
+    assert all(answer.metrics.graph_coverage == 1 for answer in found)
+    plain = models.load("llama")
+    assert [answer.token_ids for answer in found] == [
+        plain.generate([each], **arguments)[0].token_ids for each in prompts
+    ]
 
 
 def test_a_step_between_two_sizes_runs_in_the_larger_one(models: Shelf) -> None:
