@@ -66,7 +66,7 @@ def test_one_block_for_a_sequence_is_the_least() -> None:
 def test_steps_keep_their_size_without_graphs() -> None:
     sizes = choose_step_sizes("auto", has_graphs=False, max_num_seqs=8, max_batch_tokens=64, max_model_len=8192)
     assert sizes.bucket_for(step(3, 7)) == Bucket(7, 3)
-    assert sizes.bucket_for(step(3, 7, decoding=LONG_CONTEXT)) == Bucket(7, 3, separates_prompts=True)
+    assert sizes.bucket_for(step(3, 47, decoding=LONG_CONTEXT)) == Bucket(47, 3, separates_prompts=True)
     assert sizes.all() == sizes.at_start() == []
 
 
@@ -114,6 +114,7 @@ def test_a_long_sequence_that_decodes_is_kept_apart_from_prompts(most: int, expe
     )
     assert sizes.bucket_for(step(2, 60, decoding=LONG_CONTEXT)) == expected
     assert sizes.bucket_for(step(1, 60)) == Bucket(64, 8 if most > 8 else 1)
+    assert sizes.bucket_for(step(2, 9, decoding=LONG_CONTEXT)).num_tokens == 32, "the shortest keep nobody apart"
     short = sizes.bucket_for(step(2, 60, decoding=LONG_CONTEXT - 1))
     assert short.separates_prompts == (most == 8), "with few sequences only a prompt alone is not"
     assert expected in sizes.all()

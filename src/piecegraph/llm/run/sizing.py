@@ -14,7 +14,7 @@ from piecegraph.errors import ModelError
 from piecegraph.llm.cache.paged import CacheGroup
 from piecegraph.llm.run.batch import BatchLimits
 from piecegraph.llm.run.scheduler import SchedulerLimits
-from piecegraph.llm.run.step import LONG_CONTEXT, Bucket, StepPlan
+from piecegraph.llm.run.step import FEW_MIXED, LONG_CONTEXT, Bucket, StepPlan
 from piecegraph.llm.specs import Reach, StepKind
 from piecegraph.tape.buckets import ladder
 
@@ -124,10 +124,12 @@ class StepSizes:
         if self.only is not None or plan.kind == "decode":
             return self.decode_bucket(plan.num_seqs)
         num_tokens, num_seqs = _fit(plan.num_tokens, self.tokens), _fit(plan.num_seqs, self.seqs)
-        if num_seqs <= self._few_seqs and plan.has_long_decodes:  # see Note [Two kinds of rows]
+        is_short = num_seqs <= self._few_seqs or num_tokens <= FEW_MIXED
+        if is_short and plan.has_long_decodes:  # see Note [Two kinds of rows]
             if not self.seqs:
                 return _mixed(num_tokens, num_seqs, few_seqs=0)
-            num_seqs = self.seqs[-1]
+            num_seqs, least = self.seqs[-1], _fit(FEW_MIXED + 1, self.tokens)
+            num_tokens = max(num_tokens, least) if least in self.tokens else num_tokens
         return self._mixed(num_tokens, num_seqs)
 
     def decode_bucket(self, num_seqs: int) -> Bucket:
@@ -264,7 +266,7 @@ def _token_ladder(largest: int) -> tuple[int, ...]:
 def _mixed(num_tokens: int, num_seqs: int, *, few_seqs: int) -> Bucket:
     """There are never more sequences than tokens."""
     num_seqs = min(num_tokens, num_seqs)
-    return Bucket(num_tokens, num_seqs, "mixed", num_seqs > few_seqs)
+    return Bucket(num_tokens, num_seqs, "mixed", num_seqs > few_seqs and num_tokens > FEW_MIXED)
 
 
 def _fit(size: int, sizes: Sequence[int]) -> int:

@@ -70,7 +70,10 @@ class StepPlan:
         return any(work.num_tokens == 1 and work.start >= LONG_CONTEXT for work in self.works)
 
 
-_FEW_MIXED = 16
+FEW_MIXED = 16
+"""Tokens of the shortest steps with prompts, which may run the pieces for few rows. They keep no sequence apart:
+kernels that begin early follow each other on one stream.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class Bucket:
         Args:
             most: rows of a step of decoding that does.
         """
-        return self.num_tokens <= (most if self.kind == "decode" else min(most, _FEW_MIXED))
+        return self.num_tokens <= (most if self.kind == "decode" else min(most, FEW_MIXED))
 
     def __post_init__(self) -> None:
         assert min(self.num_seqs, self.num_tokens) > 0, self
