@@ -67,6 +67,10 @@ if settings.get("compilers") == "refused":
     torch._dynamo.convert_frame.fullgraph_capture = refuse
     torch._inductor.compile_fx.compile_fx = torch._inductor.compile_fx.compile_fx_inner = refuse
     torch._inductor.cpp_builder.CppBuilder.build = refuse
+    units = torch._inductor.cpu_vec_isa  # the process that this one is a copy of has tried them
+    for holder in (units, *(each for each in vars(units).values() if isinstance(each, type))):
+        for each in list(vars(holder).values()):
+            getattr(each, "cache_clear", lambda: None)()
 torch.manual_seed(0)
 model, compiled = Model(), piecegraph.compile
 exec(settings.get("before", ""))

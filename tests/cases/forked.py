@@ -156,7 +156,7 @@ def _serve(address: str) -> None:
     gc.disable()  # what is imported stays
     for name in _IMPORTED:
         importlib.import_module(name)
-    _hash_compilers()
+    _know_compilers()
     gc.enable()
     gc.freeze()  # a collection would write to, and so copy, the pages of everything that was imported
     with socket.socket(socket.AF_UNIX) as listener:
@@ -193,11 +193,15 @@ def _run_for(connection: socket.socket) -> None:
     program.become()
 
 
-def _hash_compilers() -> None:
-    """Inductor reads all of its own files, and Triton's, before it first compiles, and remembers what they hash to."""
+def _know_compilers() -> None:
+    """Inductor reads all of its own files, and Triton's, before it first compiles, and remembers what they hash to; and
+    it starts up to four processes to see which vector units of the CPU its code may use.
+    """
     from torch._inductor import codecache
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch._inductor.runtime import triton_compat
 
+    pick_vec_isa()
     codecache.torch_key()
     if triton_compat.HAS_TRITON:
         triton_compat.triton_key()
