@@ -24,6 +24,7 @@ from piecegraph.bench.machine import hardware
 from piecegraph.bench.timing import Effort, measure
 from piecegraph.llm.kernels.attention import gluon_paged, reference, triton_paged, varlen
 from piecegraph.llm.kernels.attention.triton_tiles import MAX_SPLITS, Tiles, decode_tiles, prefill_tiles
+from piecegraph.llm.kernels.chip import chip
 from piecegraph.llm.specs import Accepted, AttentionBatch, AttentionLayer
 
 HEADS = {"qwen": (16, 8, 128), "llama": (32, 8, 128)}
@@ -180,10 +181,10 @@ def launch(operands: triton_paged.Operands, batch: AttentionBatch, tiles: Tiles,
 
 def chosen_tiles(case: Case, *, is_prefill: bool) -> Tiles:
     shape = triton_paged.plain_operands(*case.arguments(0)[:-1]).shape  # type: ignore[arg-type]
-    chip = triton_paged.chip(torch.device(DEVICE))
+    here = chip(torch.device(DEVICE))
     if is_prefill:
-        return prefill_tiles(shape, case.q.shape[0], case.batch.max_query_len, chip.num_processors)
-    return decode_tiles(shape, case.q.shape[0], case.batch.max_seq_len, chip)
+        return prefill_tiles(shape, case.q.shape[0], case.batch.max_query_len, here.num_processors)
+    return decode_tiles(shape, case.q.shape[0], case.batch.max_seq_len, here)
 
 
 def prefill_choices(case: Case) -> Iterable[Tiles]:

@@ -10,7 +10,6 @@ from piecegraph.llm.kernels.attention.triton_tiles import (
     MAX_SPLITS,
     MIN_TILE,
     MOST_PROGRAMS,
-    Chip,
     Shape,
     combine_shape,
     decode_tiles,
@@ -18,6 +17,7 @@ from piecegraph.llm.kernels.attention.triton_tiles import (
     padded,
     prefill_tiles,
 )
+from piecegraph.llm.kernels.chip import Chip
 
 H200 = Chip(132, 228 << 10)
 QWEN = Shape(8, 2, 128, 128, torch.bfloat16)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.fx
 import torch.nn.functional as F
 
 from piecegraph.llm.kernels import linear, skinny
+from piecegraph.llm.kernels.chip import Chip
+from piecegraph.llm.kernels.skinny import choose_tile, fits
 
 
 def test_pass_replaces_linears_and_changes_nothing() -> None:
@@ -60,3 +64,18 @@ def test_tiles_cover_every_shape_they_are_chosen_for() -> None:
                 assert rows <= skinny.MOST_ROWS
             if tile is not None and tile.kernel == "narrow":  # every warp has a part of the depth, in whole blocks
                 assert depth % (tile.num_warps * tile.depth) == 0
+
+
+def test_every_tile_fits_the_chip_it_was_measured_on_and_those_of_few_stages_fit_smaller_ones() -> None:
+    """Steps of 2 to 64 rows, of models of all sizes: with a norm, a gate, or neither."""
+    h200, a100, ada = (Chip(128, kib << 10) for kib in (228, 164, 100))
+    kinds = itertools.product((2, 8, 9, 16, 17, 32, 64), (512, 1024, 2048, 4096, 14336), (False, True), (False, True))
+    fitting = 0
+    for rows, depth, has_norm, is_gated in kinds:
+        for columns in (1024, 4096, 6144, 28672):
+            tile = choose_tile(rows, columns, depth, has_norm=has_norm, is_gated=is_gated)
+            if tile is not None:
+                assert fits(tile, rows, h200, is_gated=is_gated), tile
+                assert fits(tile, rows, a100, is_gated=is_gated), tile
+                fitting += fits(tile, rows, ada, is_gated=is_gated)
+    assert fitting, "of what does not fit there, cuBLAS does all"

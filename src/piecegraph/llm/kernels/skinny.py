@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from piecegraph.llm.kernels.chip import Chip, chip
 from piecegraph.llm.kernels.early_launch import chained_constants
 
 MOST_ROWS = 64
@@ -102,6 +103,19 @@ def choose_tile(rows: int, columns: int, depth: int, *, has_norm: bool = False, 
     return None
 
 
+def fits(tile: Tile, rows: int, here: Chip, *, is_gated: bool = False) -> bool:
+    """Whether a chip holds what a tile has under way, all stages but one: tiles were measured on one that holds much.
+
+    >>> [fits(Tile("narrow", 16, 128, 4, 4), 64, Chip(128, kib << 10)) for kib in (228, 164, 100)]
+    [True, True, False]
+    """
+    if tile.kernel == "one_row":
+        return True  # in registers
+    most_rows, parts = (32, tile.num_warps) if tile.kernel == "narrow" else (64, 1)
+    width = tile.columns * (2 if is_gated else 1) + min(max(_power_of_two(rows), 16), most_rows)
+    return 2 * width * tile.depth * parts * max(tile.num_stages - 1, 1) < here.shared_bytes
+
+
 def _tile_of_fused(rows: int, depth: int, *, is_gated: bool) -> Tile | None:
     """With a norm before it or a gate behind it; None if these are kernels of their own.
 
@@ -164,7 +178,7 @@ def launch_once(linear: Linear, rows: int, *, early: bool) -> None:
             _normed(x, linear.gain, linear.eps, early=early)
         if linear.is_gated:
             _gate(x.new_zeros(rows, linear.weight.shape[0]), x.new_empty(rows, linear.num_columns), early=early)
-        if choose_tile(rows, linear.weight.shape[0], depth) is not None:
+        if _tile(rows, Linear(linear.weight)) is not None:
             multiply(x, Linear(linear.weight, linear.bias, residual=linear.residual), early=early)
 
 
@@ -217,19 +231,20 @@ def _launch_rows(
 
 
 def _tile(rows: int, linear: Linear) -> Tile | None:
-    """For a linear with all that is around it."""
-    return choose_tile(
+    """For a linear with all that is around it; None if cuBLAS is as good, or the chip too small."""
+    tile = choose_tile(
         rows,
         linear.num_columns,
         linear.weight.shape[1],
         has_norm=linear.gain is not None,
         is_gated=linear.is_gated,
     )
+    here = chip(linear.weight.device)
+    return tile if tile is not None and fits(tile, rows, here, is_gated=linear.is_gated) else None
 
 
 def _product(x: torch.Tensor, linear: Linear, added: torch.Tensor | None, out: torch.Tensor, *, early: bool) -> None:
-    (rows, columns), depth = out.shape, x.shape[1]
-    tile = choose_tile(rows, columns, depth)
+    tile = _tile(out.shape[0], Linear(linear.weight))
     if tile is not None and tile.kernel == "narrow":
         _launch_narrow(x, Linear(linear.weight, linear.bias), added, out, tile, early=early)
         return

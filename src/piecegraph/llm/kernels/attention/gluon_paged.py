@@ -17,6 +17,7 @@ import torch
 from piecegraph.llm.kernels.attention import triton_paged
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
 from piecegraph.llm.kernels.attention.plain_prompts import supports, use_for, why_left
+from piecegraph.llm.kernels.chip import chip
 from piecegraph.llm.specs import (
     AttentionBatch,
     AttentionLayer,
@@ -52,7 +53,7 @@ def launch(operands: triton_paged.Operands, batch: AttentionBatch, rows: Sequenc
     queries = gluon.BLOCK_M.value // heads
     most_tiles = (-(-operands.q.shape[0] // queries) + num_seqs) * (layer.num_heads // heads)
     key_cache, value_cache = operands.key_cache, operands.value_cache
-    gluon.prefill_kernel[(min(most_tiles, triton_paged.num_processors(device)),)](
+    gluon.prefill_kernel[(min(most_tiles, chip(device).num_processors),)](
         gluon.described(operands.q, [gluon.SIDE.value // heads, heads, gluon.COLUMNS.value]),
         gluon.described(_token_rows(key_cache), [box, gluon.COLUMNS.value]),
         gluon.described(_token_rows(value_cache), [box, gluon.COLUMNS.value]),

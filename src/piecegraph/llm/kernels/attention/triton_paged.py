@@ -41,7 +41,6 @@ from piecegraph.llm.kernels.attention.latent import absorb_query, project_values
 from piecegraph.llm.kernels.attention.triton_tiles import (
     MIN_TILE,
     MOST_PROGRAMS,
-    Chip,
     Shape,
     Tiles,
     combine_shape,
@@ -52,6 +51,7 @@ from piecegraph.llm.kernels.attention.triton_tiles import (
     power_of_two,
     prefill_tiles,
 )
+from piecegraph.llm.kernels.chip import chip
 from piecegraph.llm.kernels.early_launch import chained_constants
 from piecegraph.llm.kernels.skinny import MOST_ROWS, Heads, fits_heads, rotate
 from piecegraph.llm.specs import (
@@ -379,7 +379,7 @@ def launch_prefill(
     """Attend with any number of queries in each sequence, new keys being in the cache."""
     num_tokens, num_seqs = operands.q.shape[0], rows.lens.shape[0]
     shape = operands.shape
-    tiles = tiles or prefill_tiles(shape, num_tokens, batch.max_query_len, num_processors(operands.q.device))
+    tiles = tiles or prefill_tiles(shape, num_tokens, batch.max_query_len, chip(operands.q.device).num_processors)
     blocks = -(-num_tokens // (tiles.block_m // tiles.tile_heads)) + num_seqs
     grid = (shape.num_kv_heads * -(-shape.group // tiles.tile_heads), blocks)
     _prefill().prefill_kernel[grid](
@@ -416,7 +416,7 @@ def launch_decode(operands: Operands, batch: AttentionBatch, tiles: Tiles | None
     workspace = _workspace(device, padded(shape.value_width))
     splits, columns = combine_shape(shape, tiles)
     head_tiles = shape.num_kv_heads * -(-shape.group // tiles.tile_heads)
-    max_parts = 2 * num_processors(device) if is_mixed else workspace.arrived.shape[0]
+    max_parts = 2 * chip(device).num_processors if is_mixed else workspace.arrived.shape[0]
     grid = (max(num_seqs * head_tiles, max_parts),) if is_mixed else (num_seqs, head_tiles, tiles.num_splits)
     assert is_mixed or tiles.num_splits == 1 or math.prod(grid) <= max_parts
     _decode().decode_kernel[grid](
@@ -484,7 +484,7 @@ def _make_workspace(device: torch.device, width: int) -> _Workspace:
     """Room for as many partial results as :func:`decode_tiles` ever makes."""
     if device.type == "cuda":
         assert not torch.cuda.is_current_stream_capturing(), "prepare() was not called before the capture"
-    num_parts = MOST_PROGRAMS * num_processors(device)
+    num_parts = MOST_PROGRAMS * chip(device).num_processors
     with torch.inference_mode(False):
         return _Workspace(
             partial=torch.empty(num_parts, MIN_TILE, width, device=device),
@@ -529,20 +529,6 @@ def _row_strides(*tensors: torch.Tensor) -> list[int]:
     """The first two strides of each; the elements of a row must lie side by side."""
     assert all(tensor.stride(-1) == 1 for tensor in tensors)
     return [stride for tensor in tensors for stride in tensor.stride()[:2]]
-
-
-@functools.cache
-def chip(device: torch.device) -> Chip:
-    """What tiles of decoding are chosen by."""
-    if device.type != "cuda":
-        return Chip(16, 0)
-    properties = torch.cuda.get_device_properties(device)
-    return Chip(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
-
-
-def num_processors(device: torch.device) -> int:
-    """How many programs run at a time, if one fills a processor."""
-    return chip(device).num_processors
 
 
 @functools.cache

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from piecegraph.llm.kernels.chip import Chip
+
 MAX_SPLITS = 32
 MIN_TILE = 16  # what a product of tiles takes at least
 MOST_PROGRAMS = 4  # of decoding that are on a processor at a time
@@ -104,16 +106,6 @@ def _prefill_limits(shape: Shape) -> tuple[int, int, int]:
 def _num_programs(shape: Shape, num_tokens: int, block_m: int, tile_heads: int) -> int:
     queries = block_m // tile_heads
     return -(-num_tokens // queries) * shape.num_kv_heads * -(-shape.group // tile_heads)
-
-
-@dataclass(frozen=True, slots=True)
-class Chip:
-    """What programs share."""
-
-    num_processors: int
-    """How many programs run at a time, if one fills a processor."""
-    shared_bytes: int
-    """Of memory on each processor."""
 
 
 def decode_tiles(shape: Shape, num_seqs: int, max_seq_len: int, chip: Chip) -> Tiles:
