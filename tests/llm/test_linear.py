@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from piecegraph.llm.kernels import linear, skinny
 from piecegraph.llm.kernels.chip import Chip
-from piecegraph.llm.kernels.skinny import choose_tile, fits
+from piecegraph.llm.kernels.skinny import choose_tile, fits_chip
 
 
 def test_pass_replaces_linears_and_changes_nothing() -> None:
@@ -75,7 +75,7 @@ def test_every_tile_fits_the_chip_it_was_measured_on_and_those_of_few_stages_fit
         for columns in (1024, 4096, 6144, 28672):
             tile = choose_tile(rows, columns, depth, has_norm=has_norm, is_gated=is_gated)
             if tile is not None:
-                assert fits(tile, rows, h200, is_gated=is_gated), tile
-                assert fits(tile, rows, a100, is_gated=is_gated), tile
-                fitting += fits(tile, rows, ada, is_gated=is_gated)
+                assert fits_chip(tile, rows, h200, is_gated=is_gated), tile
+                assert fits_chip(tile, rows, a100, is_gated=is_gated), tile
+                fitting += fits_chip(tile, rows, ada, is_gated=is_gated)
     assert fitting, "of what does not fit there, cuBLAS does all"

@@ -103,10 +103,10 @@ def choose_tile(rows: int, columns: int, depth: int, *, has_norm: bool = False, 
     return None
 
 
-def fits(tile: Tile, rows: int, here: Chip, *, is_gated: bool = False) -> bool:
+def fits_chip(tile: Tile, rows: int, here: Chip, *, is_gated: bool = False) -> bool:
     """Whether a chip holds what a tile has under way, all stages but one: tiles were measured on one that holds much.
 
-    >>> [fits(Tile("narrow", 16, 128, 4, 4), 64, Chip(128, kib << 10)) for kib in (228, 164, 100)]
+    >>> [fits_chip(Tile("narrow", 16, 128, 4, 4), 64, Chip(128, kib << 10)) for kib in (228, 164, 100)]
     [True, True, False]
     """
     if tile.kernel == "one_row":
@@ -240,7 +240,7 @@ def _tile(rows: int, linear: Linear) -> Tile | None:
         is_gated=linear.is_gated,
     )
     here = chip(linear.weight.device)
-    return tile if tile is not None and fits(tile, rows, here, is_gated=linear.is_gated) else None
+    return tile if tile is not None and fits_chip(tile, rows, here, is_gated=linear.is_gated) else None
 
 
 def _product(x: torch.Tensor, linear: Linear, added: torch.Tensor | None, out: torch.Tensor, *, early: bool) -> None:
