@@ -180,17 +180,31 @@ def _source_of_gluon() -> Any:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from piecegraph.llm.kernels.attention import gluon_prefill
+    from piecegraph.llm.kernels.gluon_boxes import box_layout
 
     kernel = gluon_prefill.prefill_kernel
     constants = {"WIDTH": 64, "TILE_HEADS": 2, "BLOCK_SIZE": 16, "BOX": 16}
     types = dict.fromkeys(("query_starts", "seq_lens", "block_table", "counters"), "*i32")
-    types |= dict.fromkeys(("key_cache", "value_cache"), f"tensordesc<bf16[16, 64],{gluon_prefill.box_layout(2)!r}>")
-    types |= {"q": f"tensordesc<bf16[32, 2, 64],{gluon_prefill.box_layout(3)!r}>", "out": "*bf16", "scale": "fp32"}
+    types |= dict.fromkeys(("key_cache", "value_cache"), f"tensordesc<bf16[16, 64],{box_layout(2)!r}>")
+    types |= {"q": f"tensordesc<bf16[32, 2, 64],{box_layout(3)!r}>", "out": "*bf16", "scale": "fp32"}
     types |= dict.fromkeys(constants, "constexpr")
     return GluonASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, constants)
 
 
-@pytest.mark.parametrize("make_source", [_source_of_triton, _source_of_gluon])
+def _source_of_gated() -> Any:
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from piecegraph.llm.kernels import gluon_linear
+    from piecegraph.llm.kernels.gluon_boxes import box_layout
+
+    kernel = gluon_linear.gated_kernel
+    constants = {"WIDTH": 128, "STAGES": 6}
+    types = dict.fromkeys(("x", "weight", "out"), f"tensordesc<bf16[64, 64],{box_layout(2)!r}>")
+    types |= dict.fromkeys(constants, "constexpr")
+    return GluonASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, constants)
+
+
+@pytest.mark.parametrize("make_source", [_source_of_triton, _source_of_gluon, _source_of_gated])
 def test_kernels_of_triton_are_compiled_by_copies(
     make_source: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

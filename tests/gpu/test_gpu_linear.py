@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import piecegraph.llm.kernels.linear  # noqa: F401 - it registers the op
-from piecegraph.llm.kernels import skinny
+from piecegraph.llm.kernels import many_rows, skinny
 from piecegraph.llm.kernels.attention import triton_paged
+from piecegraph.llm.kernels.linear import has_gated_kernel
+from piecegraph.llm.kernels.many_rows import Tiles
 from piecegraph.llm.kernels.skinny import Heads, Linear
 from piecegraph.llm.specs import AttentionBatch, AttentionLayer
 
@@ -60,6 +61,54 @@ def test_what_is_around_a_linear(rows: int, columns: int, depth: int, has_norm: 
         found = skinny.multiply(x, linear, early=early)
         assert found.shape == (1, rows, columns)
         assert (found.float() - expected).norm() <= 8e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("tiles", many_rows._TILES, ids=lambda tiles: f"{tiles.width}")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("columns", "depth"), [(3072, 1024), (1000, 72), (136, 520), (14336, 4096)])
+@pytest.mark.parametrize("rows", [17, 64, 65, 128, 129, 300, 1000, 2500])
+def test_gates_of_many_rows(
+    rows: int, columns: int, depth: int, dtype: torch.dtype, tiles: Tiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every size with every tile, though another might be chosen; rows that lie apart, too."""
+    if not has_gated_kernel(torch.device("cuda", 0)):
+        pytest.skip("this is no Hopper GPU, or an older Triton")
+    torch.manual_seed(0)
+    monkeypatch.setattr(many_rows, "choose_tiles", lambda *sizes: tiles)
+    weight = draw(2 * columns, depth, dtype=dtype) / depth**0.5
+    x = draw(rows, depth + 8, dtype=dtype)[:, :depth]
+    linear = Linear(weight, is_gated=True)
+    expected = skinny.plain(x.float(), _wide(linear))
+    torch.empty_like(expected, dtype=dtype).fill_(float("nan"))  # what the result finds in its memory
+    found = torch.ops.piecegraph.fused_linear(x[None], weight, None, None, 0.0, None, True, False)
+    assert found.shape == (1, rows, columns)
+    assert (found[0].float() - expected).norm() <= 4e-3 * expected.norm()
+    assert (found[0].float() - expected).abs().max() <= 2e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("columns", "depth", "rows"), [(14336, 4096, 192), (3072, 1024, 320), (72, 64, 100)])
+def test_gates_that_are_left_to_cublas(columns: int, depth: int, rows: int) -> None:
+    torch.manual_seed(0)
+    linear = Linear(draw(2 * columns, depth, dtype=torch.bfloat16) / depth**0.5, is_gated=True)
+    x = draw(rows, depth, dtype=torch.bfloat16)
+    assert many_rows.choose_tiles(rows, columns, depth, 132) is None or rows == 100
+    found, expected = skinny.multiply(x, linear), skinny.plain(x.float(), _wide(linear))
+    assert (found.float() - expected).norm() <= 8e-3 * expected.norm()
+
+
+def test_gates_of_many_rows_in_a_graph() -> None:
+    """Places in shared memory, and their barriers, begin anew with every replay."""
+    torch.manual_seed(0)
+    linears = [Linear(draw(2 * 1024, 1024, dtype=torch.bfloat16) / 32, is_gated=True) for _ in range(6)]
+    x = draw(700, 1024, dtype=torch.bfloat16)
+
+    def run() -> torch.Tensor:
+        hidden = x
+        for linear in linears:
+            hidden = skinny.multiply(hidden, linear)
+        return hidden
+
+    assert_replays_give(run(), run)
 
 
 def _wide(linear: Linear) -> Linear:

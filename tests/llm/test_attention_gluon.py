@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from piecegraph.llm.kernels.attention import flash, gluon_paged, triton_paged
+from piecegraph.llm.kernels.chip import has_gluon
 from piecegraph.llm.specs import Accepted, AttentionLayer, Rejected
 from tests.cases.attention import Sequences, latent_layer, layer, problem
 
@@ -74,9 +75,9 @@ def test_not_with_an_older_triton(version: str, is_enough: bool, monkeypatch: py
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton, "__version__", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    gluon_paged._has_gluon.cache_clear()
+    has_gluon.cache_clear()
     verdict = gluon_paged.KERNEL.supports(PLAIN, torch.bfloat16, torch.device("cuda", 0))
-    gluon_paged._has_gluon.cache_clear()
+    has_gluon.cache_clear()
     assert verdict == (Accepted() if is_enough else Rejected("Triton 3.6 is needed"))
 
 

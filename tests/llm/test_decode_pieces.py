@@ -13,7 +13,7 @@ from torch import nn
 from piecegraph import LLM
 from piecegraph.errors import ConfigError
 from piecegraph.llm import SamplingParams
-from piecegraph.llm.kernels import decode_pieces, skinny
+from piecegraph.llm.kernels import fused_linear, skinny
 from piecegraph.llm.kernels.decode_pieces import most_rows, use_fused_ops
 from tests.cases.llm_shelf import Shelf
 from tests.graph.test_trace import trace_it
@@ -141,8 +141,8 @@ def test_the_plain_forms_compute_the_same(has_norm: bool) -> None:
     x, weight, gain = torch.randn(1, 3, 8), torch.randn(6, 8), torch.rand(8) if has_norm else None
     for gated in (False, True):
         residual = torch.randn(1, 3, 3 if gated else 6)
-        given: tuple[Any, ...] = (x, weight, None, gain, 1e-6, residual, gated)
-        found = eval(decode_pieces._PLAIN_LINEAR)(*given)
+        given: tuple[Any, ...] = (x, weight, None, gain, 1e-6, residual, gated, True)
+        found = eval(fused_linear._PLAIN_LINEAR)(*given)
         torch.testing.assert_close(found, torch.ops.piecegraph.fused_linear(*given))
 
 

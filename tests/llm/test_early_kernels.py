@@ -20,6 +20,7 @@ from piecegraph.llm.run.batch import BatchLimits
 from piecegraph.llm.run.early_kernels import EarlyKernels, LinearShape, Shapes, shapes_of
 from piecegraph.llm.run.step import Bucket
 from piecegraph.llm.specs import AttentionLayer, ConvLayer, DeltaLayer
+from tests.cases.gated import Gated
 from tests.graph.test_trace import trace_it
 
 CPU = torch.device("cpu")
@@ -67,10 +68,18 @@ def test_the_distinct_linears_of_a_decoder() -> None:
 
     traced = trace_it(Net(), torch.randn(3, 4))
     plain = (LinearShape(8, 4, True), LinearShape(2, 8))
-    assert shapes_of(traced.graph, has_decode_pieces=False) == Shapes(plain)
-    assert shapes_of(traced.graph, has_decode_pieces=True) == Shapes(
+    assert shapes_of(traced.graph, has_decode_pieces=False, fuses_gates=True) == Shapes(plain)
+    assert shapes_of(traced.graph, has_decode_pieces=True, fuses_gates=True) == Shapes(
         plain, (LinearShape(8, 4, True, has_residual=True), LinearShape(8, 4, True), LinearShape(2, 8)), {}, 16
     )
+
+
+def test_gates_are_part_of_linears_where_they_are_fused() -> None:
+    traced = trace_it(Gated(8, 4), torch.randn(3, 8, dtype=torch.bfloat16))
+    down = LinearShape(8, 4)
+    for fuses_gates in (False, True):
+        found = shapes_of(traced.graph, has_decode_pieces=False, fuses_gates=fuses_gates)
+        assert found == Shapes((LinearShape(8, 8, is_gated=fuses_gates), down))
 
 
 class CountedStates(PlainStates):

@@ -70,7 +70,12 @@ def engine_with(cache: PagedCache, max_model_len: int = 512) -> Any:
 )
 def test_a_prompt_is_longer_than_a_window_if_that_is_short(reach: dict[str, int], longest: int) -> None:
     cache = PagedCache([CacheGroup(num_blocks=40), CacheGroup(num_blocks=40, **reach)], block_size=16)
-    assert self_check._choose_lengths(engine_with(cache)) == ([6, longest], 8)
+    assert self_check._choose_lengths(engine_with(cache), has_others=False) == ([6, longest], 8)
+
+
+def test_kernels_for_many_rows_are_tried_too() -> None:
+    cache = PagedCache([CacheGroup(num_blocks=40)], block_size=16)
+    assert self_check._choose_lengths(engine_with(cache), has_others=True) == ([6, 250], 8)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +86,7 @@ def test_prompts_are_as_long_as_there_is_room(
     num_blocks: int, max_model_len: int, lengths: list[int], num_new: int
 ) -> None:
     cache = PagedCache([CacheGroup(num_blocks=num_blocks)], block_size=4)
-    assert self_check._choose_lengths(engine_with(cache, max_model_len)) == (lengths, num_new)
+    assert self_check._choose_lengths(engine_with(cache, max_model_len), has_others=False) == (lengths, num_new)
 
 
 @pytest.mark.parametrize(("cache_tokens", "block_size"), [(8, 4), (1, 1)])

@@ -29,12 +29,28 @@ _OTHER_NAMES = {
 """What other libraries call ours."""
 
 
+_SWITCHES = (
+    "fuse_linears",
+    "fuse_gates",
+    "self_check",
+    "latent_cache",
+    "full_steps",
+    "provenance",
+    "cache",
+    "dump_inputs",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LLMOptions:
     """Rarely needed settings."""
 
     fuse_linears: bool = True
     """Join the matmuls that share an input (q/k/v, gate/up) where the graph shows it is safe."""
+    fuse_gates: bool = True
+    """On a Hopper GPU, in half precision: compute the SiLU of a gate and the product behind it where the sums of their
+    linear are made.
+    """
     decode_pieces: bool | Literal["auto"] = "auto"
     """Steps of decoding with up to 64 sequences run pieces of their own, in which norms, activations and residuals are
     part of linears, and kernels begin early; ``"auto"``: on a GPU, in half precision.
@@ -92,7 +108,7 @@ class LLMOptions:
         object.__setattr__(self, "one_shot_bytes", _bytes("options['one_shot_bytes']", self.one_shot_bytes))
         if self.dump is not None:
             check_folder("options['dump']", self.dump)
-        for name in ("fuse_linears", "self_check", "latent_cache", "full_steps", "provenance", "cache", "dump_inputs"):
+        for name in _SWITCHES:
             _check_choice(f"options[{name!r}]", getattr(self, name), (True, False))
         for name in ("look_ahead", "progress", "decode_pieces"):
             _check_choice(f"options[{name!r}]", getattr(self, name), (True, False, "auto"))

@@ -23,7 +23,8 @@ from piecegraph.llm.cache.states import choose_states
 from piecegraph.llm.config import LLMConfig
 from piecegraph.llm.kernels.attention.registry import choose_kernel
 from piecegraph.llm.kernels.decode_pieces import describe
-from piecegraph.llm.kernels.linear import linear_passes
+from piecegraph.llm.kernels.fused_linear import find_gated
+from piecegraph.llm.kernels.linear import has_gated_kernel, linear_passes
 from piecegraph.llm.model import demo_model
 from piecegraph.llm.model.head import decoder_of
 from piecegraph.llm.model.loader import LoadedModel, load
@@ -197,6 +198,7 @@ def _trace_and_compile(
     """The compiled model, what stood for its cache, and what became of the kernels that are compiled meanwhile."""
     options = config.options
     early: list[EarlyKernels] = []
+    decisions: list[Decision] = []
     decode = _decode_pieces(loaded, config)
     with torch.no_grad(), contextlib.ExitStack() as compiling:
 
@@ -206,6 +208,7 @@ def _trace_and_compile(
             compiling.callback(pipeline.aside.close)  # behind the kernels, which take longer than to end does
             compiling.enter_context(pipeline.compilers(on_gpu=on_gpu, are_kept=pipeline.is_kept))
             early.extend(_start_early(sites, loaded, config, limits, has_decode_pieces=decode.choice == "their own"))
+            decisions.extend(_gates(sites, config))
             clock.lap("compile")  # on a CPU, the test of its vector units: six seconds, once for all models
 
         cache = cache_for(
@@ -231,6 +234,7 @@ def _trace_and_compile(
             on_traced=on_traced,
             deterministic=config.deterministic,
             decode_pieces=decode.choice == "their own",
+            fuse_gates=options.fuse_gates,
             part=part,
             clock=clock,
             place_weight=place_by_copy if loaded.weights is None else loaded.weights.place,
@@ -238,7 +242,7 @@ def _trace_and_compile(
         _check_sizes(loaded, model, limits)
         if config.deterministic:
             refuse_deterministic(loaded.model, model.traced.graph, model.states, loaded.experts)
-        decisions = [kernels.wait() for kernels in early]
+        decisions += [kernels.wait() for kernels in early]
     if model.few is not None:
         what = f"up to {model.few.num_rows} sequences; part of other kernels: {describe(model.traced.graph)}"
         decode = replace(decode, reason=f"{decode.reason}; {what}" if decode.reason else what)
@@ -261,6 +265,22 @@ def _decode_pieces(loaded: LoadedModel, config: LLMConfig) -> Decision:
     return Decision(subject, "their own", "")
 
 
+def _gates(sites: TracedSites, config: LLMConfig) -> Iterator[Decision]:
+    """Where gates are computed, if there are any on a GPU."""
+    count = len(find_gated(sites.graph)) if config.device.type == "cuda" and not config.deterministic else 0
+    if not count:
+        return
+    subject = "gates of linears"
+    if not config.options.fuse_gates:
+        yield Decision(subject, "kernels of their own", "asked for")
+    elif not has_gated_kernel(config.device):
+        yield Decision(
+            subject, "kernels of their own", "what computes them in linears is for Hopper GPUs and Triton 3.6"
+        )
+    else:
+        yield Decision(subject, "part of them", f"{count} of them, in steps of sizes for which that is quicker")
+
+
 def _start_early(
     sites: TracedSites, loaded: LoadedModel, config: LLMConfig, limits: SchedulerLimits, *, has_decode_pieces: bool
 ) -> list[EarlyKernels]:
@@ -275,7 +295,13 @@ def _start_early(
         kernel,
         sites.layers,
         (sites.states, choose_states(sites.states, dtype, config.device)[0]),
-        Shapes() if config.deterministic else shapes_of(sites.graph, has_decode_pieces=has_decode_pieces),
+        Shapes()
+        if config.deterministic
+        else shapes_of(
+            sites.graph,
+            has_decode_pieces=has_decode_pieces,
+            fuses_gates=config.options.fuse_gates and has_gated_kernel(config.device),
+        ),
         getattr(loaded.model.get_output_embeddings(), "weight", None),
         buckets=dict.fromkeys((*sizes.largest(limits), *sizes.of_kernels(), tried)),
         limits=batch_limits(loaded, block_size_for(kernel, config), limits, len(sites.reaches), has_mrope=False),
@@ -346,6 +372,7 @@ def _embeds_tracer(
             events=events,
             takes_embeds=True,
             position_rows=model.position_rows,
+            fuse_gates=given.fuse_gates,
             part=part,
         )
         traced.pipeline.keep(traced.traced)

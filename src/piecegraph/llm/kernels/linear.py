@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from piecegraph.base import torch_compat
 from piecegraph.dumps.repro import register_plain_form
 from piecegraph.graph.compile import goes_by_structure
+from piecegraph.llm.kernels.chip import has_gluon, is_hopper
+from piecegraph.llm.kernels.fused_linear import find_gated, put_in_place
 from piecegraph.llm.kernels.skinny import Linear, Tile, launch_tiles, multiply
 from piecegraph.llm.ops import LIBRARY
 
@@ -100,6 +102,13 @@ def use_skinny_linears(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 @goes_by_structure
+def use_gated_linears(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """An FX pass: a linear, the SiLU of its first half and the product with the second become one op."""
+    put_in_place(module.graph, find_gated(module.graph), early=False)
+    return module
+
+
+@goes_by_structure
 def use_fixed_linears(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """An FX pass: every linear becomes the op with fixed tiles."""
     return _with_op(module, torch.ops.piecegraph.fixed_linear.default)
@@ -134,10 +143,27 @@ def use_outer_products(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return module
 
 
-def linear_passes(device: torch.device, *, deterministic: bool = False) -> tuple[Callable[..., Any], ...]:
-    """The passes for a device."""
-    can_launch = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    return (use_outer_products, use_fixed_linears if deterministic else use_skinny_linears) if can_launch else ()
+def linear_passes(
+    device: torch.device, *, deterministic: bool = False, fuse_gates: bool = False
+) -> tuple[Callable[..., Any], ...]:
+    """The passes for a device.
+
+    Args:
+        device: where linears run.
+        deterministic: a row must be the same bits whatever is beside it.
+        fuse_gates: gates become part of linears, if there is a kernel for that: see :func:`has_gated_kernel`.
+    """
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return ()
+    if deterministic:
+        return use_outer_products, use_fixed_linears
+    gates = (use_gated_linears,) if fuse_gates and has_gated_kernel(device) else ()
+    return use_outer_products, *gates, use_skinny_linears
+
+
+def has_gated_kernel(device: torch.device) -> bool:
+    """Whether there is a kernel for many rows; for few, there is no need of one in steps of all sizes."""
+    return is_hopper(device) and has_gluon()
 
 
 def other_product(graph: torch.fx.Graph) -> torch.fx.Node | None:

@@ -13,11 +13,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from piecegraph.llm.kernels import many_rows
 from piecegraph.llm.kernels.chip import Chip, chip
 from piecegraph.llm.kernels.early_launch import chained_constants
 
 MOST_ROWS = 64
-"""With more, cuBLAS is as good."""
+"""With more, cuBLAS is as good, but for what is behind it: see ``many_rows.py``."""
+_MOST_FUSED = 16
+"""Up to so many rows, kernels for few are best."""
 _SMALL_WEIGHT = 2**24
 """In bytes. A larger one that is fetched early takes the place of what is still needed."""
 _GATE_BLOCK = 1024
@@ -124,7 +127,7 @@ def _tile_of_fused(rows: int, depth: int, *, is_gated: bool) -> Tile | None:
     same with 64 rows: 47.4 against 45.5 us; with cuBLAS 50.2; a layer of Llama-8B 152.0 against 159.3). A gate is part
     of few columns of a deep weight, too (a layer of Llama-8B, 8 rows: 130.8 against 132.2 us, 2 rows 125.4 and 126.4).
     """
-    if rows <= 16:
+    if rows <= _MOST_FUSED:
         if depth in (512, 1024):
             is_one_step = is_gated or rows <= 8
             return Tile("narrow", 16 if is_gated else 32, depth // 4, 4, 1) if is_one_step else None
@@ -155,13 +158,15 @@ def multiply(x: torch.Tensor, linear: Linear, *, early: bool = False) -> torch.T
     """
     depth = linear.weight.shape[1]
     rows = x.numel() // depth
-    if rows > MOST_ROWS or not _fits(x, linear):
+    if (rows > MOST_ROWS and not linear.is_gated) or not _fits(x, linear):
         return plain(x, linear)
     flat = x.reshape(rows, depth)
     added = None if linear.residual is None else linear.residual.reshape(rows, -1)
     out = x.new_empty(rows, linear.num_columns)
     if rows == 1:
         _launch_one_row(flat, linear, added, out, early=early)
+    elif (tiles := _tiles_of_many(flat, linear, early=early)) is not None:
+        many_rows.launch(flat, linear.weight, out, tiles)
     else:
         _launch_rows(flat, linear, added, out, early=early)
     return out.view(*x.shape[:-1], linear.num_columns)
@@ -171,9 +176,9 @@ def launch_once(linear: Linear, rows: int, *, early: bool) -> None:
     """Launch the kernels of ours that :func:`multiply` would, on dummies; none of cuBLAS's."""
     depth = linear.weight.shape[1]
     x = linear.weight.new_zeros(rows, depth)
-    if _tile(rows, linear) is not None:
+    if _tile(rows, linear) is not None or _tiles_of_many(x, linear, early=early) is not None:
         multiply(x, linear, early=early)
-    elif rows <= MOST_ROWS:
+    elif rows <= MOST_ROWS or linear.is_gated:
         if linear.gain is not None:
             _normed(x, linear.gain, linear.eps, early=early)
         if linear.is_gated:
@@ -226,6 +231,8 @@ def _launch_rows(
         both = x.new_empty(x.shape[0], linear.weight.shape[0])
         _product(x, linear, None, both, early=early)
         _gate(both, out, early=early)
+        if added is not None:
+            out += added
     else:
         _product(x, linear, added, out, early=early)
 
@@ -241,6 +248,14 @@ def _tile(rows: int, linear: Linear) -> Tile | None:
     )
     here = chip(linear.weight.device)
     return tile if tile is not None and fits_chip(tile, rows, here, is_gated=linear.is_gated) else None
+
+
+def _tiles_of_many(x: torch.Tensor, linear: Linear, *, early: bool) -> many_rows.Tiles | None:
+    """For a linear with a gate and nothing else around it, in steps that launch nothing early, if there is a kernel."""
+    others = (linear.bias, linear.gain, linear.residual)
+    if early or not linear.is_gated or any(other is not None for other in others) or x.shape[0] <= _MOST_FUSED:
+        return None
+    return many_rows.tiles_for(x, linear.weight)
 
 
 def _product(x: torch.Tensor, linear: Linear, added: torch.Tensor | None, out: torch.Tensor, *, early: bool) -> None:

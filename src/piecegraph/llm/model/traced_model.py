@@ -36,6 +36,7 @@ from piecegraph.graph.tracer import Traced
 from piecegraph.llm import ops
 from piecegraph.llm.kernels.decode_pieces import most_rows, use_fused_ops
 from piecegraph.llm.kernels.early_launch import inductor_settings
+from piecegraph.llm.kernels.fused_linear import FusedLinear
 from piecegraph.llm.kernels.linear import linear_passes, use_outer_products
 from piecegraph.llm.kernels.turned_attention import turn_in_attention
 from piecegraph.llm.model.decoder import Decoder, make_decoder
@@ -121,6 +122,7 @@ def trace_model(
     on_traced: Callable[[TracedSites], None] | None = None,
     deterministic: bool = False,
     decode_pieces: bool = False,
+    fuse_gates: bool = False,
     part: Part | None = None,
     clock: StageClock | None = None,
     place_weight: PlaceWeight = place_by_copy,
@@ -139,6 +141,7 @@ def trace_model(
         on_traced: called before the pieces are compiled.
         deterministic: its linears must not let a row depend on others.
         decode_pieces: steps of decoding with few sequences get pieces of their own, and heads are turned by attention.
+        fuse_gates: gates become part of linears, if there is a kernel for that.
         part: which part of a model it is; None for all of it.
         clock: times its stages.
         place_weight: moves weights that are joined.
@@ -146,13 +149,13 @@ def trace_model(
     pipeline = Pipeline(
         type(model).__name__,
         backend,
-        linear_passes(model.device, deterministic=deterministic),
+        linear_passes(model.device, deterministic=deterministic, fuse_gates=fuse_gates),
         CutRules("auto"),
         options,
         events,
         # Ranks start at the same time: each of them compiles its own, which takes all cores.
         has_many_pieces=part is None and not takes_embeds,
-        op_modules=(use_fused_ops.__module__, use_outer_products.__module__),
+        op_modules=(FusedLinear.__module__, use_outer_products.__module__),
         factors=_factors(cache, part, decode_pieces=decode_pieces),
         clock=clock or StageClock(),
     )

@@ -23,7 +23,8 @@ from piecegraph.llm.cache.memory import Memory
 from piecegraph.llm.cache.states import StateKernels, StateMemory
 from piecegraph.llm.kernels import skinny
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
-from piecegraph.llm.kernels.decode_pieces import FusedLinear, find_fused, most_rows
+from piecegraph.llm.kernels.decode_pieces import most_rows
+from piecegraph.llm.kernels.fused_linear import FusedLinear, find_gated, find_linears
 from piecegraph.llm.kernels.turned_attention import find_turned
 from piecegraph.llm.run.batch import BatchBuffers, BatchLimits
 from piecegraph.llm.run.sampling import SamplingMode, sample
@@ -60,17 +61,19 @@ class Shapes:
     """For so many sequences at most."""
 
 
-def shapes_of(graph: torch.fx.Graph, *, has_decode_pieces: bool) -> Shapes:
+def shapes_of(graph: torch.fx.Graph, *, has_decode_pieces: bool, fuses_gates: bool) -> Shapes:
     """The distinct ones of a traced decoder."""
     target = torch_compat.op_of(F.linear)[0]
+    gated = {found.nodes[0] for found in find_gated(graph)} if fuses_gates else ()
     plain: dict[LinearShape, None] = {}
     for node in graph.nodes:
         if node.op == "call_function" and torch_compat.op_of(node.target)[0] is target:
             rows, depth = torch_compat.meta_value(node.args[1]).shape
-            plain[LinearShape(int(rows), int(depth), (*node.args, None)[2] is not None)] = None
+            has_bias = (*node.args, None)[2] is not None
+            plain[LinearShape(int(rows), int(depth), has_bias, is_gated=node in gated)] = None
     if not has_decode_pieces:
         return Shapes(tuple(plain))
-    fused = dict.fromkeys(map(_fused_shape, find_fused(graph)))
+    fused = dict.fromkeys(map(_fused_shape, find_linears(graph)))
     turned = {found.site: found.has_norm for found in find_turned(graph)}
     return Shapes(tuple(plain), tuple(fused), turned, most_rows(graph))
 

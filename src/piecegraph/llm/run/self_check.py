@@ -30,8 +30,9 @@ from piecegraph.llm.run.sampling import rows_at_once
 
 _NEW_TOKENS = 8
 _FIRST_LEN, _SECOND_LEN, _LONG_LEN = 6, 18, 250
-"""Of prompts. The second is longer than a block; a long one in its place is longer than windows of up to 242 tokens. A
-step of both is of a size that is recorded for others, too: 32 tokens, also with the first once more, or 256."""
+"""Of prompts. The second is longer than a block; a long one in its place is longer than windows of up to 242 tokens, and
+has the kernels for many rows. A step of both is of a size that is recorded for others, too: 32 tokens, also with the
+first once more, or 256."""
 
 _PROMPTS, _BEYOND, _STEPS, _PLAIN = "prompts", "prompts behind a window", "decode steps", "steps without hidden states"
 
@@ -51,7 +52,7 @@ def self_check(model: Any, engine: LLMEngine) -> Decision:
     """
     limits = engine.scheduler.limits
     numbers = torch.Generator().manual_seed(0)
-    lengths, num_new = _choose_lengths(engine)
+    lengths, num_new = _choose_lengths(engine, has_others=model.device.type == "cuda" and model.dtype.itemsize == 2)
     prompts = [torch.randint(limits.vocab_size, (length,), generator=numbers).tolist() for length in lengths]
     with torch.inference_mode():
         found = _generate(engine, prompts, num_new)
@@ -70,10 +71,15 @@ def self_check(model: Any, engine: LLMEngine) -> Decision:
     return Decision("self check", "passed", reason + "; both rotated as long sequences" * is_long)
 
 
-def _choose_lengths(engine: LLMEngine) -> tuple[list[int], int]:
-    """Lengths of the prompts, and how many tokens to generate: a small cache may not hold what we would like."""
+def _choose_lengths(engine: LLMEngine, *, has_others: bool) -> tuple[list[int], int]:
+    """Lengths of the prompts, and how many tokens to generate: a small cache may not hold what we would like.
+
+    Args:
+        engine: what runs the model.
+        has_others: whether steps of some hundred tokens may run other kernels than those of a few.
+    """
     limits, reach = engine.scheduler.limits, _smallest_reach(engine)
-    is_long = reach is not None and _SECOND_LEN < reach + _NEW_TOKENS <= _LONG_LEN
+    is_long = has_others or (reach is not None and _SECOND_LEN < reach + _NEW_TOKENS <= _LONG_LEN)
     wanted = (_FIRST_LEN, _LONG_LEN if is_long else _SECOND_LEN)
     # The last token is never computed, so it needs no room. A cache has room for one token at least.
     most = min(wanted[-1] + _NEW_TOKENS, limits.max_model_len) - 1

@@ -7,17 +7,15 @@ that writes keys and values to clear padded rows and the values behind a prompt,
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from piecegraph.llm.kernels.attention import triton_paged
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
 from piecegraph.llm.kernels.attention.plain_prompts import supports, use_for, why_left
-from piecegraph.llm.kernels.chip import chip
+from piecegraph.llm.kernels.chip import chip, has_gluon
 from piecegraph.llm.specs import (
     AttentionBatch,
     AttentionLayer,
@@ -47,16 +45,19 @@ def for_prompts(operands: triton_paged.Operands, batch: AttentionBatch) -> trito
 
 def launch(operands: triton_paged.Operands, batch: AttentionBatch, rows: SequenceRows) -> None:
     """See :class:`~piecegraph.llm.kernels.attention.triton_paged.AttendPrompts`."""
-    gluon, layer, device = _gluon(), operands.layer, operands.q.device
+    from piecegraph.llm.kernels import gluon_boxes as boxes
+    from piecegraph.llm.kernels.attention import gluon_prefill as gluon
+
+    layer, device = operands.layer, operands.q.device
     num_seqs, width, group = rows.lens.shape[0], layer.key_width, layer.num_heads // layer.num_kv_heads
     heads, box = tile_heads(group), math.gcd(batch.block_size, gluon.BLOCK_N.value)
     queries = gluon.BLOCK_M.value // heads
     most_tiles = (-(-operands.q.shape[0] // queries) + num_seqs) * (layer.num_heads // heads)
     key_cache, value_cache = operands.key_cache, operands.value_cache
     gluon.prefill_kernel[(min(most_tiles, chip(device).num_processors),)](
-        gluon.described(operands.q, [gluon.SIDE.value // heads, heads, gluon.COLUMNS.value]),
-        gluon.described(_token_rows(key_cache), [box, gluon.COLUMNS.value]),
-        gluon.described(_token_rows(value_cache), [box, gluon.COLUMNS.value]),
+        boxes.described(operands.q, [boxes.SIDE.value // heads, heads, boxes.COLUMNS.value]),
+        boxes.described(_token_rows(key_cache), [box, boxes.COLUMNS.value]),
+        boxes.described(_token_rows(value_cache), [box, boxes.COLUMNS.value]),
         operands.out,
         rows.starts,
         rows.lens,
@@ -100,14 +101,6 @@ def _token_rows(cache: torch.Tensor) -> torch.Tensor:
     )
 
 
-@functools.cache
-def _gluon() -> Any:
-    """Triton is imported when it is needed: where there is no GPU, it may not be installed."""
-    from piecegraph.llm.kernels.attention import gluon_prefill
-
-    return gluon_prefill
-
-
 def prepare(layers: Sequence[AttentionLayer | LatentLayer], device: torch.device) -> None:
     """See :class:`~piecegraph.llm.kernels.attention.kernel.Prepare`."""
     triton_paged.prepare(layers, device)
@@ -126,17 +119,9 @@ def _make_counters(device: torch.device) -> torch.Tensor:
         return torch.zeros(2, dtype=torch.int32, device=device)
 
 
-@functools.cache
-def _has_gluon() -> bool:
-    """As it is written for; before Triton 3.6, warps got their roles in another way."""
-    version: str = importlib.import_module("triton").__version__
-    major, minor = version.split(".")[:2]
-    return (int(major), int(minor)) >= (3, 6)
-
-
 def _supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support:
     verdict = supports(layer, dtype, device)
-    return verdict if isinstance(verdict, Rejected) or _has_gluon() else Rejected("Triton 3.6 is needed")
+    return verdict if isinstance(verdict, Rejected) or has_gluon() else Rejected("Triton 3.6 is needed")
 
 
 def _use_for(layers: Sequence[AttentionLayer | LatentLayer]) -> Support:

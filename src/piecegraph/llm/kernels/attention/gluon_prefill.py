@@ -43,28 +43,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-SIDE = gl.constexpr(64)
-"""Rows of one group of warps."""
+from piecegraph.llm.kernels.gluon_boxes import COLUMNS, SIDE
+
 BLOCK_M = gl.constexpr(128)
 BLOCK_N = gl.constexpr(128)
-COLUMNS = gl.constexpr(64)
-"""Of what is copied at once: as wide as the pattern in which it lies in shared memory, 128 bytes."""
 K_PLACES = gl.constexpr(2)
 V_PLACES = gl.constexpr(3)
 SEQUENCES = gl.constexpr(128)
 """Looked at at once."""
-
-
-def described(tensor, box):
-    """What the copy engine has to know of a tensor. It is an argument by value, so a captured launch keeps it."""
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, box_layout(len(box)))
-
-
-def box_layout(rank):
-    """How a box lies in shared memory."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
 @gluon.jit

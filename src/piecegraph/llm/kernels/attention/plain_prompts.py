@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from piecegraph.llm.kernels.attention import triton_paged
+from piecegraph.llm.kernels.chip import is_hopper
 from piecegraph.llm.specs import Accepted, AttentionLayer, LatentLayer, Rejected, Support
 
 
 def supports(layer: AttentionLayer | LatentLayer, dtype: torch.dtype, device: torch.device) -> Support:
     """See :class:`~piecegraph.llm.kernels.attention.kernel.Supports`."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    if not is_hopper(device):
         return Rejected("it is for Hopper GPUs")
     if dtype not in (torch.float16, torch.bfloat16):
         return Rejected(f"{dtype} is neither float16 nor bfloat16")
