@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import piecegraph
+from piecegraph.llm.run.step import Bucket
+from piecegraph.llm.specs import SHORT_CONTEXT
 from tests.cases.checkpoints import make_byte_tokenizer
 from tests.cases.llms import tiny_model
 
@@ -51,6 +53,21 @@ def test_captured_steps_give_the_same_tokens(family: str, mode: str, tmp_path: P
         assert tokens(llm, temperature=0.8, top_k=20, seed=1) == drawn
         assert llm.stats()["coverage"] == 1.0
         assert not llm.stats()["fallbacks"]
+
+
+def test_contexts_that_grow_long_give_the_same_tokens(tmp_path: Path) -> None:
+    """From one step to the next a few sequences have another size, in which attention has more programs."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    prompts = [list(range(3, 3 + length)) for length in (SHORT_CONTEXT - 9, 30, SHORT_CONTEXT - 20)]
+    limits = {"max_model_len": 512, "max_batch_tokens": 512, "capture_sizes": "auto"}
+    found = []
+    for arguments in ({"cudagraph_mode": "none"}, {"options": {"record_seconds": 30.0}}):
+        with running(tmp_path, **limits, **arguments) as llm:
+            outs = llm.generate(prompts, max_new_tokens=40, ignore_eos=True)
+            found.append([out.token_ids for out in outs])
+            tapes = {key.bucket for key in llm.started.engine.forward.library.tapes}
+    assert {Bucket(4, 4, "decode"), Bucket(4, 4, "decode", is_short=True)} <= tapes
+    assert found[0] == found[1]
 
 
 def assert_same_but_for_ties(found: list[list[int]], expected: list[Any]) -> None:

@@ -18,6 +18,10 @@ def decode(size: int, sampling: SamplingMode = "greedy") -> StepKey:
     return StepKey(Bucket(size, size, "decode"), sampling)
 
 
+def short(size: int) -> StepKey:
+    return StepKey(Bucket(size, size, "decode", is_short=True), "greedy")
+
+
 def adjusted(size: int, num_adjusted: int = SHORTEST) -> StepKey:
     return StepKey(Bucket(size, size, "decode"), "greedy", num_adjusted=num_adjusted)
 
@@ -101,6 +105,9 @@ def test_one_size_for_all_steps() -> None:
         (StepKey(Bucket(512, 8), "greedy"), [StepKey(Bucket(4096, 8), "greedy")], None),
         (StepKey(Bucket(64, 8), "greedy", every_row=True), [StepKey(Bucket(64, 8), "greedy")], None),
         (StepKey(Bucket(64, 8), "greedy"), [StepKey(Bucket(64, 8), "greedy", takes_embeds=True)], None),
+        (short(4), [decode(8), decode(4), short(8)], decode(4)),
+        (short(4), [decode(8), short(8), decode(16)], short(8)),
+        (decode(4), [short(4), short(8)], None),
     ],
 )
 def test_the_cheapest_that_covers_a_step(

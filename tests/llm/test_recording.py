@@ -11,9 +11,9 @@ import pytest
 
 import piecegraph
 from piecegraph.errors import ConfigError
-from piecegraph.llm import running
+from piecegraph.llm import parts, running
 from piecegraph.llm.cache.memory import EachKindOnce, Memory
-from piecegraph.llm.run import sizing, step
+from piecegraph.llm.run import batch, sizing, step
 from piecegraph.llm.run.forward import Forward
 from piecegraph.llm.run.step import Bucket
 from piecegraph.llm.specs import AttentionLayer
@@ -82,6 +82,37 @@ def test_a_long_sequence_that_decodes_is_kept_apart(models: Shelf, monkeypatch: 
     assert [answer.token_ids for answer in found] == [
         plain.generate([each], **arguments)[0].token_ids for each in prompts
     ]
+
+
+def test_short_contexts_have_sizes_of_their_own(models: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sequences decode together; behind the 48th token of the longest their steps have another size."""
+    for module in (sizing, step, batch):
+        monkeypatch.setattr(module, "SHORT_CONTEXT", 48)
+    choose, bounds = parts.choose_step_sizes, dict[Bucket, set[int]]()
+    monkeypatch.setattr(parts, "choose_step_sizes", lambda *a, **k: choose(*a, **{**k, "has_short": True}))
+    fill, used = Forward.fill, list[tuple[Bucket, int]]()
+
+    def watched(forward: Forward, plan: step.StepPlan, **kwargs: Any) -> Any:
+        filled = fill(forward, plan, **kwargs)
+        bucket, longest = filled.key.bucket, max(work.start + work.num_tokens for work in plan.works)
+        used.append((bucket, longest))
+        bounds.setdefault(bucket, set()).update(
+            each.max_seq_len for each in forward.step._buffers.views(bucket).attention
+        )
+        return filled
+
+    monkeypatch.setattr(Forward, "fill", watched)
+    llm = models.load("llama", max_num_seqs=8, options={"graph_device": "simulated"})
+    used.clear()
+    prompts = [PROMPT, PROMPT[:9], PROMPT[5:30]]
+    found = llm.generate(prompts, max_new_tokens=20, ignore_eos=True)
+    assert [each.token_ids for each in found] == [models.greedy("llama", prompt, 20) for prompt in prompts]
+    assert all(each.metrics.graph_coverage == 1 for each in found)
+    decoded = [(bucket, longest) for bucket, longest in used if bucket.kind == "decode"]
+    assert {bucket.is_short for bucket, _ in decoded} == {True, False}
+    assert all(bucket.is_short == (longest <= 48) for bucket, longest in decoded)
+    assert {max(bounds[bucket]) for bucket, _ in decoded if bucket.is_short} == {48}
+    assert {min(bounds[bucket]) for bucket, _ in decoded if not bucket.is_short} == {llm.started.limits.max_model_len}
 
 
 def test_a_step_between_two_sizes_runs_in_the_larger_one(models: Shelf) -> None:

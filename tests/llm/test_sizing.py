@@ -10,7 +10,7 @@ from piecegraph.errors import ModelError
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.sizing import CacheNeeds, choose_step_sizes, size_cache
 from piecegraph.llm.run.step import LONG_CONTEXT, Bucket, StepPlan, Work
-from piecegraph.llm.specs import Reach
+from piecegraph.llm.specs import SHORT_CONTEXT, Reach
 
 NEEDS = CacheNeeds(
     reaches=(Reach(), Reach(window=32)),
@@ -118,6 +118,33 @@ def test_a_long_sequence_that_decodes_is_kept_apart_from_prompts(most: int, expe
     short = sizes.bucket_for(step(2, 60, decoding=LONG_CONTEXT - 1))
     assert short.separates_prompts == (most == 8), "with few sequences only a prompt alone is not"
     assert expected in sizes.all()
+
+
+def test_a_few_short_sequences_that_decode_have_sizes_of_their_own() -> None:
+    sizes = choose_step_sizes(
+        "auto", has_graphs=True, max_num_seqs=16, max_batch_tokens=64, max_model_len=8192, has_short=True
+    )
+
+    def bucket_of(num_seqs: int, longest: int) -> Bucket:
+        request = Request("long", [1] * longest, SamplingParams())
+        works = [Work(request, 3, 1, True)] * (num_seqs - 1) + [Work(request, longest - 1, 1, True)]
+        return sizes.bucket_for(StepPlan(tuple(works), num_seqs, "decode"))
+
+    short = [Bucket(size, size, "decode", is_short=True) for size in (2, 4, 8)]
+    assert [bucket_of(num_seqs, SHORT_CONTEXT) for num_seqs in (2, 3, 4, 5, 8)] == [short[i] for i in (0, 1, 1, 2, 2)]
+    assert bucket_of(3, SHORT_CONTEXT + 1) == Bucket(4, 4, "decode")
+    assert bucket_of(1, 5) == Bucket(1, 1, "decode"), "one alone has no other"
+    assert bucket_of(9, 5) == Bucket(16, 16, "decode")
+    assert [bucket for bucket in sizes.all() if bucket.is_short] == short
+    assert [bucket for bucket in sizes.at_start() if bucket.is_short] == short[-1:]
+
+
+@pytest.mark.parametrize("most", [SHORT_CONTEXT, SHORT_CONTEXT + 1])
+def test_no_other_size_where_all_sequences_are_short(most: int) -> None:
+    sizes = choose_step_sizes(
+        "auto", has_graphs=True, max_num_seqs=16, max_batch_tokens=64, max_model_len=most, has_short=True
+    )
+    assert any(bucket.is_short for bucket in sizes.all()) == (most > SHORT_CONTEXT)
 
 
 def test_nobody_is_kept_apart_where_no_sequence_is_long() -> None:

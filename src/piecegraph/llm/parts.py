@@ -251,6 +251,7 @@ def step_sizes(config: LLMConfig, limits: SchedulerLimits, *, has_graphs: bool) 
         max_batch_tokens=limits.max_batch_tokens,
         max_model_len=limits.max_model_len,
         deterministic=config.deterministic,
+        has_short=config.device.type == "cuda",
     )
 
 

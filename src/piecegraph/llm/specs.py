@@ -104,6 +104,10 @@ class SequenceRows:
     """int32 [sequences, max_blocks]."""
 
 
+SHORT_CONTEXT = 256
+"""Tokens of the longest sequence of a step of decoding up to which a few sequences have fewer programs of attention."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBatch:
     """Where the tokens of a batch belong, for one group of layers.

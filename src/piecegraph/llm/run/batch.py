@@ -27,7 +27,7 @@ from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.sampling import HOTTEST, SamplingMode, mode_of
 from piecegraph.llm.run.step import MAX_PROMPTS, Bucket, StepPlan, Work
 from piecegraph.llm.run.upload import Upload
-from piecegraph.llm.specs import AttentionBatch, SequenceRows, Span, StateBatch
+from piecegraph.llm.specs import SHORT_CONTEXT, AttentionBatch, SequenceRows, Span, StateBatch
 
 _OF_PROMPTS = ("prompt_starts", "prompt_lens", "prompt_rows")
 _MODES: tuple[SamplingMode, ...] = ("greedy", "plain", "truncated")
@@ -242,7 +242,7 @@ class BatchBuffers:
                 slots=slots[g],
                 block_size=limits.block_size,
                 max_query_len=1 if bucket.kind == "decode" else min(num_tokens, limits.max_model_len),
-                max_seq_len=limits.max_model_len,
+                max_seq_len=min(limits.max_model_len, SHORT_CONTEXT) if bucket.is_short else limits.max_model_len,
                 prompts=SequenceRows(starts, lens, self._prompt_tables[g]) if bucket.separates_prompts else None,
             )
             for g in range(limits.num_groups)

@@ -38,6 +38,7 @@ def covers(recorded: StepKey, wanted: StepKey) -> bool:
     mine, theirs = recorded.bucket, wanted.bucket
     return (
         mine.kind == theirs.kind
+        and mine.is_short <= theirs.is_short
         and theirs.num_seqs <= mine.num_seqs
         and theirs.num_tokens <= mine.num_tokens <= max(_CHEAP_TOKENS, _MOST_TIMES * theirs.num_tokens)
         and _POWER[wanted.sampling] <= _POWER[recorded.sampling]
@@ -50,9 +51,11 @@ def covers(recorded: StepKey, wanted: StepKey) -> bool:
 def best_cover(wanted: StepKey, recorded: Iterable[StepKey]) -> StepKey | None:
     """The recorded step that serves another one soonest."""
 
-    def cost(key: StepKey) -> tuple[int, int, bool]:
+    def cost(key: StepKey) -> tuple[int, int, bool, bool]:
+        bucket = key.bucket
         # To draw for a sequence takes up to about as long as two tokens of a small model.
-        return key.bucket.num_tokens + _POWER[key.sampling] * key.bucket.num_seqs, key.num_adjusted, key.has_masks
+        tokens = bucket.num_tokens + _POWER[key.sampling] * bucket.num_seqs
+        return tokens, key.num_adjusted, key.has_masks, not bucket.is_short
 
     return min((key for key in recorded if covers(key, wanted)), key=cost, default=None)
 

@@ -72,6 +72,7 @@ class StepKey:
         size = size_of(self.bucket.num_tokens, "token")
         if self.bucket.kind == "mixed":
             size += f" of {size_of(self.bucket.num_seqs, 'sequence')}"
+        size += ", short contexts" if self.bucket.is_short else ""
         size += ", embeddings" if self.takes_embeds else ""
         size += ", every row" if self.every_row else ""
         size += f", {size_of(self.num_adjusted, 'adjusted logit')}" if self.num_adjusted else ""

@@ -30,9 +30,9 @@ from piecegraph.llm.run.sampling import rows_at_once
 
 _NEW_TOKENS = 8
 _FIRST_LEN, _SECOND_LEN, _LONG_LEN = 6, 18, 250
-"""Of prompts. The second is longer than a block; a long one in its place is longer than windows of up to 242 tokens, and
-has the kernels for many rows. A step of both is of a size that is recorded for others, too: 32 tokens, also with the
-first once more, or 256."""
+"""Of prompts. The second is longer than a block; a long one in its place is longer than windows of up to 242 tokens,
+and has the kernels for many rows. A step of both is of a size that is recorded for others, too: 32 tokens, also with
+the first once more, or 256."""
 
 _PROMPTS, _BEYOND, _STEPS, _PLAIN = "prompts", "prompts behind a window", "decode steps", "steps without hidden states"
 

@@ -15,7 +15,7 @@ from piecegraph.llm.cache.paged import CacheGroup
 from piecegraph.llm.run.batch import BatchLimits
 from piecegraph.llm.run.scheduler import SchedulerLimits
 from piecegraph.llm.run.step import FEW_MIXED, LONG_CONTEXT, Bucket, StepPlan
-from piecegraph.llm.specs import Reach, StepKind
+from piecegraph.llm.specs import SHORT_CONTEXT, Reach, StepKind
 from piecegraph.tape.buckets import ladder
 
 
@@ -116,13 +116,16 @@ class StepSizes:
     seqs: tuple[int, ...]
     is_listed: bool = False
     """Whether the sizes were asked for one by one."""
+    short_seqs: int = 0
+    """Up to how many sequences of a step of decoding there is another size for short contexts."""
     only: Bucket | None = None
     """What every step is padded to, whatever is in it: see Note [Steps that are all alike]."""
 
     def bucket_for(self, plan: StepPlan) -> Bucket:
         """The smallest recorded bucket, or the step's own size if none is large enough."""
         if self.only is not None or plan.kind == "decode":
-            return self.decode_bucket(plan.num_seqs)
+            bucket = self.decode_bucket(plan.num_seqs)
+            return _short(bucket.num_seqs) if self._has_short(bucket.num_seqs) and plan.is_short else bucket
         num_tokens, num_seqs = _fit(plan.num_tokens, self.tokens), _fit(plan.num_seqs, self.seqs)
         is_short = num_seqs <= self._few_seqs or num_tokens <= FEW_MIXED
         if is_short and plan.has_long_decodes:  # see Note [Two kinds of rows]
@@ -174,7 +177,12 @@ class StepSizes:
         if self.only is not None:
             return [self.only]
         mixed = dict.fromkeys(self._mixed(size, seqs) for size in self.tokens for seqs in self.seqs)
-        return [*(Bucket(size, size, "decode") for size in self.decode), *mixed]
+        short = (_short(size) for size in self.decode if self._has_short(size))
+        return [*(Bucket(size, size, "decode") for size in self.decode), *short, *mixed]
+
+    def _has_short(self, num_seqs: int) -> bool:
+        """One alone is a matter of latency, whatever its length."""
+        return 1 < num_seqs <= self.short_seqs and num_seqs in self.decode
 
     def under_load(self) -> list[Bucket]:
         """Mixed steps of as many sequences as there may be."""
@@ -223,8 +231,19 @@ def choose_step_sizes(
     max_batch_tokens: int,
     max_model_len: int,
     deterministic: bool = False,
+    has_short: bool = False,
 ) -> StepSizes:
-    """Without graphs nothing is gained by padding, so steps keep their own size unless sizes were listed."""
+    """Without graphs nothing is gained by padding, so steps keep their own size unless sizes were listed.
+
+    Args:
+        capture_sizes: ``"auto"``, or those that were asked for.
+        has_graphs: whether steps are recorded.
+        max_num_seqs: of a step.
+        max_batch_tokens: of a step.
+        max_model_len: of a sequence.
+        deterministic: whether all steps are to be alike.
+        has_short: whether attention is cut in another way where contexts are short.
+    """
     if deterministic:
         return StepSizes((), (), (), only=_mixed(max_batch_tokens, max_num_seqs, few_seqs=max_num_seqs))
     few = min(_FEW_SEQS, max_num_seqs)
@@ -234,7 +253,8 @@ def choose_step_sizes(
     if isinstance(capture_sizes, str):
         if not has_graphs:
             return StepSizes((), (), ())
-        return StepSizes(tuple(ladder(max_num_seqs)), _token_ladder(max_batch_tokens), seqs)
+        short_seqs = _FEW_SEQS if has_short and max_model_len > SHORT_CONTEXT else 0
+        return StepSizes(tuple(ladder(max_num_seqs)), _token_ladder(max_batch_tokens), seqs, short_seqs=short_seqs)
     listed = sorted(set(capture_sizes))
     return StepSizes(
         tuple(size for size in listed if size <= max_num_seqs) or (max_num_seqs,),
@@ -267,6 +287,11 @@ def _mixed(num_tokens: int, num_seqs: int, *, few_seqs: int) -> Bucket:
     """There are never more sequences than tokens."""
     num_seqs = min(num_tokens, num_seqs)
     return Bucket(num_tokens, num_seqs, "mixed", num_seqs > few_seqs and num_tokens > FEW_MIXED)
+
+
+@functools.lru_cache(maxsize=64)
+def _short(num_seqs: int) -> Bucket:
+    return Bucket(num_seqs, num_seqs, "decode", is_short=True)
 
 
 def _fit(size: int, sizes: Sequence[int]) -> int:

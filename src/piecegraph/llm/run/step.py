@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from piecegraph.llm.run.request import Request
-from piecegraph.llm.specs import StepKind
+from piecegraph.llm.specs import SHORT_CONTEXT, StepKind
 
 MAX_PROMPTS = 32
 """Sequences of a step with more than one token, where there are many sequences. Kernels for prompts have work to do for
@@ -69,6 +69,11 @@ class StepPlan:
         """Whether a sequence with one token has so many before it that kernels for prompts are not for it."""
         return any(work.num_tokens == 1 and work.start >= LONG_CONTEXT for work in self.works)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether no sequence has more than SHORT_CONTEXT tokens, those of this step with them."""
+        return all(work.start + work.num_tokens <= SHORT_CONTEXT for work in self.works)
+
 
 FEW_MIXED = 16
 """Tokens of the shortest steps with prompts, which may run the pieces for few rows. They keep no sequence apart:
@@ -86,6 +91,8 @@ class Bucket:
     """``"decode"``: ``num_tokens == num_seqs``, and serves decode steps alone."""
     separates_prompts: bool = False
     """Of a mixed step: whether the sequences with one token are told apart. See Note [Two kinds of rows]."""
+    is_short: bool = False
+    """Of a step of decoding: whether it serves none but those with sequences of at most SHORT_CONTEXT tokens."""
 
     def has_few_rows(self, most: int) -> bool:
         """Whether it runs the pieces for few rows: see Note [Pieces of their own for decoding].
@@ -99,7 +106,7 @@ class Bucket:
 
     def __post_init__(self) -> None:
         assert min(self.num_seqs, self.num_tokens) > 0, self
-        assert self.kind == "mixed" or self.num_tokens == self.num_seqs, self
+        assert not self.is_short if self.kind == "mixed" else self.num_tokens == self.num_seqs, self
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from piecegraph.llm.kernels.chip import Chip
+from piecegraph.llm.specs import SHORT_CONTEXT
 
 MAX_SPLITS = 32
 MIN_TILE = 16  # what a product of tiles takes at least
@@ -120,7 +121,9 @@ def decode_tiles(shape: Shape, num_seqs: int, max_seq_len: int, chip: Chip) -> T
     A few sequences are read faster by twice as many programs with half the keys (a layer of Qwen3-0.6B, 8 sequences of
     128, 300, 700, 2048 and 32,768 tokens: 34.3, 35.9, 36.1, 48.8 and 271 us against 33.8, 33.2, 40.2, 52.3 and 296; 2
     of 128 and 32,768: 28.4 and 93.5 against 30.4 and 101.7; of Llama-3.1-8B, 8 of 160 and 1000: 128.1 and 135.9 against
-    129.9 and 136.6), 16 are not.
+    129.9 and 136.6), 16 are not. Where all contexts are short there is little to read, and what counts is that the next
+    kernel finds room to begin early: one program for each processor (a layer of Qwen3-0.6B, 8 sequences of 130, 192 and
+    400 tokens: 30.4, 30.7 and 35.5 us against 33.6, 33.8 and 35.4; 4 of 256: 29.4 and 33.5).
 
     Where there is more than one part for each processor, one stage more pays, if as many programs still fit (a layer of
     Qwen3-0.6B with 32 sequences of 128 tokens: 33.3 against 36.3 us; 64 of 128: 40.5 and 42.0; 64 of 2048: 158 and
@@ -141,7 +144,8 @@ def decode_tiles(shape: Shape, num_seqs: int, max_seq_len: int, chip: Chip) -> T
         block_n, num_warps = block_n // 2, 2 if is_narrow else 4
     if is_narrow and 1 < load <= 4 and _fits(shape, block_n, num_stages + 1, chip):
         num_stages += 1
-    num_programs = (MOST_PROGRAMS if is_narrow and is_small else 2) * num_processors
+    num_programs = 2 if not (is_narrow and is_small) else 1 if max_seq_len <= SHORT_CONTEXT else MOST_PROGRAMS
+    num_programs *= num_processors
     num_splits = min(_max_splits(shape, tile_heads), num_programs // num_parts, -(-max_seq_len // block_n))
     return Tiles(MIN_TILE, block_n, tile_heads, num_warps, num_stages, max(1, num_splits))
 
