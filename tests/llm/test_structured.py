@@ -277,7 +277,7 @@ def test_a_form_that_cannot_be_gone_on_with_ends_its_request_alone(path: Path, m
         for guide, token in taken:
             guide.error = RequestError("PG660", "too complicated") if token == 20 else None
 
-    monkeypatch.setattr("piecegraph.llm.run.scheduler.take_tokens", take_tokens)
+    monkeypatch.setattr("piecegraph.llm.run.endings.take_tokens", take_tokens)
     form = SamplingParams(structured_outputs={"regex": "0[0-9]{30}"})
     bad, good = llm.generate(["x", "y"], [form, SamplingParams(max_new_tokens=9)], on_error="return")
     assert "PG660" in str(bad.error)

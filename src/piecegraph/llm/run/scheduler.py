@@ -49,11 +49,10 @@ from dataclasses import dataclass
 
 from piecegraph.errors import ConfigError, RequestError
 from piecegraph.llm.cache.paged import PagedCache
+from piecegraph.llm.run.endings import Endings, bad_token
 from piecegraph.llm.run.request import FinishReason, Request
-from piecegraph.llm.run.sampling import NO_TOKEN
 from piecegraph.llm.run.step import MAX_PROMPTS, StepPlan, Work
 from piecegraph.llm.run.stop import IncrementalText
-from piecegraph.llm.run.structured import take_tokens
 
 _LEAST_SHARE = 0.25
 """Of the tokens of prompts that a step could compute: see Note [Full steps]. If steps took as long as they have rows,
@@ -125,11 +124,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self.needs_state = needs_state
         self.release_state = release_state
-        self._text_of = text_of
-        self._texts: dict[str, IncrementalText] = {}
-        """Of requests that end at a stop text."""
-        self._guided: set[str] = set()
-        """Requests whose answer has a form, and ends when that is complete."""
+        self._endings = Endings(text_of)
         self._free_slots = self._all_slots()
         self._rows: list[Request] = []
         """The requests of the last plan in its order; see :func:`_keep_rows`."""
@@ -161,10 +156,7 @@ class Scheduler:
         if request.is_done:
             raise RequestError("PG656", f"request {request.id!r} has ended", hint="make a new one")
         self.check_fits(request)
-        if request.params.stop and self._text_of is not None:
-            self._texts[request.id] = self._text_of(request)
-        if request.guide is not None:
-            self._guided.add(request.id)
+        self._endings.watch(request)
         request.max_len = min(request.max_len, self.limits.max_model_len)
         if not request.params.ignore_eos:
             request.stop_ids |= self.eos_token_ids
@@ -221,8 +213,7 @@ class Scheduler:
             return
         was_running = request.state == "running"
         request.end(reason, error)
-        self._texts.pop(request.id, None)
-        self._guided.discard(request.id)
+        self._endings.forget(request)
         del self._requests[request.id]
         if was_running:
             self._let_go(request)
@@ -551,10 +542,8 @@ class Scheduler:
             raise RequestError("PG657", "the step cannot be committed", why=why, hint="give one token for each work")
         finished: list[Request] = []
         block_size, prefix_cache = self.cache.block_size, self.cache.prefix_cache
-        vocab_size, texts, now = self.limits.vocab_size, self._texts, time.perf_counter()
-        guided = self._guided
-        if guided:
-            self._take_in_forms(plan, tokens)
+        vocab_size, watched, now = self.limits.vocab_size, self._endings.watched, time.perf_counter()
+        self._endings.take_in_forms(plan.works, tokens, vocab_size)
         for work, token in zip(plan.works, tokens, strict=True):
             request, start, num_tokens, samples = work
             blocks = request.blocks
@@ -568,54 +557,18 @@ class Scheduler:
                 self.cache.give_back(blocks, computed)
             if samples:
                 if not 0 <= token < vocab_size:
-                    self.finish(request, "error", _bad_token(request, token))
+                    self.finish(request, "error", bad_token(request, token))
                     finished.append(request)
                     continue
                 request.tokens.append(token)
                 request.token_times.append(now)
-                if guided and request.id in guided and self._is_ended_by_form(request):
-                    finished.append(request)
-                elif token in request.stop_ids or (texts and request.id in texts and self._is_stopped(request)):
-                    self.finish(request, "stop")
-                    request.stop_reason = request.stop_reason or self._stop_token(request, token)
-                    finished.append(request)
-                elif len(request.tokens) >= request.max_len:
-                    self.finish(request, "length")
-                    finished.append(request)
+                may_end = token in request.stop_ids or len(request.tokens) >= request.max_len
+                if may_end or (watched and request.id in watched):
+                    ending = self._endings.ending_of(request, token, self.eos_token_ids)
+                    if ending is not None:
+                        self.finish(request, *ending)
+                        finished.append(request)
         return finished
-
-    def _take_in_forms(self, plan: StepPlan, tokens: Sequence[int]) -> None:
-        """Go on in the forms of answers by their newest tokens, in all of them at once."""
-        vocab_size = self.limits.vocab_size
-        take_tokens(
-            [
-                (request.guide, token)
-                for (request, _, _, samples), token in zip(plan.works, tokens, strict=True)
-                if samples and request.guide is not None and request.blocks is not None and 0 <= token < vocab_size
-            ]
-        )
-
-    def _is_ended_by_form(self, request: Request) -> bool:
-        """End a request whose form is complete with its newest token, or cannot be kept."""
-        assert request.guide is not None
-        if request.guide.error is not None:
-            self.finish(request, "error", request.guide.error)
-        elif request.guide.is_complete:
-            self.finish(request, "stop")
-        return request.is_done
-
-    def _is_stopped(self, request: Request) -> bool:
-        """Whether the newest token completes a stop text, or may do so with what is held back at the end."""
-        text = self._texts[request.id]
-        text.add(request.tokens[-1:])
-        if len(request.tokens) >= request.max_len:
-            text.finish()
-        request.stop_reason = text.stopped_at
-        return text.is_stopped
-
-    def _stop_token(self, request: Request, token: int) -> int | None:
-        """The token that ended a request, if it was asked for and is none of the model's own."""
-        return None if token in self.eos_token_ids and not request.params.ignore_eos else token
 
     def _register(self, request: Request) -> None:
         if request.cache_key is not None and request.blocks is not None:
@@ -646,24 +599,3 @@ def _keep_rows(last: list[Request], works: list[Work]) -> list[Work]:
     rows += [None] * (len(works) - len(rows))
     rest = iter(left.values())
     return [work if work is not None else next(rest) for work in rows]
-
-
-def _bad_token(request: Request, token: int) -> RequestError:
-    """Why there is no token, or none of the vocabulary."""
-    limits = request.params.token_limits
-    if token == NO_TOKEN and limits:
-        what, why = f"no token may follow in the answer of request {request.id!r}", f"{' and '.join(limits)} forbid all"
-        return RequestError("PG660", what, why=why, hint="ask for less")
-    if token < 0:
-        return RequestError(
-            "PG655",
-            f"the logits of request {request.id!r} are not numbers",
-            why="the model gave NaN or infinity",
-            hint="check the weights, or use another dtype",
-        )
-    return RequestError(
-        "PG653",
-        f"request {request.id!r} was given token {token}",
-        why="the vocabulary has none of that number",
-        hint="choose from the logits of the step",
-    )
