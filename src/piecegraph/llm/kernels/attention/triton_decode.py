@@ -107,84 +107,110 @@ def _prefetch(
 
 
 @triton.jit
+def _share_of(
+    place_and_split, prompt_starts, max_parts,
+    HEAD_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Of the programs of a mixed batch: which sequence and tile of heads one is for, which of how many splits of its
+    keys, and whether there is such a sequence. How many come first with one query is read here.
+    """
+    num_seqs = tl.load(prompt_starts)
+    num_splits = tl.maximum(tl.minimum(max_parts // tl.maximum(num_seqs * HEAD_TILES, 1), MAX_SPLITS), 1)
+    place = place_and_split // num_splits
+    seq = place // HEAD_TILES
+    return seq, place, place_and_split % num_splits, num_splits, seq < num_seqs
+
+
+@triton.jit
+def _range_of(
+    last, low, split, num_splits, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The keys of one split, and in how many splits there are some. ``last`` is the new token, which is apart."""
+    first_block = low // BLOCK_N
+    num_blocks = tl.where(low < last, (last + BLOCK_N - 1) // BLOCK_N - first_block, 0)
+    per_split = tl.maximum((num_blocks + num_splits - 1) // num_splits, 1)
+    num_active = tl.maximum((num_blocks + per_split - 1) // per_split, 1)
+    begin = (first_block + split * per_split) * BLOCK_N
+    end = tl.minimum(begin + tl.minimum(per_split, num_blocks) * BLOCK_N, last)
+    return begin, end, num_active
+
+
+@triton.jit
+def _load_queries(
+    q, q_rows, q_rest, rest_rows, used, q_gain, cos, sin, eps,
+    KEY: tl.constexpr, KEY_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
+    TURNS: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """One query for each head of a tile, in one or two parts, turned if that is asked for."""
+    if TURNS:
+        q_tile = load_turned(q, q_rows, used, q_gain, cos, sin, eps, KEY, HAS_NORM)
+    else:
+        q_tile = load_tile(q, q_rows, used, KEY, KEY_PADDED, True)
+    q_rest_tile = q_tile
+    if REST > 0:
+        q_rest_tile = load_tile(q_rest, rest_rows, used, REST, REST_PADDED, True)
+    return q_tile, q_rest_tile
+
+
+@triton.jit
+def _load_new_token(
+    k, k_row, k_rest, k_rest_row, v, v_row, is_wanted, k_gain, cos, sin, eps,
+    KEY: tl.constexpr, KEY_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr, VALUES_ARE_KEYS: tl.constexpr,
+    TURNS: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """The key and value of the token that is not in the cache yet; zeros if they are not wanted."""
+    if TURNS:
+        one = tl.arange(0, 1)
+        turned = load_turned(k + k_row, one, is_wanted & (one == 0), k_gain, cos, sin, eps, KEY, HAS_NORM)
+        new_key = tl.reshape(turned, [KEY])
+    else:
+        columns = tl.arange(0, KEY_PADDED)
+        new_key = tl.load(k + k_row + columns, mask=is_wanted & (columns < KEY), other=0.0)
+    new_rest = new_key
+    if REST > 0:
+        columns = tl.arange(0, REST_PADDED)
+        new_rest = tl.load(k_rest + k_rest_row + columns, mask=is_wanted & (columns < REST), other=0.0)
+    new_value = new_key
+    if not VALUES_ARE_KEYS:
+        columns = tl.arange(0, VALUE_PADDED)
+        new_value = tl.load(v + v_row + columns, mask=is_wanted & (columns < VALUE), other=0.0)
+    return new_key, new_rest, new_value
+
+
+@triton.jit
+def _score_of(
+    q_tile, q_rest_tile, new_key, new_rest, inner_scale, outer_scale,
+    REST: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Of the new token, for each query."""
+    products = tl.sum(q_tile.to(tl.float32) * new_key.to(tl.float32)[None, :], 1)
+    if REST > 0:
+        products += tl.sum(q_rest_tile.to(tl.float32) * new_rest.to(tl.float32)[None, :], 1)
+    return cap(products, inner_scale, outer_scale) if SOFTCAP else products * inner_scale
+
+
+@triton.jit
 def decode_kernel(
-    q,
-    q_rest,
-    k,
-    k_rest,
-    v,
-    cos,
-    sin,
-    q_gain,
-    k_gain,
-    out,
-    sinks,
-    key_cache,
-    rest_cache,
-    value_cache,
-    prompt_starts,
-    seq_lens,
-    block_table,
-    slots,
-    partial,
-    partial_top,
-    partial_total,
-    arrived,
-    max_parts,
-    eps,
-    inner_scale,
-    outer_scale,
-    q_token_stride,
-    q_head_stride,
-    q_rest_token_stride,
-    q_rest_head_stride,
-    k_token_stride,
-    k_head_stride,
-    k_rest_token_stride,
-    k_rest_head_stride,
-    v_token_stride,
-    v_head_stride,
-    turn_stride,
-    out_token_stride,
-    out_head_stride,
-    key_block_stride,
-    key_token_stride,
-    key_head_stride,
-    value_block_stride,
-    value_token_stride,
-    value_head_stride,
-    table_stride,
-    GROUP: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    KEY_PADDED: tl.constexpr,
-    REST: tl.constexpr,
-    REST_PADDED: tl.constexpr,
-    VALUE: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    VALUES_ARE_KEYS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    TURNS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    HEAD_TILES: tl.constexpr,
-    MIXED: tl.constexpr,
-    EARLY: tl.constexpr,
-    CHAINED: tl.constexpr,
-    COMBINE_COLUMNS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    q, q_rest, k, k_rest, v, cos, sin, q_gain, k_gain, out, sinks, key_cache, rest_cache, value_cache,
+    prompt_starts, seq_lens, block_table, slots, partial, partial_top, partial_total, arrived, max_parts,
+    eps, inner_scale, outer_scale,
+    q_token_stride, q_head_stride, q_rest_token_stride, q_rest_head_stride, k_token_stride, k_head_stride,
+    k_rest_token_stride, k_rest_head_stride, v_token_stride, v_head_stride, turn_stride,
+    out_token_stride, out_head_stride, key_block_stride, key_token_stride, key_head_stride,
+    value_block_stride, value_token_stride, value_head_stride, table_stride,
+    GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PADDED: tl.constexpr,
+    REST: tl.constexpr, REST_PADDED: tl.constexpr, VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    VALUES_ARE_KEYS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_SINKS: tl.constexpr, TURNS: tl.constexpr, HAS_NORM: tl.constexpr, SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, HEAD_TILES: tl.constexpr, MIXED: tl.constexpr, EARLY: tl.constexpr,
+    CHAINED: tl.constexpr, COMBINE_COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """One query in each sequence. Grid: (sequences, kv heads * tiles of a group, splits of the keys).
 
-    MIXED: only the sequences that come first have one query, and how many they are is read here. Grid: as many programs
-    as there could be sequences, or partial results (``max_parts``); the sequences share them.
+    MIXED: only the sequences that come first have one query. Grid: as many programs as there could be sequences, or
+    partial results (``max_parts``); the sequences share them.
 
     The new token is not read from the cache: split 0 adds it to its softmax, and the one of the group's first tile
     writes it to the cache. So one launch does all, and nothing is read that another program of it has written, but for
@@ -192,12 +218,10 @@ def decode_kernel(
     """
     TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     if MIXED:
-        num_seqs = tl.load(prompt_starts)
-        num_splits = tl.maximum(tl.minimum(max_parts // tl.maximum(num_seqs * HEAD_TILES, 1), MAX_SPLITS), 1)
-        split = tl.program_id(0) % num_splits
-        place = tl.program_id(0) // num_splits
-        seq = place // HEAD_TILES
-        if seq >= num_seqs:
+        seq, place, split, num_splits, is_there = _share_of(
+            tl.program_id(0), prompt_starts, max_parts, HEAD_TILES, MAX_SPLITS
+        )
+        if not is_there:
             return
     else:
         num_splits = tl.num_programs(2)
@@ -224,17 +248,10 @@ def decode_kernel(
         tl.store(out_pointers, zeros, mask=out_mask & (split == 0))
         return
 
-    last = length - 1
-    low = first_visible(last, WINDOW, CHUNK)
-    first_block = low // BLOCK_N
-    # Of keys before the new one; none, if that is all there is to see.
-    num_blocks = tl.where(low < last, (last + BLOCK_N - 1) // BLOCK_N - first_block, 0)
-    per_split = tl.maximum((num_blocks + num_splits - 1) // num_splits, 1)
-    num_active = tl.maximum((num_blocks + per_split - 1) // per_split, 1)
+    low = first_visible(length - 1, WINDOW, CHUNK)
+    begin, end, num_active = _range_of(length - 1, low, split, num_splits, BLOCK_N)
     if split >= num_active:
         return
-    begin = (first_block + split * per_split) * BLOCK_N
-    end = tl.minimum(begin + tl.minimum(per_split, num_blocks) * BLOCK_N, last)
     key_cache += kv_head * key_head_stride
     rest_cache += kv_head * key_head_stride
     value_cache += kv_head * value_head_stride
@@ -248,36 +265,23 @@ def decode_kernel(
             )
     await_writes(EARLY, CHAINED)
 
-    q_rows = token * q_token_stride + head * q_head_stride
     if TURNS:
         cos += token * turn_stride
         sin += token * turn_stride
-        q_tile = load_turned(q, q_rows, used, q_gain, cos, sin, eps, KEY, HAS_NORM)
-    else:
-        q_tile = load_tile(q, q_rows, used, KEY, KEY_PADDED, True)
-    q_rest_tile = q_tile
-    if REST > 0:
-        rest_rows = token * q_rest_token_stride + head * q_rest_head_stride
-        q_rest_tile = load_tile(q_rest, rest_rows, used, REST, REST_PADDED, True)
+    q_tile, q_rest_tile = _load_queries(
+        q, token * q_token_stride + head * q_head_stride,
+        q_rest, token * q_rest_token_stride + head * q_rest_head_stride,
+        used, q_gain, cos, sin, eps, KEY, KEY_PADDED, REST, REST_PADDED, TURNS, HAS_NORM,
+    )  # fmt: skip
     # The new token is loaded before the loop and used after it, so that the loop need not wait for it.
     is_first = split == 0
-    key_columns = tl.arange(0, KEY_PADDED)
-    k_row = k + token * k_token_stride + kv_head * k_head_stride
-    if TURNS:
-        one = tl.arange(0, 1)
-        turned = load_turned(k_row, one, is_first & (one == 0), k_gain, cos, sin, eps, KEY, HAS_NORM)
-        new_key = tl.reshape(turned, [KEY])
-    else:
-        new_key = tl.load(k_row + key_columns, mask=is_first & (key_columns < KEY), other=0.0)
-    new_rest = new_key
-    if REST > 0:
-        rest_columns = tl.arange(0, REST_PADDED)
-        k_rest_row = k_rest + token * k_rest_token_stride + kv_head * k_rest_head_stride
-        new_rest = tl.load(k_rest_row + rest_columns, mask=is_first & (rest_columns < REST), other=0.0)
-    new_value = new_key
-    if not VALUES_ARE_KEYS:
-        v_row = v + token * v_token_stride + kv_head * v_head_stride
-        new_value = tl.load(v_row + columns, mask=is_first & (columns < VALUE), other=0.0)
+    new_key, new_rest, new_value = _load_new_token(
+        k, token * k_token_stride + kv_head * k_head_stride,
+        k_rest, token * k_rest_token_stride + kv_head * k_rest_head_stride,
+        v, token * v_token_stride + kv_head * v_head_stride,
+        is_first, k_gain, cos, sin, eps,
+        KEY, KEY_PADDED, REST, REST_PADDED, VALUE, VALUE_PADDED, VALUES_ARE_KEYS, TURNS, HAS_NORM,
+    )  # fmt: skip
 
     acc = tl.zeros([BLOCK_M, VALUE_PADDED], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -290,10 +294,7 @@ def decode_kernel(
         SOFTCAP, WINDOW, CHUNK, BLOCK_SIZE, BLOCK_N, MASK="range",
     )  # fmt: skip
 
-    products = tl.sum(q_tile.to(tl.float32) * new_key.to(tl.float32)[None, :], 1)
-    if REST > 0:
-        products += tl.sum(q_rest_tile.to(tl.float32) * new_rest.to(tl.float32)[None, :], 1)
-    score = cap(products, inner_scale, outer_scale) if SOFTCAP else products * inner_scale
+    score = _score_of(q_tile, q_rest_tile, new_key, new_rest, inner_scale, outer_scale, REST, SOFTCAP)
     score = tl.where(is_first, score, float("-inf"))
     acc, total, top, weight = add_score(acc, total, top, score)
     acc += weight[:, None] * new_value.to(tl.float32)[None, :]
