@@ -88,8 +88,14 @@ def prefill_kernel(
     used = (rows < BLOCK_Q * TILE_HEADS) & (head_in_group < GROUP)
     columns = tl.arange(0, VALUE_PADDED)
 
-    await_writes(EARLY, CHAINED)
+    # Where its queries are is looked for before it waits: that came with the batch. See Note [Early launches].
     num_real = tl.load(query_starts + num_seqs)
+    seq = find_sequence(query_starts, num_seqs, block, BLOCK_Q)
+    query_start = tl.load(query_starts + seq)
+    num_queries = tl.load(query_starts + seq + 1) - query_start
+    past = tl.load(seq_lens + seq) - num_queries
+    first_query = (block - (query_start // BLOCK_Q + seq)) * BLOCK_Q
+    await_writes(EARLY, CHAINED)
     if (block + 1) * BLOCK_Q > num_real:  # padding begins in or before this block of rows
         token = (block * BLOCK_Q + rows // TILE_HEADS).to(tl.int64)
         padded = used & (token >= num_real) & (token < num_tokens)
@@ -97,10 +103,6 @@ def prefill_kernel(
         zeros = tl.zeros([BLOCK_M, VALUE_PADDED], dtype=out.dtype.element_ty)
         tl.store(pointers, zeros, mask=columns_inside(columns, VALUE, VALUE_PADDED, padded))
 
-    seq = find_sequence(query_starts, num_seqs, block, BLOCK_Q)
-    query_start = tl.load(query_starts + seq)
-    num_queries = tl.load(query_starts + seq + 1) - query_start
-    first_query = (block - (query_start // BLOCK_Q + seq)) * BLOCK_Q
     if (first_query < 0) | (first_query >= num_queries):  # before the first sequence, or behind this one
         return
 
@@ -114,7 +116,6 @@ def prefill_kernel(
         rest_rows = token * q_rest_token_stride + head * q_rest_head_stride
         q_rest_tile = load_tile(q_rest, rest_rows, used, REST, REST_PADDED, True)
 
-    past = tl.load(seq_lens + seq) - num_queries
     positions = past + query
     first_position = past + first_query
     key_end = past + tl.minimum(first_query + BLOCK_Q, num_queries)
@@ -213,11 +214,15 @@ def write_kernel(
     TURNS: keys are normed and turned before, and behind their tiles are those of queries, which go to ``q_out``. Tokens
     before the prompts are left to the kernel for decoding.
     """
-    await_writes(EARLY, CHAINED)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
+    is_decoded = False
     if TURNS:
-        if token < tl.load(prompt_starts):
+        is_decoded = token < tl.load(prompt_starts)  # it came with the batch
+    slot = tl.load(slots + token)
+    await_writes(EARLY, CHAINED)
+    if TURNS:
+        if is_decoded:
             return
         cos += token * KEY
         sin += token * KEY
@@ -237,7 +242,6 @@ def write_kernel(
     else:
         key_tile = load_tile(k, key_rows, used, KEY, KEY_PADDED, True)
     value_tile = load_tile(v, token * v_token_stride + heads * v_head_stride, used, VALUE, VALUE_PADDED, True)
-    slot = tl.load(slots + token)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
 
     columns = tl.arange(0, KEY_PADDED)
