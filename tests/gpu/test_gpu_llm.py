@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import piecegraph
+from piecegraph.llm import parts
 from piecegraph.llm.run.step import Bucket
 from piecegraph.llm.specs import SHORT_CONTEXT
 from tests.cases.checkpoints import make_byte_tokenizer
@@ -55,18 +56,19 @@ def test_captured_steps_give_the_same_tokens(family: str, mode: str, tmp_path: P
         assert not llm.stats()["fallbacks"]
 
 
-def test_contexts_that_grow_long_give_the_same_tokens(tmp_path: Path) -> None:
+def test_contexts_that_grow_long_give_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From one step to the next a few sequences have another size, in which attention has more programs."""
     tiny_model("llama").save_pretrained(tmp_path)
-    prompts = [list(range(3, 3 + length)) for length in (SHORT_CONTEXT - 9, 30, SHORT_CONTEXT - 20)]
-    limits = {"max_model_len": 512, "max_batch_tokens": 512, "capture_sizes": "auto"}
+    monkeypatch.setattr(parts, "short_seqs", lambda rows: 8)
+    prompts = [list(range(3, 3 + length)) for length in (SHORT_CONTEXT - 9, 30, SHORT_CONTEXT - 20, 5, 9, 70)]
+    limits = {"max_model_len": 512, "max_batch_tokens": 512, "max_num_seqs": 8, "memory_fraction": 0.3}
     found = []
-    for arguments in ({"cudagraph_mode": "none"}, {"options": {"record_seconds": 30.0}}):
-        with running(tmp_path, **limits, **arguments) as llm:
-            outs = llm.generate(prompts, max_new_tokens=40, ignore_eos=True)
-            found.append([out.token_ids for out in outs])
-            tapes = {key.bucket for key in llm.started.engine.forward.library.tapes}
-    assert {Bucket(4, 4, "decode"), Bucket(4, 4, "decode", is_short=True)} <= tapes
+    for mode in ("none", "auto"):
+        llm = piecegraph.LLM(str(tmp_path), device="cuda", backend="eager", cudagraph_mode=mode, **limits)
+        found.append([out.token_ids for out in llm.generate(prompts, max_new_tokens=40, ignore_eos=True)])
+        tapes = {key.bucket for key in llm.started.engine.forward.library.tapes}
+        llm.close()
+    assert {Bucket(8, 8, "decode"), Bucket(8, 8, "decode", is_short=True)} <= tapes
     assert found[0] == found[1]
 
 

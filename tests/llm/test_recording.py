@@ -85,11 +85,11 @@ def test_a_long_sequence_that_decodes_is_kept_apart(models: Shelf, monkeypatch: 
 
 
 def test_short_contexts_have_sizes_of_their_own(models: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three sequences decode together; behind the 48th token of the longest their steps have another size."""
+    """Five sequences decode together; behind the 48th token of the longest their steps have another size."""
     for module in (sizing, step, batch):
         monkeypatch.setattr(module, "SHORT_CONTEXT", 48)
     choose, bounds = parts.choose_step_sizes, dict[Bucket, set[int]]()
-    monkeypatch.setattr(parts, "choose_step_sizes", lambda *a, **k: choose(*a, **{**k, "has_short": True}))
+    monkeypatch.setattr(parts, "choose_step_sizes", lambda *a, **k: choose(*a, **{**k, "short_seqs": 8}))
     fill, used = Forward.fill, list[tuple[Bucket, int]]()
 
     def watched(forward: Forward, plan: step.StepPlan, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ def test_short_contexts_have_sizes_of_their_own(models: Shelf, monkeypatch: pyte
     monkeypatch.setattr(Forward, "fill", watched)
     llm = models.load("llama", max_num_seqs=8, options={"graph_device": "simulated"})
     used.clear()
-    prompts = [PROMPT, PROMPT[:9], PROMPT[5:30]]
+    prompts = [PROMPT, PROMPT[:9], PROMPT[5:30], PROMPT[:3], PROMPT[2:8]]
     found = llm.generate(prompts, max_new_tokens=20, ignore_eos=True)
     assert [each.token_ids for each in found] == [models.greedy("llama", prompt, 20) for prompt in prompts]
     assert all(each.metrics.graph_coverage == 1 for each in found)

@@ -122,7 +122,7 @@ def test_a_long_sequence_that_decodes_is_kept_apart_from_prompts(most: int, expe
 
 def test_a_few_short_sequences_that_decode_have_sizes_of_their_own() -> None:
     sizes = choose_step_sizes(
-        "auto", has_graphs=True, max_num_seqs=16, max_batch_tokens=64, max_model_len=8192, has_short=True
+        "auto", has_graphs=True, max_num_seqs=16, max_batch_tokens=64, max_model_len=8192, short_seqs=8
     )
 
     def bucket_of(num_seqs: int, longest: int) -> Bucket:
@@ -130,19 +130,19 @@ def test_a_few_short_sequences_that_decode_have_sizes_of_their_own() -> None:
         works = [Work(request, 3, 1, True)] * (num_seqs - 1) + [Work(request, longest - 1, 1, True)]
         return sizes.bucket_for(StepPlan(tuple(works), num_seqs, "decode"))
 
-    short = [Bucket(size, size, "decode", is_short=True) for size in (2, 4, 8)]
-    assert [bucket_of(num_seqs, SHORT_CONTEXT) for num_seqs in (2, 3, 4, 5, 8)] == [short[i] for i in (0, 1, 1, 2, 2)]
-    assert bucket_of(3, SHORT_CONTEXT + 1) == Bucket(4, 4, "decode")
-    assert bucket_of(1, 5) == Bucket(1, 1, "decode"), "one alone has no other"
+    short = Bucket(8, 8, "decode", is_short=True)
+    assert [bucket_of(num_seqs, SHORT_CONTEXT) for num_seqs in (5, 8)] == [short, short]
+    assert bucket_of(5, SHORT_CONTEXT + 1) == Bucket(8, 8, "decode")
+    assert bucket_of(4, 5) == Bucket(4, 4, "decode"), "fewer have no other"
     assert bucket_of(9, 5) == Bucket(16, 16, "decode")
-    assert [bucket for bucket in sizes.all() if bucket.is_short] == short
-    assert [bucket for bucket in sizes.at_start() if bucket.is_short] == short[-1:]
+    assert [bucket for bucket in sizes.all() if bucket.is_short] == [short]
+    assert short in sizes.at_start()
 
 
 @pytest.mark.parametrize("most", [SHORT_CONTEXT, SHORT_CONTEXT + 1])
 def test_no_other_size_where_all_sequences_are_short(most: int) -> None:
     sizes = choose_step_sizes(
-        "auto", has_graphs=True, max_num_seqs=16, max_batch_tokens=64, max_model_len=most, has_short=True
+        "auto", has_graphs=True, max_num_seqs=16, max_batch_tokens=64, max_model_len=most, short_seqs=8
     )
     assert any(bucket.is_short for bucket in sizes.all()) == (most > SHORT_CONTEXT)
 

@@ -18,6 +18,7 @@ from piecegraph.llm.cache.states import StateMemory, choose_states, state_bytes
 from piecegraph.llm.config import LLMConfig
 from piecegraph.llm.kernels.attention.kernel import AttentionKernel
 from piecegraph.llm.kernels.attention.registry import choose_kernel
+from piecegraph.llm.kernels.decode_pieces import short_seqs
 from piecegraph.llm.model.head import decoder_of
 from piecegraph.llm.model.loader import LoadedModel
 from piecegraph.llm.model.traced_model import TracedModel
@@ -107,7 +108,8 @@ class Parts:
             safe = dict.fromkeys(KINDS, Rejected("what ranks add up is sent by the host"))
         modes = {kind: _mode(kind, config, safe[kind]) for kind in KINDS}
         device = make_graph_device(modes["decode"].choice, config.device)
-        sizes = step_sizes(config, limits, has_graphs=device is not None)
+        few_rows = 0 if model.few is None else model.few.num_rows
+        sizes = step_sizes(config, limits, has_graphs=device is not None, few_rows=few_rows)
         progress, make_ledger = Progress(options.progress), ledgers(options.provenance)
 
         def make_library(step: ModelStep) -> TapeLibrary[StepKey]:
@@ -242,8 +244,15 @@ def _largest_steps(buckets: Sequence[Bucket]) -> list[StepKey]:
     return [StepKey(bucket, "truncated", num_adjusted=SHORTEST, has_masks=True) for bucket in buckets]
 
 
-def step_sizes(config: LLMConfig, limits: SchedulerLimits, *, has_graphs: bool) -> StepSizes:
-    """The sizes that steps are padded to."""
+def step_sizes(config: LLMConfig, limits: SchedulerLimits, *, has_graphs: bool, few_rows: int) -> StepSizes:
+    """The sizes that steps are padded to.
+
+    Args:
+        config: what was asked for.
+        limits: of steps.
+        has_graphs: whether steps are recorded.
+        few_rows: up to how many rows decoding has pieces of its own.
+    """
     return choose_step_sizes(
         config.capture_sizes,
         has_graphs=has_graphs,
@@ -251,7 +260,7 @@ def step_sizes(config: LLMConfig, limits: SchedulerLimits, *, has_graphs: bool) 
         max_batch_tokens=limits.max_batch_tokens,
         max_model_len=limits.max_model_len,
         deterministic=config.deterministic,
-        has_short=config.device.type == "cuda",
+        short_seqs=short_seqs(few_rows),
     )
 
 

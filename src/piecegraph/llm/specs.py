@@ -104,7 +104,7 @@ class SequenceRows:
     """int32 [sequences, max_blocks]."""
 
 
-SHORT_CONTEXT = 256
+SHORT_CONTEXT = 192
 """Tokens of the longest sequence of a step of decoding up to which a few sequences have fewer programs of attention."""
 
 

@@ -22,7 +22,7 @@ from piecegraph.llm.cache.paged import CacheGroup, PagedCache
 from piecegraph.llm.cache.states import choose_states
 from piecegraph.llm.config import LLMConfig
 from piecegraph.llm.kernels.attention.registry import choose_kernel
-from piecegraph.llm.kernels.decode_pieces import describe
+from piecegraph.llm.kernels.decode_pieces import describe, most_rows
 from piecegraph.llm.kernels.fused_linear import find_gated
 from piecegraph.llm.kernels.linear import has_gated_kernel, linear_passes
 from piecegraph.llm.model import demo_model
@@ -288,7 +288,8 @@ def _start_early(
     if config.device.type != "cuda" or config.backend == "eager":  # nothing to do meanwhile
         return []
     dtype = loaded.model.dtype
-    sizes = step_sizes(config, limits, has_graphs=config.cudagraph_mode != "none")
+    few_rows = most_rows(sites.graph) if has_decode_pieces else 0
+    sizes = step_sizes(config, limits, has_graphs=config.cudagraph_mode != "none", few_rows=few_rows)
     kernel, _ = choose_kernel(config.attention, sites.layers, dtype, config.device, deterministic=config.deterministic)
     tried = Bucket(min(TRIED_TOKENS, limits.max_batch_tokens), 1)
     early = EarlyKernels(

@@ -54,3 +54,17 @@ def most_rows(graph: torch.fx.Graph) -> int:
         if found.residual is not None
     }
     return next((rows for rows in (MOST_ROWS, 32) if all(choose_tile(rows, *shape) for shape in shapes)), 16)
+
+
+def short_seqs(rows: int) -> int:
+    """Up to how many sequences a step of short contexts has a size of its own, in which attention leaves the kernels
+    behind it room to begin early.
+
+    Of a wide model attention is a small part, and more programs read faster. Milliseconds of a step on an H200, with
+    and without, 8 sequences: Qwen3-0.6B 0.935 and 1.014 from 128 tokens of context on, 0.970 and 0.936 from 190;
+    Llama-3.1-8B 4.397 and 4.373.
+
+    Args:
+        rows: see :func:`most_rows`; 0 where decoding has no pieces of its own.
+    """
+    return 8 if rows == MOST_ROWS else 0

@@ -117,7 +117,7 @@ class StepSizes:
     is_listed: bool = False
     """Whether the sizes were asked for one by one."""
     short_seqs: int = 0
-    """Up to how many sequences of a step of decoding there is another size for short contexts."""
+    """Up to how many sequences of a step of decoding there is another size for short contexts, from half of them on."""
     only: Bucket | None = None
     """What every step is padded to, whatever is in it: see Note [Steps that are all alike]."""
 
@@ -181,8 +181,8 @@ class StepSizes:
         return [*(Bucket(size, size, "decode") for size in self.decode), *short, *mixed]
 
     def _has_short(self, num_seqs: int) -> bool:
-        """One alone is a matter of latency, whatever its length."""
-        return 1 < num_seqs <= self.short_seqs and num_seqs in self.decode
+        """Fewer have as many programs of attention either way."""
+        return self.short_seqs // 2 < num_seqs <= self.short_seqs and num_seqs in self.decode
 
     def under_load(self) -> list[Bucket]:
         """Mixed steps of as many sequences as there may be."""
@@ -231,7 +231,7 @@ def choose_step_sizes(
     max_batch_tokens: int,
     max_model_len: int,
     deterministic: bool = False,
-    has_short: bool = False,
+    short_seqs: int = 0,
 ) -> StepSizes:
     """Without graphs nothing is gained by padding, so steps keep their own size unless sizes were listed.
 
@@ -242,7 +242,7 @@ def choose_step_sizes(
         max_batch_tokens: of a step.
         max_model_len: of a sequence.
         deterministic: whether all steps are to be alike.
-        has_short: whether attention is cut in another way where contexts are short.
+        short_seqs: up to how many sequences attention is cut in another way where contexts are short.
     """
     if deterministic:
         return StepSizes((), (), (), only=_mixed(max_batch_tokens, max_num_seqs, few_seqs=max_num_seqs))
@@ -253,7 +253,7 @@ def choose_step_sizes(
     if isinstance(capture_sizes, str):
         if not has_graphs:
             return StepSizes((), (), ())
-        short_seqs = _FEW_SEQS if has_short and max_model_len > SHORT_CONTEXT else 0
+        short_seqs = short_seqs if max_model_len > SHORT_CONTEXT else 0
         return StepSizes(tuple(ladder(max_num_seqs)), _token_ladder(max_batch_tokens), seqs, short_seqs=short_seqs)
     listed = sorted(set(capture_sizes))
     return StepSizes(

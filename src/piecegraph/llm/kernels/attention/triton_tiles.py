@@ -122,8 +122,8 @@ def decode_tiles(shape: Shape, num_seqs: int, max_seq_len: int, chip: Chip) -> T
     128, 300, 700, 2048 and 32,768 tokens: 34.3, 35.9, 36.1, 48.8 and 271 us against 33.8, 33.2, 40.2, 52.3 and 296; 2
     of 128 and 32,768: 28.4 and 93.5 against 30.4 and 101.7; of Llama-3.1-8B, 8 of 160 and 1000: 128.1 and 135.9 against
     129.9 and 136.6), 16 are not. Where all contexts are short there is little to read, and what counts is that the next
-    kernel finds room to begin early: one program for each processor (a layer of Qwen3-0.6B, 8 sequences of 130, 192 and
-    400 tokens: 30.4, 30.7 and 35.5 us against 33.6, 33.8 and 35.4; 4 of 256: 29.4 and 33.5).
+    kernel finds room to begin early: one program for each processor (a layer of Qwen3-0.6B, 8 sequences of 130, 160 and
+    192 tokens: 30.4, 30.3 and 30.7 us against 33.6, 33.7 and 33.8; of 256: 32.1 and 31.0).
 
     Where there is more than one part for each processor, one stage more pays, if as many programs still fit (a layer of
     Qwen3-0.6B with 32 sequences of 128 tokens: 33.3 against 36.3 us; 64 of 128: 40.5 and 42.0; 64 of 2048: 158 and
