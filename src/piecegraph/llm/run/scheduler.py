@@ -543,7 +543,8 @@ class Scheduler:
         finished: list[Request] = []
         block_size, prefix_cache = self.cache.block_size, self.cache.prefix_cache
         vocab_size, watched, now = self.limits.vocab_size, self._endings.watched, time.perf_counter()
-        self._endings.take_in_forms(plan.works, tokens, vocab_size)
+        if watched:
+            self._endings.take_in_forms(plan.works, tokens, vocab_size)
         for work, token in zip(plan.works, tokens, strict=True):
             request, start, num_tokens, samples = work
             blocks = request.blocks
