@@ -20,7 +20,7 @@ from tests.gpu.test_gpu_attention import CUDA, MIXED
 pytestmark = pytest.mark.gpu
 
 PROMPTS = [[(7 * i * length) % 120 + 4 for i in range(length)] for length in (5, 21, 9, 70, 1, 33, 40)]
-SETTINGS: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 5, "max_batch_tokens": 48, "memory_fraction": 0.3}
+SETTINGS: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 5, "max_batch_tokens": 48}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

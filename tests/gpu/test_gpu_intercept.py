@@ -50,7 +50,7 @@ def test_observe_replace_and_go_back(arguments: dict[str, Any]) -> None:
 
 def test_a_language_model_in_one_graph_is_cut_and_goes_back(tmp_path: Path) -> None:
     tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
-    limits = {"max_model_len": 128, "max_num_seqs": 2, "max_batch_tokens": 32, "memory_fraction": 0.3}
+    limits = {"max_model_len": 128, "max_num_seqs": 2, "max_batch_tokens": 32}
     llm = piecegraph.LLM(str(tmp_path), device="cuda", backend="eager", capture_sizes=[1, 2, 8, 32], **limits)
 
     def generate() -> list[list[int]]:

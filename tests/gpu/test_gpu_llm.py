@@ -31,7 +31,7 @@ PROMPTS = [list(range(3, 3 + length)) for length in (5, 21, 9, 40, 1)]
 
 @contextmanager
 def running(folder: Path, **arguments: Any) -> Iterator[Any]:
-    limits = {"max_model_len": 128, "max_num_seqs": 4, "max_batch_tokens": 32, "memory_fraction": 0.3}
+    limits = {"max_model_len": 128, "max_num_seqs": 4, "max_batch_tokens": 32}
     yield piecegraph.LLM(str(folder), device="cuda", capture_sizes=SIZES, **limits | {"backend": "eager"} | arguments)
 
 
@@ -61,7 +61,7 @@ def test_contexts_that_grow_long_give_the_same_tokens(tmp_path: Path, monkeypatc
     tiny_model("llama").save_pretrained(tmp_path)
     monkeypatch.setattr(parts, "short_seqs", lambda rows: 8)
     prompts = [list(range(3, 3 + length)) for length in (SHORT_CONTEXT - 9, 30, SHORT_CONTEXT - 20, 5, 9, 70)]
-    limits = {"max_model_len": 512, "max_batch_tokens": 512, "max_num_seqs": 8, "memory_fraction": 0.3}
+    limits = {"max_model_len": 512, "max_batch_tokens": 512, "max_num_seqs": 8}
     found = []
     for mode in ("none", "auto"):
         llm = piecegraph.LLM(str(tmp_path), device="cuda", backend="eager", cudagraph_mode=mode, **limits)

@@ -33,8 +33,7 @@ def watched_tuning(self, *args, **kwargs):
 CachingAutotuner.benchmark_all_configs = watched_tuning
 """
 START_LLM = """
-llm = piecegraph.LLM(sys.argv[1], dtype="bfloat16", max_model_len=128, max_num_seqs=4, max_batch_tokens=32,
-                     memory_fraction=0.3)
+llm = piecegraph.LLM(sys.argv[1], dtype="bfloat16", max_model_len=128, max_num_seqs=4, max_batch_tokens=32)
 llm.generate([[3, 4, 5], [6]], max_new_tokens=4, ignore_eos=True)
 kind = next(decision.choice for decision in llm.started.decisions if decision.subject == "cache")
 pieces = next(decision.choice for decision in llm.started.decisions if decision.subject == "pieces of decode steps")
