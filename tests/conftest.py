@@ -28,6 +28,9 @@ import torch
 
 from tests.cases.browser import Browser, browser, missing_browser
 from tests.cases.forked import ForkServer, fork_server
+from tests.cases.linker import link_quickly
+
+link_quickly()
 
 FORK_SERVER = "TESTS_FORK_SERVER"
 """Where the workers of pytest find the server that all of them share."""
