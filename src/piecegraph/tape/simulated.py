@@ -195,7 +195,7 @@ class SimulatedGraphs:
         tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         for position, (i, leaf) in enumerate(tensors):
             storage = torch_compat.storage_id(leaf)
-            if storage in held or leaf.is_meta:
+            if storage in held or _is_only_described(leaf):
                 continue
             if storage not in moved:
                 moved[storage], block = self._move(leaf)
@@ -213,7 +213,7 @@ class SimulatedGraphs:
         return handed_out, block
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._addresses
+        return not _is_only_described(tensor) and tensor.untyped_storage().data_ptr() in self._addresses
 
     def allocate_like(self, tensor: torch.Tensor) -> torch.Tensor:
         fresh = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
@@ -253,9 +253,15 @@ class _Watch(torch_compat.WatchingMode):
 def _refuse_wrappers(values: Sequence[Any]) -> None:
     """What a nested tensor and its like are made of is out of sight here."""
     for value in values:
-        if isinstance(value, torch.Tensor) and not value.is_meta and not torch_compat.has_memory(value):
+        is_tensor = isinstance(value, torch.Tensor) and not _is_only_described(value)
+        if is_tensor and not torch_compat.has_memory(value):
             kind = f"{type(value).__name__} ({value.layout})"
             raise RuntimeError(f"simulated graphs cannot hold a {kind}, which has no memory of its own")
+
+
+def _is_only_described(tensor: torch.Tensor) -> bool:
+    """Whether there is nothing that a replay could write."""
+    return tensor.is_meta or torch_compat.is_only_zeros(tensor)
 
 
 def _name_of(function: Any) -> str:

@@ -60,7 +60,12 @@ def has_memory(value: Any) -> bool:
 
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or is_traceable_wrapper_subclass(value):
             return False
-    return value.layout is torch.strided and not value.is_nested and value.device.type != "meta"
+    is_dense = value.layout is torch.strided and not value.is_nested
+    return is_dense and value.device.type != "meta" and not is_only_zeros(value)
+
+
+is_only_zeros: Callable[[torch.Tensor], bool] = torch._is_zerotensor
+"""Whether a tensor is zeros without memory, as the tangents of ``torch.func.jvp`` are that are not known to be more."""
 
 
 def parts_with_memory(value: Any) -> list[torch.Tensor]:
