@@ -119,6 +119,8 @@ class CutRules:
             return "tagged cudagraph_unsafe by its author", True
         if torch_compat.chooses_by_data(target):
             return "reads on the host what is to run", True
+        if packet is torch.ops.aten._shape_as_tensor:
+            return "writes to memory of the host, by no op", True
         return ("reads on the host whether it succeeded", True) if packet in _CHECKED_ON_HOST else None
 
     def _of(self, node: torch.fx.Node, from_data: _FromData) -> CutVerdict | None:

@@ -28,15 +28,26 @@ _TO_PYTHON = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, t
 _SPLIT = (torch.tensor_split, torch.Tensor.tensor_split, _aten.tensor_split)
 _READ_ARGUMENTS = {
     **dict.fromkeys((*_SPLIT, _aten.tensor_split.tensor_indices_or_sections), (1, "tensor_indices_or_sections")),
+    **dict.fromkeys(torch_compat.TAKE_PACKED, (1, "batch_sizes")),
     torch.tensordot: (2, "dims"),
 }
-"""They read one argument without an op that modes see, if it is a tensor: where it is, and its name."""
+"""They read one argument without an op that modes see, if it is a tensor of whole numbers: where it is, and its name.
+Recurrent layers have their state in that place where they are given no packed sequences."""
 
 _FROM_PYTHON = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 """They write memory of the host without an op that modes see, and copy it to the device."""
 
-_UNTAGGED = (_aten._pack_padded_sequence.default, _aten._nested_tensor_from_mask.default)
-"""The sizes of their results depend on data, and their tags do not say so."""
+_UNTAGGED = (
+    _aten._pack_padded_sequence.default,
+    _aten._nested_tensor_from_mask.default,
+    _aten._nested_tensor_from_mask_left_aligned.default,
+)
+"""Their results, or the sizes of those, depend on data, and their tags do not say so."""
+
+_NESTED = (
+    "a nested tensor is made of data, and no plan knows its sizes; nn.TransformerEncoder makes one where it is given a "
+    "padding mask, unless it is made with enable_nested_tensor=False"
+)
 
 _INDEXING = (_aten.index.Tensor, _aten._unsafe_index.Tensor)
 _INDEXED_BY_PYTHON = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
@@ -105,6 +116,8 @@ def _visible(leaf: Any) -> Any:
     if isinstance(leaf, (float, complex)):
         return repr(leaf)  # NaN is itself, and -0.0 is not 0.0
     if isinstance(leaf, torch.Tensor):
+        if leaf.is_nested:
+            raise RuntimeError(_NESTED)
         return leaf.dtype, tuple(leaf.shape)
     if hasattr(leaf, "tobytes"):  # an array
         return str(leaf.dtype), leaf.shape, leaf.tobytes()
@@ -134,7 +147,8 @@ def reads_argument(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     if function not in _READ_ARGUMENTS:
         return False
     position, name = _READ_ARGUMENTS[function]
-    return isinstance(args[position] if position < len(args) else kwargs.get(name), torch.Tensor)
+    given = args[position] if position < len(args) else kwargs.get(name)
+    return isinstance(given, torch.Tensor) and not given.is_floating_point()
 
 
 def hands_out_memory(function: Any, args: tuple[Any, ...]) -> bool:

@@ -22,6 +22,16 @@ _BUILTIN_OPS = {
 }
 
 
+_PACKED = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+TAKE_PACKED: tuple[Any, ...] = (
+    *(getattr(torch, name) for name in (*_PACKED, "_pad_packed_sequence")),
+    *(getattr(torch.ops.aten, name) for name in (*_PACKED, "_pad_packed_sequence")),
+    *(getattr(torch.ops.aten, name).data for name in _PACKED),
+    torch.ops.aten._pad_packed_sequence.default,
+)
+"""What takes packed sequences. How many of them each step has is read from memory of the host, by no op."""
+
+
 def op_of(target: Any) -> tuple[Any, Any]:
     """An op as (packet, overload): overload is None where the target leaves it open, packet is the target if it is no
     op.

@@ -1,0 +1,176 @@
+"""Packed sequences, nested tensors and tensors without memory inside of a function: served right, or told."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import piecegraph
+from piecegraph.engine.eager_interception import ShownCalls
+from piecegraph.errors import TraceError
+
+MODES = [torch.no_grad, torch.inference_mode]
+FRONTENDS = ["auto", "breakable"]
+
+
+def compile_recorded(function: Callable[..., Any], frontend: str) -> Any:
+    return piecegraph.compile(
+        function, backend="eager", frontend=frontend, on_fallback="ignore", options={"graph_device": "simulated"}
+    )
+
+
+class Packed(nn.Module):
+    """As many steps of a recurrent layer for each row as it has tokens."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = kind(4, 3, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        found, _ = self.layer(packed)
+        padded, told = pad_packed_sequence(found, batch_first=True)
+        return found.data, padded, told
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_packed_sequences_of_as_many_tokens(kind: type[nn.RNNBase], frontend: str, mode: Any) -> None:
+    """Sums, numbers of sequences and of steps are the same; which rows have ended when is not."""
+    model = Packed(kind).eval()
+    fast = compile_recorded(model, frontend)
+    with mode():
+        for lengths in ([3, 3, 1], [3, 2, 2], [2, 3, 2], [3, 3, 1], [1, 1, 3]):
+            given = torch.randn(3, 5, 4), torch.tensor(lengths)
+            for mine, expected in zip(fast(*given), model(*given), strict=True):
+                torch.testing.assert_close(mine, expected)
+    assert fast.stats()["coverage"] == 1.0
+
+
+def test_a_packed_sequence_by_the_op_itself() -> None:
+    layer = nn.GRU(4, 3)
+
+    def run(data: Tensor, sizes: Tensor) -> Tensor:
+        hidden: Tensor = torch.ops.aten.gru.data(
+            data, sizes, torch.zeros(1, 3, 3), list(layer.parameters()), True, 1, 0.0, False, False
+        )[0]
+        return hidden
+
+    fast = compile_recorded(run, "breakable")
+    for mode in MODES:
+        with mode():
+            for sizes in ([3, 2, 2], [3, 3, 1]):
+                given = torch.randn(7, 4), torch.tensor(sizes)
+                torch.testing.assert_close(fast(*given), run(*given))
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_a_shape_that_is_written_to_memory_of_the_host(frontend: str) -> None:
+    def function(x: Tensor) -> Tensor:
+        shape: Tensor = torch.ops.aten._shape_as_tensor(x)
+        return x + shape.sum()
+
+    fast = compile_recorded(function, frontend)
+    with torch.no_grad():
+        for size in (3, 3, 5, 3):
+            x = torch.randn(size, 2)
+            torch.testing.assert_close(fast(x), function(x))
+
+
+# --- nested tensors
+
+LEFT = [[False, False, False, True], [False, False, True, True]]
+SPREAD = [[True, False, False, False], [False, False, False, True]]
+NONE = [[False] * 4, [False] * 4]
+
+
+def encoder(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no nested tensors are used
+        return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, **options).eval()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize(
+    "masks", [[LEFT, LEFT], [NONE, LEFT, NONE], [SPREAD, LEFT, SPREAD]], ids=["left", "none", "both"]
+)
+def test_a_mask_of_padding_makes_zeros_of_it(masks: list[Any], frontend: str, mode: Any) -> None:
+    """By nested tensors, which it does not use where it is traced, or where it takes somebody to look at its calls."""
+    model = encoder()
+    fast = compile_recorded(model, frontend)
+    with mode():
+        for mask in masks:
+            given = {"src": torch.randn(2, 4, 8), "src_key_padding_mask": torch.tensor(mask)}
+            torch.testing.assert_close(fast(**given), model(**given))
+    losses = str(fast.stats()["losses"])
+    assert masks[0] is SPREAD or "enable_nested_tensor=False" in losses or "nested tensors of some data" in losses
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_an_encoder_without_nested_tensors_is_served(frontend: str) -> None:
+    model = encoder(enable_nested_tensor=False)
+    fast = compile_recorded(model, frontend)
+    with torch.no_grad():
+        for mask in (LEFT, NONE, SPREAD):
+            given = {"src": torch.randn(2, 4, 8), "src_key_padding_mask": torch.tensor(mask)}
+            torch.testing.assert_close(fast(**given), model(**given))
+    assert fast.stats()["coverage"] == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_trace_alone_is_refused_where_nested_tensors_may_be_made() -> None:
+    fast = compile_recorded(encoder(), "trace")
+    for mask in (NONE, SPREAD):
+        with torch.no_grad(), pytest.raises(TraceError, match="PG208.*nested.*enable_nested_tensor=False"):
+            fast(torch.randn(2, 4, 8), src_key_padding_mask=torch.tensor(mask))
+
+
+def test_who_looks_at_calls_is_not_told_to_code_that_asks() -> None:
+    seen: list[Any] = []
+
+    def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seen.append(function)
+        return function(*args, **kwargs)
+
+    class Own(Tensor):
+        pass
+
+    asked = torch.overrides.has_torch_function
+    one, outer, inner = torch.ones(2), ShownCalls(run), ShownCalls(run)
+    with outer:
+        with inner:
+            assert not torch.overrides.has_torch_function((one, nn.Parameter(one)))
+            assert torch.overrides.has_torch_function((one, one.as_subclass(Own)))
+            torch.cond(one.sum() > 0, lambda x: x + 1, lambda x: x - 1, (one,))
+        assert not torch.overrides.has_torch_function([one])
+    assert torch.overrides.has_torch_function is asked
+    assert torch.ops.higher_order.cond in seen, "torch's own question, before it hands a call over"
+
+
+# --- tensors without memory
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_tangents_that_are_zero(frontend: str) -> None:
+    layer = nn.Linear(4, 4)
+
+    def slopes(x: Tensor) -> Tensor:
+        found: Tensor = torch.func.vmap(torch.func.jacfwd(lambda row: layer(row).tanh()))(x)
+        return found
+
+    fast = compile_recorded(slopes, frontend)
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(2, 4)
+            torch.testing.assert_close(fast(x), slopes(x))
+    assert fast.stats()["coverage"] == 1.0
