@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -369,3 +370,74 @@ def test_what_no_tracer_tells_of_is_refused(count: Callable[[], int], frontend: 
         assert count() == 1
     Tally.number = counts_in_itself.number = 0  # type: ignore[attr-defined]
     adds_to_a_set.__defaults__[0].clear()  # type: ignore[index]
+
+
+class Makes(collections.OrderedDict[str, Any]):
+    """As the table of activations of transformers does."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+
+class Keeps(dict[str, Any]):
+    """Keeps books of who asked, and writes down what it is given in its own way."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.asked: list[str] = []
+
+    def items(self) -> Any:
+        self.asked.append("items")
+        return super().items()
+
+    def __iter__(self) -> Iterator[str]:
+        self.asked.append("iter")
+        return super().__iter__()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, [value])
+
+
+class Doubles(list[int]):
+    """Shows every number twice as large."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (2 * number for number in super().__iter__())
+
+    def extend(self, numbers: Iterable[int]) -> None:
+        super().extend(number + 1 for number in numbers)
+
+
+def test_containers_with_methods_of_their_own_stay_as_they_are() -> None:
+    """What is in them is looked at, and put back, past these methods: tables may make what they give."""
+    model = nn.Linear(2, 2)
+    model.makes, model.keeps, model.doubles = Makes(a=list), Keeps({"a": 1}), Doubles([3, 4])
+    state = PythonState({"model": model})
+    assert state.change() is None
+    model.keeps["b"] = 2
+    dict.__setitem__(model.keeps, "a", 5)
+    model.doubles.append(5)
+    model.makes["b"] = set
+    assert state.change() is not None
+    state.restore()
+    assert list(collections.OrderedDict.items(model.makes)) == [("a", list)]
+    assert dict.__repr__(model.keeps) == "{'a': 1}"
+    assert list.__repr__(model.doubles) == "[3, 4]"
+    assert model.keeps.asked == []
+
+
+@pytest.mark.parametrize("frontend", ["trace", "breakable"])
+def test_a_table_that_makes_what_it_gives(frontend: str) -> None:
+    table = Makes(relu=nn.ReLU)
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = table["relu"](x - 1)
+            return result
+
+    fast = piecegraph.compile(Model(), frontend=frontend, backend="eager", options={"graph_device": "simulated"})
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(3, 2)
+            assert torch.equal(fast(x), torch.relu(x - 1))
+    assert dict.__getitem__(table, "relu") is nn.ReLU

@@ -352,7 +352,7 @@ class _Reader:
     def _parts(self, path: str, value: Any) -> Iterator[_Part]:
         if isinstance(value, list | tuple | dict):
             self.constants.append(f"{'tuple' if isinstance(value, dict) else 'len'}({path})")
-            items = value.items() if isinstance(value, dict) else enumerate(value)
+            items = dict.items(value) if isinstance(value, dict) else enumerate(value)
             for key, part in list(items):
                 if isinstance(key, str | int):
                     yield _Part(f"{path}[{key!r}]", part)

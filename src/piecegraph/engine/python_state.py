@@ -16,7 +16,7 @@ import random
 import sys
 import types
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -38,6 +38,7 @@ _OWN = ("piecegraph.", "torch._")
 _ITERATORS = ("builtins", "itertools", "_collections")
 """Whose iterators tell how far they are, and nothing else of themselves."""
 _MANY = (list, tuple, set, frozenset, deque)
+_TABLES = (OrderedDict, dict)
 
 
 class PythonState:
@@ -172,14 +173,19 @@ def _parts(value: Any) -> dict[Any, Any]:
     if isinstance(value, Iterator) and type(value).__module__ in _ITERATORS:
         return _iterator_state(value)
     if isinstance(value, dict):
-        return {**value, **getattr(value, "__dict__", {})}
+        return {**dict(_own_kind(value, _TABLES).items(value)), **getattr(value, "__dict__", {})}
     if isinstance(value, _MANY):
-        return dict(enumerate(value))
+        return dict(enumerate(_own_kind(value, _MANY).__iter__(value)))
     # An array. Its class is asked: some objects have whatever attribute they are asked for.
     if hasattr(type(value), "tobytes") and hasattr(type(value), "nbytes"):
         return {"data": value.tobytes()} if value.nbytes <= 1 << 20 else {}
     slots = [name for cls in type(value).__mro__ for name in _slots_of(cls) if hasattr(value, name)]
     return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
+
+
+def _own_kind(value: Any, kinds: tuple[Any, ...]) -> Any:
+    """The class of Python's own that a container is of. Those of a subclass may make what they give, and keep books."""
+    return next(kind for kind in kinds if isinstance(value, kind))
 
 
 def _is_users(cls: type) -> bool:
@@ -284,15 +290,18 @@ def _refill(value: Any, before: Mapping[Any, Any]) -> None:
     elif _draws_numbers(value):
         _set_number_state(value, pickle.loads(before["state"]))
     elif isinstance(value, (list, deque)):
-        value.clear()
-        value.extend(before.values())
+        kind = _own_kind(value, _MANY)
+        kind.clear(value)
+        kind.extend(value, before.values())
     elif isinstance(value, set):
-        value.clear()
-        value.update(before.values())
+        set.clear(value)
+        set.update(value, before.values())
     elif isinstance(value, dict):
-        own = getattr(value, "__dict__", {})
-        value.clear()
-        value.update({key: part for key, part in before.items() if key not in own})
+        kind, own = _own_kind(value, _TABLES), getattr(value, "__dict__", {})
+        kind.clear(value)
+        for key, part in before.items():
+            if key not in own:
+                kind.__setitem__(value, key, part)
     elif hasattr(value, "__dict__"):
         value.__dict__.clear()
         value.__dict__.update(before)
