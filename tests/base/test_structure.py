@@ -108,3 +108,60 @@ def test_attributes_beside_the_items_are_parts_too() -> None:
 def test_what_makes_missing_items_is_part_of_the_structure() -> None:
     assert flatten(collections.defaultdict(list))[2] == flatten(collections.defaultdict(list))[2]
     assert flatten(collections.defaultdict(list))[2] != flatten(collections.defaultdict(dict))[2]
+
+
+class Tripled(dict[str, Any]):
+    """Shows values that it does not hold, and changes those that it is given."""
+
+    def values(self) -> Any:
+        return [3 * value for value in super().values()]
+
+    def __getitem__(self, key: str) -> Any:
+        return 3 * super().__getitem__(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value + 1)
+
+
+class TripledInOrder(collections.OrderedDict[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        return 3 * super().__getitem__(key)
+
+    def update(self, *given: Any, **more: Any) -> None:
+        raise AssertionError("the methods of a subclass are not asked")
+
+
+class Sized(list[Any]):
+    def __init__(self, size: int, value: Any) -> None:
+        super().__init__([value] * size)
+
+    def __iter__(self) -> Any:
+        return (3 * value for value in super().__iter__())
+
+    def __len__(self) -> int:
+        return 7
+
+
+class Shifted(collections.namedtuple("Shifted", ["first", "second"])):
+    __slots__ = ()
+
+    def __new__(cls, first: int, second: int = 5) -> Shifted:
+        return super().__new__(cls, first + 1, second + 1)
+
+
+def test_containers_are_taken_apart_past_methods_of_their_own() -> None:
+    in_order = TripledInOrder()
+    collections.OrderedDict.__setitem__(in_order, "b", 1)
+    collections.OrderedDict.__setitem__(in_order, "a", 2)
+    in_order.move_to_end("b")
+    for value, held, kind in (
+        (Tripled({"a": 1, "b": 2}), [1, 2], dict),
+        (in_order, [2, 1], collections.OrderedDict),
+        (Sized(2, 4), [4, 4], list),
+        (Shifted(1), [2, 6], tuple),
+    ):
+        found, _, structure = flatten(value)
+        assert found == held
+        built = structure.build(iter(found))
+        assert type(built) is type(value)
+        assert kind.__repr__(built) == kind.__repr__(value)

@@ -1,9 +1,10 @@
-"""Packed sequences, nested tensors and tensors without memory inside of a function: served right, or told."""
+"""Packed sequences, nested tensors, tensors without memory, containers that show other things than they hold: served
+right, or told."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -174,3 +175,36 @@ def test_tangents_that_are_zero(frontend: str) -> None:
             x = torch.randn(2, 4)
             torch.testing.assert_close(fast(x), slopes(x))
     assert fast.stats()["coverage"] == 1.0
+
+
+# --- containers that are not what they show
+
+
+class Halves(dict[str, Tensor]):
+    """Holds what it shows twice as large."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return super().__getitem__(name) / 2
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+
+class Twice(list[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return (tensor * 2 for tensor in super().__iter__())
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_containers_with_methods_of_their_own(frontend: str) -> None:
+    def function(given: dict[str, Tensor], more: Twice) -> Halves:
+        return Halves(sum=sum(given.values(), given["x"]) + sum(more), first=more[0])
+
+    fast = compile_recorded(function, frontend)
+    with torch.no_grad():
+        for _ in range(3):
+            given = Halves(x=torch.randn(3), y=torch.randn(3)), Twice([torch.randn(3), torch.randn(3)])
+            mine, expected = fast(*given), function(*given)
+            assert type(mine) is Halves
+            for name in ("sum", "first"):
+                torch.testing.assert_close(mine[name], expected[name])

@@ -8,6 +8,7 @@ same types.
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -136,6 +137,16 @@ def atoms(value: Any) -> list[Any]:
     return found
 
 
+TABLES = (collections.OrderedDict, dict)
+
+
+def builtin_kind(value: Any, kinds: tuple[Any, ...]) -> Any:
+    """The class of Python's own that a container is of, to be looked at and filled by its methods: those of a subclass
+    may make what they give, change what they are given, or keep books.
+    """
+    return next(kind for kind in kinds if isinstance(value, kind))
+
+
 def _split(value: Any) -> _Parts | None:
     parts = _split_items(value)
     if parts is None or type(value) in _PLAIN or not (beside := _attributes_beside(value)):
@@ -164,15 +175,17 @@ def _attributes_beside(value: Any) -> dict[str, Any]:
 
 def _split_items(value: Any) -> _Parts | None:
     if isinstance(value, dict):
-        keys = tuple(value)
+        kind = dict if type(value) is dict else builtin_kind(value, TABLES)
+        keys = tuple(kind.keys(value))
         # A dict subclass may carry more than its items (a default factory): its empty copy is kept to be refilled.
         made_by = getattr(value, "default_factory", None)
         context: Any = keys if type(value) is dict else (keys, _empty_copy(value), made_by)
-        return context, list(value.values()), [f".{key}" for key in keys]
+        return context, list(kind.values(value)), [f".{key}" for key in keys]
     if isinstance(value, (tuple, list)):
         names = getattr(value, "_fields", None)
-        suffixes = [f".{n}" for n in names] if names else [f"[{i}]" for i in range(len(value))]
-        return None, list(value), suffixes
+        items = list(value if type(value) in _PLAIN else builtin_kind(value, _PLAIN).__iter__(value))
+        suffixes = [f".{n}" for n in names] if names else [f"[{i}]" for i in range(len(items))]
+        return None, items, suffixes
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = tuple(f.name for f in dataclasses.fields(value))
         return names, [getattr(value, name) for name in names], [f".{name}" for name in names]
@@ -244,12 +257,23 @@ def _build_dict(cls: type, context: Any, values: list[Any]) -> Any:
     if empty is None:  # transformers' ModelOutput: a dataclass that is a dict of its fields that are not None
         return cls(**items)
     filled = copy.copy(empty)
-    filled.update(items)
+    kind = builtin_kind(filled, TABLES)
+    for key, value in items.items():
+        kind.__setitem__(filled, key, value)
     return filled
 
 
-def _build_sequence(cls: type, _: Any, values: list[Any]) -> Any:
-    return cls(*values) if hasattr(cls, "_fields") else cls(values)
+def _build_sequence(cls: Any, _: Any, values: list[Any]) -> Any:
+    if cls in _PLAIN:
+        return cls(values)
+    if issubclass(cls, list):
+        made: list[Any] = cls.__new__(cls)
+        list.extend(made, values)
+        return made
+    try:
+        return tuple.__new__(cls, values)
+    except TypeError:  # it is written in C: torch.Size, torch.return_types
+        return cls(values)
 
 
 def _build_dataclass(cls: type, names: Any, values: list[Any]) -> Any:

@@ -16,13 +16,14 @@ import random
 import sys
 import types
 import warnings
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from piecegraph.base import torch_compat
+from piecegraph.base.structure import TABLES, builtin_kind
 from piecegraph.engine.reach import FIXED, is_installed, methods_that_run, outer_variables, package_of
 from piecegraph.errors import TraceError
 from piecegraph.graph.signature import is_constant, is_same_constant
@@ -38,7 +39,6 @@ _OWN = ("piecegraph.", "torch._")
 _ITERATORS = ("builtins", "itertools", "_collections")
 """Whose iterators tell how far they are, and nothing else of themselves."""
 _MANY = (list, tuple, set, frozenset, deque)
-_TABLES = (OrderedDict, dict)
 
 
 class PythonState:
@@ -173,19 +173,14 @@ def _parts(value: Any) -> dict[Any, Any]:
     if isinstance(value, Iterator) and type(value).__module__ in _ITERATORS:
         return _iterator_state(value)
     if isinstance(value, dict):
-        return {**dict(_own_kind(value, _TABLES).items(value)), **getattr(value, "__dict__", {})}
+        return {**dict(builtin_kind(value, TABLES).items(value)), **getattr(value, "__dict__", {})}
     if isinstance(value, _MANY):
-        return dict(enumerate(_own_kind(value, _MANY).__iter__(value)))
+        return dict(enumerate(builtin_kind(value, _MANY).__iter__(value)))
     # An array. Its class is asked: some objects have whatever attribute they are asked for.
     if hasattr(type(value), "tobytes") and hasattr(type(value), "nbytes"):
         return {"data": value.tobytes()} if value.nbytes <= 1 << 20 else {}
     slots = [name for cls in type(value).__mro__ for name in _slots_of(cls) if hasattr(value, name)]
     return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
-
-
-def _own_kind(value: Any, kinds: tuple[Any, ...]) -> Any:
-    """The class of Python's own that a container is of. Those of a subclass may make what they give, and keep books."""
-    return next(kind for kind in kinds if isinstance(value, kind))
 
 
 def _is_users(cls: type) -> bool:
@@ -290,14 +285,14 @@ def _refill(value: Any, before: Mapping[Any, Any]) -> None:
     elif _draws_numbers(value):
         _set_number_state(value, pickle.loads(before["state"]))
     elif isinstance(value, (list, deque)):
-        kind = _own_kind(value, _MANY)
+        kind = builtin_kind(value, _MANY)
         kind.clear(value)
         kind.extend(value, before.values())
     elif isinstance(value, set):
         set.clear(value)
         set.update(value, before.values())
     elif isinstance(value, dict):
-        kind, own = _own_kind(value, _TABLES), getattr(value, "__dict__", {})
+        kind, own = builtin_kind(value, TABLES), getattr(value, "__dict__", {})
         kind.clear(value)
         for key, part in before.items():
             if key not in own:
