@@ -165,3 +165,18 @@ def test_containers_are_taken_apart_past_methods_of_their_own() -> None:
         built = structure.build(iter(found))
         assert type(built) is type(value)
         assert kind.__repr__(built) == kind.__repr__(value)
+
+
+@dataclasses.dataclass
+class Doubled:
+    a: Any
+
+    def __getattribute__(self, name: str) -> Any:
+        found = object.__getattribute__(self, name)
+        return 2 * found if name == "a" else found
+
+
+def test_a_dataclass_is_taken_apart_past_how_it_shows_its_fields() -> None:
+    found, _, structure = flatten(Doubled(4))
+    assert found == [4]
+    assert structure.build(iter(found)).a == 8

@@ -188,7 +188,7 @@ def _split_items(value: Any) -> _Parts | None:
         return None, items, suffixes
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = tuple(f.name for f in dataclasses.fields(value))
-        return names, [getattr(value, name) for name in names], [f".{name}" for name in names]
+        return names, [object.__getattribute__(value, name) for name in names], [f".{name}" for name in names]
     node = torch_compat.pytree_node(type(value))
     if node is None:
         return None
