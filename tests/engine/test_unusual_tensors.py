@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import piecegraph
-from piecegraph.engine.eager_interception import ShownCalls
-from piecegraph.errors import TraceError
 
 MODES = [torch.no_grad, torch.inference_mode]
 FRONTENDS = ["auto", "breakable"]
@@ -101,20 +99,19 @@ def encoder(**options: Any) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize("frontend", ["trace", *FRONTENDS])
 @pytest.mark.parametrize(
     "masks", [[LEFT, LEFT], [NONE, LEFT, NONE], [SPREAD, LEFT, SPREAD]], ids=["left", "none", "both"]
 )
 def test_a_mask_of_padding_makes_zeros_of_it(masks: list[Any], frontend: str, mode: Any) -> None:
-    """By nested tensors, which it does not use where it is traced, or where it takes somebody to look at its calls."""
+    """By nested tensors, which it does not use where it is traced, or where anybody looks at its calls."""
     model = encoder()
     fast = compile_recorded(model, frontend)
     with mode():
         for mask in masks:
             given = {"src": torch.randn(2, 4, 8), "src_key_padding_mask": torch.tensor(mask)}
             torch.testing.assert_close(fast(**given), model(**given))
-    losses = str(fast.stats()["losses"])
-    assert masks[0] is SPREAD or "enable_nested_tensor=False" in losses or "nested tensors of some data" in losses
+    assert "enable_nested_tensor=False" in str(fast.stats()["losses"])
 
 
 @pytest.mark.parametrize("frontend", FRONTENDS)
@@ -126,36 +123,6 @@ def test_an_encoder_without_nested_tensors_is_served(frontend: str) -> None:
             given = {"src": torch.randn(2, 4, 8), "src_key_padding_mask": torch.tensor(mask)}
             torch.testing.assert_close(fast(**given), model(**given))
     assert fast.stats()["coverage"] == 1.0
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_trace_alone_is_refused_where_nested_tensors_may_be_made() -> None:
-    fast = compile_recorded(encoder(), "trace")
-    for mask in (NONE, SPREAD):
-        with torch.no_grad(), pytest.raises(TraceError, match="PG201.*fake tensors|PG208.*enable_nested_tensor=False"):
-            fast(torch.randn(2, 4, 8), src_key_padding_mask=torch.tensor(mask))
-
-
-def test_who_looks_at_calls_is_not_told_to_code_that_asks() -> None:
-    seen: list[Any] = []
-
-    def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        seen.append(function)
-        return function(*args, **kwargs)
-
-    class Own(Tensor):
-        pass
-
-    asked = torch.overrides.has_torch_function
-    one, outer, inner = torch.ones(2), ShownCalls(run), ShownCalls(run)
-    with outer:
-        with inner:
-            assert not torch.overrides.has_torch_function((one, nn.Parameter(one)))
-            assert torch.overrides.has_torch_function((one, one.as_subclass(Own)))
-            torch.cond(one.sum() > 0, lambda x: x + 1, lambda x: x - 1, (one,))
-        assert not torch.overrides.has_torch_function([one])
-    assert torch.overrides.has_torch_function is asked
-    assert torch.ops.higher_order.cond in seen, "torch's own question, before it hands a call over"
 
 
 # --- tensors without memory

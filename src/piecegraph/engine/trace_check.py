@@ -24,14 +24,7 @@ from piecegraph.tape.buffers import preserved
 
 
 def check_trace(traced: Traced, watched: Watched, function: Callable[..., Any], example: Example) -> None:
-    """Refuse a trace that gives other values than the function gave when it was watched, or would for other data."""
-    if watched.nests:
-        raise TraceError(
-            "PG208",
-            "the trace computes something else than the function",
-            why="the function makes nested tensors of some data, which no trace does: padding has other values",
-            hint="nn.TransformerEncoder makes none of a padding mask if it is made with enable_nested_tensor=False",
-        )
+    """Refuse a trace that gives other values than the function gave when it was watched."""
     sizes = sizes_of(traced.signature, example)
     if min(sizes, default=2) < 2:  # traced as two; such a size is compared with the function when it is served
         return

@@ -23,7 +23,7 @@ from piecegraph.errors import TraceError
 from piecegraph.graph.example import Example
 from piecegraph.graph.interception import off
 from piecegraph.graph.signature import LayoutReader
-from piecegraph.tape.reads import shows_memory
+from piecegraph.tape.reads import NESTED, shows_memory
 
 _LAYOUT_READS = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset})
 _VIEWS_OR_COPIES = frozenset(
@@ -35,8 +35,8 @@ _aten = torch.ops.aten
 _LAYOUT_OPS = frozenset({_aten.as_strided.default, _aten.as_strided_.default, _aten.as_strided_scatter.default})
 """What they read depends on how the tensor lies, and a tensor that was computed lies as what it was computed from."""
 
-_MAY_MAKE_NESTED = _aten._nested_tensor_from_mask_left_aligned.default
-"""Asked before a nested tensor is made of data, or not."""
+_ASKS_FOR_NESTED = _aten._nested_tensor_from_mask_left_aligned.default
+"""Asked before a nested tensor is made of a mask. Then none is made in a trace, nor where anybody looks on, as here."""
 
 ViewOp = Callable[[torch.Tensor], torch.Tensor]
 
@@ -60,8 +60,6 @@ class Watched:
     """What did something that would be something else if tensors lay otherwise in memory."""
     views: dict[tuple[Any, ...], tuple[tuple[Any, ...], ViewOp]]
     """What is a view of an argument: its place in memory, that of the tensor it was made from, and how."""
-    nests: bool
-    """Whether it made a nested tensor, or would have for other data: no trace does."""
 
     @property
     def devices(self) -> tuple[torch.device | None, ...]:
@@ -117,7 +115,6 @@ def watch(call: Callable[[Sequence[torch.Tensor]], Any], example: Sequence[torch
         left=tuple(left[storage] for storage in (*(storage for _, storage in written), *state)),
         layout_reader=seen.layout_reader,
         views=seen.views,
-        nests=seen.nests,
     )
 
 
@@ -173,12 +170,13 @@ class _Watch:
         self._views_or_copies: list[tuple[int, int, str, bool]] = []
         """What was given and what came of it, as storages, the line, and whether it did nothing."""
         self.views: dict[tuple[Any, ...], tuple[tuple[Any, ...], ViewOp]] = {}
-        self.nests = False
         self._whole_ops = torch_compat.WholeOps()
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._is_looking:
             return function(*args, **kwargs)
+        if function is _ASKS_FOR_NESTED:
+            raise RuntimeError(NESTED)
         self._save_generators(args, kwargs)
         if self._whole_ops.has(function, args, kwargs):
             return torch_compat.run_parts(self.run, function, args, kwargs)
@@ -211,7 +209,6 @@ class _Watch:
                 _refuse_reshaping(function, tensor, place)
         self._save_changed(read)
         results = _tensors(returned)
-        self.nests |= function is _MAY_MAKE_NESTED or any(result.is_nested for result in results)
         made = {torch_compat.storage_id(result) for result in results} - set(outside)
         self._made |= made
         self._note_write(made, written_args)

@@ -37,17 +37,14 @@ Recurrent layers have their state in that place where they are given no packed s
 _FROM_PYTHON = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 """They write memory of the host without an op that modes see, and copy it to the device."""
 
-_UNTAGGED = (
-    _aten._pack_padded_sequence.default,
-    _aten._nested_tensor_from_mask.default,
-    _aten._nested_tensor_from_mask_left_aligned.default,
-)
-"""Their results, or the sizes of those, depend on data, and their tags do not say so."""
+_UNTAGGED = (_aten._pack_padded_sequence.default, _aten._nested_tensor_from_mask.default)
+"""The sizes of their results depend on data, and their tags do not say so."""
 
-_NESTED = (
+NESTED = (
     "a nested tensor is made of data, and no plan knows its sizes; nn.TransformerEncoder makes one where it is given a "
     "padding mask, unless it is made with enable_nested_tensor=False"
 )
+"""Why a function is not served."""
 
 _INDEXING = (_aten.index.Tensor, _aten._unsafe_index.Tensor)
 _INDEXED_BY_PYTHON = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
@@ -117,7 +114,7 @@ def _visible(leaf: Any) -> Any:
         return repr(leaf)  # NaN is itself, and -0.0 is not 0.0
     if isinstance(leaf, torch.Tensor):
         if leaf.is_nested:
-            raise RuntimeError(_NESTED)
+            raise RuntimeError(NESTED)
         return leaf.dtype, tuple(leaf.shape)
     if hasattr(leaf, "tobytes"):  # an array
         return str(leaf.dtype), leaf.shape, leaf.tobytes()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,49 +14,11 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
-class _HiddenModes:
-    """While there are modes of ours, Python that asks whether functions are overridden is told what it would be told
-    without them: ``nn.TransformerEncoder`` goes another way where they are.
-
-    Torch asks the same before it hands a call to modes, and is told of them.
-    """
-
-    _NAME = "has_torch_function"
-    _HANDS_OVER = ("torch", "torch._ops", "torch.overrides")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-        self._asked: Callable[[Iterable[Any]], bool] = torch.overrides.has_torch_function
-
-    def add(self) -> None:
-        with self._lock:
-            self._count += 1
-            if self._count == 1:
-                self._asked = torch.overrides.has_torch_function
-                setattr(torch.overrides, self._NAME, self._has_torch_function)
-
-    def discard(self) -> None:
-        with self._lock:
-            self._count -= 1
-            if self._count == 0:
-                setattr(torch.overrides, self._NAME, self._asked)
-
-    def _has_torch_function(self, args: Iterable[Any]) -> bool:
-        if sys._getframe(1).f_globals.get("__name__") in self._HANDS_OVER:
-            return self._asked(args)
-        return bool(torch.overrides._get_overloaded_args([arg for arg in args if type(arg) is not torch.Tensor]))
-
-
-_hidden_modes = _HiddenModes()
-
-
 def add_modes(function_mode: Any, dispatch_mode: Any, *, innermost: bool) -> None:
     """Put a pair of modes on this thread's stacks, innermost or outermost.
 
     Not by entering them: leaving must be the reverse of entering then, and torch.compile would refuse to compile.
     """
-    _hidden_modes.add()
     functions, others = _function_modes(), _dispatch_modes()
     _set_function_modes([function_mode, *functions] if innermost else [*functions, function_mode])
     _set_dispatch_modes([dispatch_mode, *others] if innermost else [*others, dispatch_mode])
@@ -66,7 +26,6 @@ def add_modes(function_mode: Any, dispatch_mode: Any, *, innermost: bool) -> Non
 
 def remove_modes(function_mode: Any, dispatch_mode: Any) -> None:
     """Take a pair of modes off this thread's stacks, wherever in them it is."""
-    _hidden_modes.discard()
     _set_function_modes([mode for mode in _function_modes() if mode is not function_mode])
     _set_dispatch_modes([mode for mode in _dispatch_modes() if mode is not dispatch_mode])
 
