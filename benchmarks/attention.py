@@ -6,6 +6,7 @@ microseconds of one call. Results are compared with the reference before anythin
     python benchmarks/attention.py
     python benchmarks/attention.py --tune            # the tiles of the Triton kernels, side by side
     python benchmarks/attention.py --only decode --heads qwen --block-size 16
+    python benchmarks/attention.py --only prefill --block-size 128    # FlashAttention 4, too, where it is installed
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ import torch.nn.functional as F
 from piecegraph.base.compare import relative_error
 from piecegraph.bench.machine import hardware
 from piecegraph.bench.timing import Effort, measure
-from piecegraph.llm.kernels.attention import gluon_paged, reference, triton_paged, varlen
+from piecegraph.llm.kernels.attention import flash, gluon_paged, reference, triton_paged, varlen
+from piecegraph.llm.kernels.attention.kernel import AttentionKernel
 from piecegraph.llm.kernels.attention.triton_tiles import MAX_SPLITS, Tiles, decode_tiles, prefill_tiles
 from piecegraph.llm.kernels.chip import chip
 from piecegraph.llm.specs import Accepted, AttentionBatch, AttentionLayer
 
 HEADS = {"qwen": (16, 8, 128), "llama": (32, 8, 128)}
 DECODES = list(itertools.product([1, 8, 64], [128, 1024, 8192]))
-PREFILLS = [16, 256, 1024, 4096]
+PREFILLS = [(16, 16), (256, 256), (1024, 1024), (4096, 4096), (16384, 16384), (8192, 32768)]
+"""New tokens of one sequence, and all of them."""
 NUM_CALLS = 20
 MAX_CACHE_BYTES = 40 << 30
+MAX_SCORES = 4096 * 4096  # of a head, that the reference holds
 MAX_ERROR = 0.01  # bfloat16 against the reference
 DEVICE, DTYPE = "cuda", torch.bfloat16
 
@@ -130,12 +134,15 @@ def sdpa(case: Case) -> Callable[[int], object]:
     return lambda i: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def check(case: Case) -> None:
-    triton_paged.attend(*case.arguments(0))  # type: ignore[arg-type]
+def check(case: Case, kernel: AttentionKernel = triton_paged.KERNEL) -> None:
+    """Against the reference, or, where its scores would not fit, against the kernel that goes through all of them."""
+    is_small = case.batch.max_query_len * int(case.batch.seq_lens[0]) <= MAX_SCORES
+    expected = reference.KERNEL if is_small else triton_paged.KERNEL
+    kernel.attend(*case.arguments(0))  # type: ignore[arg-type]
     found = case.out.clone()
-    reference.attend(*case.arguments(0))  # type: ignore[arg-type]
+    expected.attend(*case.arguments(0))  # type: ignore[arg-type]
     error = relative_error(found, case.out)
-    assert error < MAX_ERROR, f"wrong result: relative error {error:.3g}"
+    assert error < MAX_ERROR, f"wrong result of {kernel.name}: relative error {error:.3g}"
 
 
 def row(name: str, kernel: str, us: float, case: Case) -> None:
@@ -148,10 +155,13 @@ def compare(name: str, case: Case, *, is_prefill: bool) -> None:
     row(name, "triton", captured_us(lambda i: triton_paged.attend(*case.arguments(i))), case)  # type: ignore[arg-type]
     row(name, "varlen (eager)", eager_us(lambda i: varlen.attend(*case.arguments(i))), case)  # type: ignore[arg-type]
     if is_prefill:
-        if isinstance(gluon_paged.KERNEL.supports(case.layer, DTYPE, torch.device(DEVICE)), Accepted):
-            gluon_paged.prepare([case.layer], torch.device(DEVICE))
-            row(name, "gluon", captured_us(lambda i: gluon_paged.attend(*case.arguments(i))), case)  # type: ignore[arg-type]
-        row(name, "sdpa (no cache)", captured_us(sdpa(case)), case)
+        for kernel in (gluon_paged.KERNEL, flash.KERNEL):
+            if isinstance(kernel.supports(case.layer, DTYPE, torch.device(DEVICE)), Accepted):
+                kernel.prepare([case.layer], torch.device(DEVICE))
+                check(case, kernel)
+                row(name, kernel.name, captured_us(lambda i, run=kernel.attend: run(*case.arguments(i))), case)  # type: ignore[misc]
+        if case.batch.max_query_len == int(case.batch.seq_lens[0]):
+            row(name, "sdpa (no cache)", captured_us(sdpa(case)), case)
 
 
 def tune(name: str, case: Case, *, is_prefill: bool) -> None:
@@ -237,9 +247,9 @@ def main() -> None:
                 case = build(heads, num_seqs, 1, length, arguments.block_size)
                 show(f"{model} decode {num_seqs} x {length}", case, is_prefill=False)
         if arguments.only != "decode":
-            for length in PREFILLS:
-                case = build(heads, 1, length, length, arguments.block_size)
-                show(f"{model} prefill {length}", case, is_prefill=True)
+            for num_new, length in PREFILLS:
+                case = build(heads, 1, num_new, length, arguments.block_size)
+                show(f"{model} prefill {num_new} of {length}", case, is_prefill=True)
 
 
 if __name__ == "__main__":

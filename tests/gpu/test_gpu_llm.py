@@ -60,7 +60,8 @@ def test_contexts_that_grow_long_give_the_same_tokens(tmp_path: Path, monkeypatc
     """From one step to the next a few sequences have another size, in which attention has more programs."""
     tiny_model("llama").save_pretrained(tmp_path)
     monkeypatch.setattr(parts, "short_seqs", lambda rows: 8)
-    prompts = [list(range(3, 3 + length)) for length in (SHORT_CONTEXT - 9, 30, SHORT_CONTEXT - 20, 5, 9, 70)]
+    lengths = (SHORT_CONTEXT - 9, 30, SHORT_CONTEXT - 20, 5, 9, 70)
+    prompts = [[3 + number % 120 for number in range(length)] for length in lengths]
     limits = {"max_model_len": 512, "max_batch_tokens": 512, "max_num_seqs": 8}
     found = []
     for mode in ("none", "auto"):
