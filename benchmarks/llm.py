@@ -61,6 +61,16 @@ def shapes() -> dict[str, Shape]:
             ),
             prefill=(16, 256, 1024),
         ),
+        "gpt-oss": Shape(transformers.GptOssConfig(num_hidden_layers=8, num_local_experts=32, dtype="bfloat16")),
+        "deepseek-v3": Shape(
+            transformers.DeepseekV3Config(
+                num_hidden_layers=4,
+                first_k_dense_replace=1,
+                n_routed_experts=64,
+                max_position_embeddings=8192,
+                dtype="bfloat16",
+            ),
+        ),
         "tiny": Shape(shape_config("tiny"), prefill=(16, 64), decode=(1, 4), context=16),
     }
 

@@ -95,6 +95,23 @@ def test_nothing_is_stored_twice_and_loading_weights_reaches_the_graphs() -> Non
         torch.testing.assert_close(fast(x), other(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_called_in_it", [False, True])
+def test_a_model_that_was_made_in_inference_mode_stays_one(is_called_in_it: bool) -> None:
+    with torch.inference_mode():
+        model = Model(bias=True)
+    model.layers[1].k = torch.nn.Linear(12, model.layers[1].k.out_features)
+    fast, x = compile_fused(model), torch.randn(8, 12)
+    with torch.inference_mode(is_called_in_it), torch.no_grad():
+        expected = model(x)
+        for _ in range(2):
+            torch.testing.assert_close(fast(x), expected, rtol=1e-4, atol=1e-5)
+        assert "fused linears: 7 groups" in fast.explain(), "one group was made in both modes"
+        torch.testing.assert_close(model(x), expected)
+        fast.close()
+        torch.testing.assert_close(model(x), expected)
+    assert not fast.stats()["events"]
+
+
 def test_close_gives_the_parameters_their_own_memory_back() -> None:
     model = Model()
     fast = compile_fused(model)

@@ -99,10 +99,11 @@ def _make_group(nodes: Sequence[torch.fx.Node], inputs: dict[torch.fx.Node, Grap
 
 
 def _is_uniform(group: _Group) -> bool:
-    first = group.weights[0].tensor
-    return all(
-        w.tensor.dim() == 2 and w.tensor.dtype == first.dtype and w.tensor.device == first.device for w in group.weights
-    )
+    def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tensor.dtype, tensor.device, tensor.is_inference()
+
+    weights, biases = ([weight.tensor for weight in each] for each in (group.weights, group.biases))
+    return all(w.dim() == 2 for w in weights) and all(len(set(map(kind, each))) <= 1 for each in (weights, biases))
 
 
 def _is_input_written_between(group: _Group) -> bool:
@@ -186,8 +187,8 @@ def _join_weights(group: _Group, place: PlaceWeight) -> None:
     for weights in filter(None, (group.weights, group.biases)):
         tensors = [weight.tensor for weight in weights]
         if not _is_joined(tensors):
-            first, rows = tensors[0].detach(), [tensor.shape[0] for tensor in tensors]
-            with torch_compat.outside_inference():
+            first, rows = tensors[0], [tensor.shape[0] for tensor in tensors]
+            with torch_compat.inference_as(first):
                 joint = first.new_empty(sum(rows), *first.shape[1:])
                 for tensor, part in zip(tensors, joint.split(rows), strict=True):
                     place(tensor, part)
@@ -196,13 +197,14 @@ def _join_weights(group: _Group, place: PlaceWeight) -> None:
 def _joint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One tensor over tensors that lie one behind the other."""
     first, rows = tensors[0], [tensor.shape[0] for tensor in tensors]
-    return first.detach().as_strided((sum(rows), *first.shape[1:]), first.stride(), first.storage_offset())
+    return torch_compat.stretched(first, (sum(rows), *first.shape[1:]))
 
 
 def separate(tensors: Sequence[torch.Tensor]) -> None:
     """Undo :func:`_join_weights`: every tensor gets memory of its own again."""
     for tensor in tensors:
-        tensor.data = tensor.detach().clone()
+        with torch_compat.inference_as(tensor):
+            tensor.data = tensor.detach().clone()
 
 
 def _is_joined(tensors: Sequence[torch.Tensor]) -> bool:

@@ -26,6 +26,16 @@ def over(storage: Any, like: torch.Tensor) -> torch.Tensor:
         return torch._neg_view(view) if like.is_neg() else view
 
 
+def stretched(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of another shape over the memory that begins where this one's does, with its strides.
+
+    No view of it: of what was made in inference mode there are none that calls in both modes can use.
+    """
+    with torch.inference_mode(False):
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, tensor.stride())
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's whole storage, as bytes."""
     storage = tensor.untyped_storage()

@@ -198,6 +198,14 @@ def outside_inference() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def inference_as(tensor: torch.Tensor) -> Iterator[None]:
+    """Grad off, inference mode as when a tensor was made: what it is to have as its data, ``tensor.data = ...``, must be
+    made as it was, or no op takes it any more."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
 def without_trace(devices: Iterable[torch.device]) -> Iterator[None]:
     """As :func:`outside_inference`, and :func:`drawn_again`."""
     with outside_inference(), drawn_again(devices):
