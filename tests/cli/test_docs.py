@@ -84,7 +84,7 @@ INSTALL = (
 
 
 BENCHMARKS = {
-    "python benchmarks/prefill.py": "--tiny --only inductor,fused",
+    "python benchmarks/prefill.py": "--tiny --only fused",
     "python benchmarks/llm.py": "--tiny --new 8 --repeats 2",
     "python benchmarks/cpu.py": "--tiny --backends eager --batches 1,2 --rounds 1",
     "python benchmarks/models.py": "--tiny --models 'conv net'",
