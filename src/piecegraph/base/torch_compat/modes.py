@@ -199,8 +199,10 @@ def outside_inference() -> Iterator[None]:
 
 @contextlib.contextmanager
 def inference_as(tensor: torch.Tensor) -> Iterator[None]:
-    """Grad off, inference mode as when a tensor was made: what it is to have as its data, ``tensor.data = ...``, must be
-    made as it was, or no op takes it any more."""
+    """Grad off, inference mode as when a tensor was made.
+
+    What it is to have as its data, ``tensor.data = ...``, must be made in it, or no op takes the tensor any more.
+    """
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         yield
 
