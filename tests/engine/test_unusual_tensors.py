@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import piecegraph
+from piecegraph.errors import TraceError
 
 MODES = [torch.no_grad, torch.inference_mode]
 FRONTENDS = ["auto", "breakable"]
@@ -114,9 +115,29 @@ def test_a_mask_of_padding_makes_zeros_of_it(masks: list[Any], frontend: str, mo
     assert "enable_nested_tensor=False" in str(fast.stats()["losses"])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("frontend", FRONTENDS)
-def test_an_encoder_without_nested_tensors_is_served(frontend: str) -> None:
-    model = encoder(enable_nested_tensor=False)
+def test_a_mask_that_is_not_checked_makes_zeros_of_padding(frontend: str, mode: Any) -> None:
+    model = encoder(mask_check=False)
+    fast = compile_recorded(model, frontend)
+    with mode():
+        for mask in (LEFT, None, NONE):
+            given = {"src": torch.randn(2, 4, 8), "src_key_padding_mask": mask and torch.tensor(mask)}
+            torch.testing.assert_close(fast(**given), model(**given))
+    assert "enable_nested_tensor=False" in str(fast.stats()["losses"])
+
+
+def test_a_mask_that_is_not_checked_cannot_be_traced() -> None:
+    fast = compile_recorded(encoder(mask_check=False), "trace")
+    with torch.no_grad(), pytest.raises(TraceError, match="_nested_tensor_from_mask"):
+        fast(torch.randn(2, 4, 8), src_key_padding_mask=torch.tensor(LEFT))
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize("mask_check", [True, False])
+def test_an_encoder_without_nested_tensors_is_served(mask_check: bool, frontend: str) -> None:
+    model = encoder(enable_nested_tensor=False, mask_check=mask_check)
     fast = compile_recorded(model, frontend)
     with torch.no_grad():
         for mask in (LEFT, NONE, SPREAD):

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 import traceback
+from types import CodeType, FrameType
 
 from piecegraph.base.plan import SourceLine
 
@@ -60,6 +61,14 @@ def user_line(error: BaseException | None = None) -> SourceLine | None:
         if is_user_file(frame.filename):
             return SourceLine(frame.filename, frame.lineno or 0, frame.line or "")
     return None
+
+
+def caller() -> CodeType | None:
+    """The innermost function on the stack that is not ours: who makes the call that one of our modes is shown."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDER):
+        frame = frame.f_back
+    return None if frame is None else frame.f_code
 
 
 def user_stack_level() -> int:

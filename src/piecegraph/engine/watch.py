@@ -17,7 +17,7 @@ import torch
 from piecegraph.base import torch_compat
 from piecegraph.base.compare import same_bits
 from piecegraph.base.structure import each_once, flatten
-from piecegraph.base.user_code import user_line
+from piecegraph.base.user_code import caller, user_line
 from piecegraph.engine.eager_interception import ShownCalls
 from piecegraph.errors import TraceError
 from piecegraph.graph.example import Example
@@ -37,6 +37,9 @@ _LAYOUT_OPS = frozenset({_aten.as_strided.default, _aten.as_strided_.default, _a
 
 _ASKS_FOR_NESTED = _aten._nested_tensor_from_mask_left_aligned.default
 """Asked before a nested tensor is made of a mask. Then none is made in a trace, nor where anybody looks on, as here."""
+_IS_NESTED = torch.Tensor.is_nested.__get__  # type: ignore[attr-defined]
+_ENCODER = torch.nn.TransformerEncoder.forward.__code__
+"""With ``mask_check=False`` it does not ask, but it reads ``is_nested`` where it is given a mask and may make one."""
 
 ViewOp = Callable[[torch.Tensor], torch.Tensor]
 
@@ -175,7 +178,7 @@ class _Watch:
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._is_looking:
             return function(*args, **kwargs)
-        if function is _ASKS_FOR_NESTED:
+        if function is _ASKS_FOR_NESTED or (function == _IS_NESTED and caller() is _ENCODER):
             raise RuntimeError(NESTED)
         self._save_generators(args, kwargs)
         if self._whole_ops.has(function, args, kwargs):
