@@ -91,6 +91,16 @@ class Skipping(Model):
         return self.norm(x)
 
 
+class Residual(Model):
+    """What is behind each layer in the loop is there behind the last one, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale * 2
+        for layer in self.layers:
+            x = x + layer(x, scale).relu().mul_(0.5)
+        return self.norm(x)
+
+
 class Paired(Model):
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
@@ -192,8 +202,10 @@ def alternating(*kinds: Callable[[int], nn.Module], count: int, head: int = 0) -
         (lambda: Model(*alternating(Layer, Layer, Wide, count=11)), 8),  # two and three times three
         (lambda: Model(*alternating(Layer, count=7, head=2)), 4),
         (InSequence, 2),
+        (lambda: Residual(*alternating(Layer, count=5)), 2),
+        (lambda: Residual(*alternating(Layer, Wide, count=7, head=1)), 6),
     ],
-    ids=["equal", "two kinds", "three kinds, and some", "behind others", "in sequence"],
+    ids=["equal", "two kinds", "three kinds, and some", "behind others", "in sequence", "ops behind", "kinds and ops"],
 )
 def test_the_graph_is_that_of_all_layers(model: Callable[[], nn.Module], num_traced: int) -> None:
     torch.manual_seed(0)
@@ -225,12 +237,11 @@ def test_blocks_that_meet_share_no_memory() -> None:
     [
         lambda: Model(*(Numbered(number) for number in range(6))),
         lambda: Gathered(*alternating(Layer, count=6)),
-        lambda: Skipping(*alternating(Layer, count=6)),
         lambda: Paired(*alternating(Layer, count=6)),
         lambda: Typed(*alternating(Layer, count=9), period=3),
         lambda: Counted(*alternating(Layer, count=6)),
     ],
-    ids=["its number", "all are read behind", "two layers back", "a weight beside", "ops between", "layers by number"],
+    ids=["its number", "all are read behind", "a weight beside", "ops between", "layers by number"],
 )
 def test_all_are_traced_where_more_depends_on_a_layer(model: Callable[[], nn.Module]) -> None:
     made = model()
@@ -397,6 +408,22 @@ class EndingOtherwise(Model):
         return x
 
 
+class WithNumberBehind(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x, self.scale) * (2.0 if number == 4 else 1.0)
+        return x
+
+
+class WithoutTheLast(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x, self.scale)
+            if number < 5:
+                x = x.relu()
+        return x
+
+
 class Twice(Model):
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):
@@ -405,7 +432,10 @@ class Twice(Model):
         return x
 
 
-@pytest.mark.parametrize("kind", [Counting, Nudging, ReadingTheLast, EndingOtherwise, Twice])
+@pytest.mark.parametrize(
+    "kind",
+    [Counting, Nudging, ReadingTheLast, EndingOtherwise, Skipping, WithNumberBehind, WithoutTheLast, Twice],
+)
 def test_a_function_that_counts_its_layers_is_traced_again(kind: type[Model]) -> None:
     made = kind(*alternating(Layer, count=6)).eval()
     x = torch.randn(3, WIDTH)

@@ -7,7 +7,6 @@ ops are called, in which order, with which of the tensors that came before. See 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -155,15 +154,20 @@ def _are_alike(stack: LayerStack, whole: Sequence[_Call], some: Sequence[_Call])
 
 
 def _blocks(stack: LayerStack, calls: Sequence[_Call], number: int) -> list[tuple[int, int]]:
-    """Where the blocks of a run begin and end; there is nothing between them."""
-    places: list[list[int]] = [[] for _ in range(number)]
+    """Where the blocks of a run begin and end: each with what the loop calls between its layers and the next block's,
+    the last one as long as the first.
+    """
+    starts: list[int] = []
     for place, call in enumerate(calls):
         if call.layer is not None and call.layer >= stack.num_head:
-            places[(call.layer - stack.num_head) // stack.block].append(place)
-    blocks = [(each[0], each[-1] + 1) for each in places]
-    if any(one[1] != other[0] for one, other in itertools.pairwise(blocks)):
-        raise ValueError("blocks that do not meet")
-    return blocks
+            block = (call.layer - stack.num_head) // stack.block
+            starts += [place] * (block == len(starts))
+            if block != len(starts) - 1:
+                raise ValueError("blocks that do not follow each other")
+    ends = [*starts[1:], starts[-1] + starts[1] - starts[0]]
+    if len(starts) != number or ends[-1] > len(calls):
+        raise ValueError("blocks that are not as long as others, or have no calls")
+    return list(zip(starts, ends, strict=True))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,9 @@ weights. So two blocks of them are traced, and the graph of the second is writte
     traced      head   first second
     copied                          of the second
 
+A block goes on behind its last layer with what the loop does there, ``x = x + layer(x).relu()``; the second is as long
+as the first.
+
 What makes this sound is what makes Dynamo's guards sound: its graph follows from the objects that it reads. A layer is
 equal to another if both are of the same classes, with the same attributes, and every value in them is the same (of
 weights, their layout); numbers may count the layers, as long as none of them was read. Lists of the configuration with
@@ -308,13 +311,16 @@ class _Expansion:
         return _Comparison().is_same(self._find(one), self._find(other))
 
     def _find_blocks(self) -> tuple[list[torch.fx.Node], list[torch.fx.Node]]:
-        """The nodes of the two blocks: from the first node of their first layer to that of the next block."""
+        """The nodes of the two blocks: from the first node of their first layer to that of the next block, with what
+        the loop does between two layers. Behind the second it has done as much.
+        """
         nodes = [node for node in self._graph.nodes if node.op not in ("placeholder", "output")]
         numbers = [self._layer_of(node) for node in nodes]
         inside = [number for number in numbers if number is not None]
         _require(inside == sorted(inside) and set(inside) == set(range(self._stack.num_traced)))
         starts = [numbers.index(self._range(block)[0]) for block in (0, 1)]
-        end = len(numbers) - numbers[::-1].index(self._stack.num_traced - 1)
+        end = 2 * starts[1] - starts[0]
+        _require(end <= len(nodes) and set(numbers[end:]) <= {None})
         blocks = nodes[starts[0] : starts[1]], nodes[starts[1] : end]
         behind = {arg for node in (*nodes[end:], self._graph.output_node()) for arg in node.all_input_nodes}
         _require(not behind & set(blocks[0]))
