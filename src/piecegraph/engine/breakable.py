@@ -33,7 +33,7 @@ from piecegraph.graph.example import Example
 from piecegraph.graph.interception import Interception
 from piecegraph.graph.outside import OutsideValues
 from piecegraph.graph.signature import is_constant
-from piecegraph.graph.sources import Fixed, FromCall, FromSize, Update, Weight
+from piecegraph.graph.sources import AnyUpdate, Fixed, FromCall, FromSize, Weight
 from piecegraph.graph.views import InputView
 from piecegraph.tape.body import FromOutput, Observed, ResultLeaf, SeenView, Sizes, watch_weight
 from piecegraph.tape.record import Recorder
@@ -127,7 +127,7 @@ class BreakableBody:
         self.devices = watched.devices
         self.written_calls = watched.written_calls
         self.written_state = watched.written_state
-        self.updates: tuple[Update, ...] = ()
+        self.updates: tuple[AnyUpdate, ...] = ()
         self._older = seen.python.objects
         leaves, paths, self.structure = self._take_apart(watched.returned)
         state = {torch_compat.storage_id(tensor): tensor for tensor in self._weights.values()}

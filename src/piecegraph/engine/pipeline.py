@@ -140,7 +140,7 @@ class Pipeline:
             on_failure.callback(self.aside.close)
             layers = find_layers()
             found = trace(function, example, weights, None if layers is None else layers.stack)
-            if layers is not None and found.decisions and not layers.are_alike():
+            if layers is not None and found.decisions and (found.updates or not layers.are_alike()):
                 found = trace(function, example, weights)
             on_failure.pop_all()
         return found

@@ -34,7 +34,7 @@ from piecegraph.graph.interception import Interception
 from piecegraph.graph.outside import OutsideValues
 from piecegraph.graph.results import ResultLeaf as TracedLeaf
 from piecegraph.graph.signature import Binder, Call, Signature, with_layout
-from piecegraph.graph.sources import FromGraph, Weight
+from piecegraph.graph.sources import AnyUpdate, AttributeUpdate, FromGraph, Update, Weight, with_attributes
 from piecegraph.graph.split import find_intercepted
 from piecegraph.graph.tracer import Traced
 from piecegraph.graph.views import StridedView
@@ -313,10 +313,11 @@ class Planner:
         traced, decisions = pipeline.fuse(pipeline.trace(subject.function, example, subject.weights(), find_layers))
         decisions = (*traced.decisions, *decisions)
         self._joined += [w for w in traced.inputs.values() if isinstance(w, Weight) and w.parts]
-        watched = self._settled_run(example)
+        function = with_attributes(subject.function, traced.updates)
+        watched = self._settled_run(function, traced.updates, example)
         refuse_moved(watched, example)
         try:
-            check_trace(traced, watched, subject.function, example)
+            check_trace(traced, watched, function, example)
         except TraceError as error:
             if pipeline.refuse_kept(error.why):
                 return self._trace(example, pipeline)
@@ -329,26 +330,29 @@ class Planner:
             written_calls=tuple(sorted({*traced.written_calls, *watched.written_calls})),
             hidden_state=watched.written_state,
             layout_reader=watched.layout_reader,
-            devices=() if traced.updates else watched.devices,
+            devices=() if any(isinstance(update, Update) for update in traced.updates) else watched.devices,
         )
+        if names := ", ".join(name for update in traced.updates for name in update.names):
+            decisions = (*decisions, Decision("set at every call", names, "what they are set to is part of the result"))
         if traced.left_out:
             reason = "they change no tensor, and a replay runs no Python"
             decisions = (*decisions, Decision("left out of replays", ", ".join(traced.left_out), reason))
         return seen, decisions
 
-    def _settled_run(self, example: Example) -> Watched:
+    def _settled_run(self, function: Callable[..., Any], updates: Sequence[AnyUpdate], example: Example) -> Watched:
         """Run a function that was traced. What it changes in Python is refused, also what no tracer tells of (a set, an
-        iterator), unless that happens once: then something was kept for later calls.
+        iterator), unless it is known, or happens once: then something was kept for later calls.
         """
-        function, module = self.subject.function, self.subject.module
-        roots = {**outer_objects(function), **({} if module is None else {"self": module})}
+        known = {(id(each.owner), key) for each in updates if isinstance(each, AttributeUpdate) for key in each.keys}
+        own, module = self.subject.function, self.subject.module
+        roots = {**outer_objects(own), **({} if module is None else {"self": module})}
         first = PythonState(roots)
         watched = watch_example(function, example)
-        if (change := first.change()) is None:
+        if (change := first.change(known)) is None:
             return watched
         second = PythonState(roots)
         watched = watch_example(function, example)
-        if second.change() is None:
+        if second.change(known) is None:
             return watched
         first.restore()
         raise changes_python(change)

@@ -17,7 +17,7 @@ import sys
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -67,8 +67,12 @@ class PythonState:
         yield
         self._take()
 
-    def change(self) -> str | None:
-        """The name of something that has changed, or None."""
+    def change(self, known: Container[tuple[int, Any]] = ()) -> str | None:
+        """The name of something that has changed, or None.
+
+        Args:
+            known: the ids of objects, with keys that may change.
+        """
         if self._noted is not None:
             return self._noted
         for (name, before), (_, now) in zip(self._random, _random_states(), strict=False):
@@ -77,7 +81,8 @@ class PythonState:
         with torch_compat.unseen():
             for name, value, before in self._before:
                 for key in _differing(before, _parts(value)):
-                    return _name_of_part(name, value, key)
+                    if (id(value), key) not in known:
+                        return _name_of_part(name, value, key)
         return None
 
     @property

@@ -16,7 +16,7 @@ from piecegraph.base import torch_compat
 from piecegraph.base.events import Event
 from piecegraph.base.plan import SizeKey
 from piecegraph.graph.signature import Binder, Call, TensorLeaf, is_dense
-from piecegraph.graph.sources import Fixed, FromCall, FromSize, Update
+from piecegraph.graph.sources import AnyUpdate, Fixed, FromCall, FromSize
 from piecegraph.tape.body import Body, FromOutput, Observed, ResultLeaf, SeenView
 from piecegraph.tape.buffers import StaticInputs, conform, copy_as_it_lies, padded_parts, real_part
 from piecegraph.tape.device import GraphDevice
@@ -171,7 +171,7 @@ class FunctionRoute:
 class UpdatingRoute:
     """Changes containers among the arguments as the function would, with what another route computes."""
 
-    def __init__(self, route: Route, updates: Sequence[Update], binder: Binder) -> None:
+    def __init__(self, route: Route, updates: Sequence[AnyUpdate], binder: Binder) -> None:
         self.replays, self.loss = route.replays, route.loss
         self._route = route
         self._updates = updates

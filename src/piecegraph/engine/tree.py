@@ -96,28 +96,34 @@ class TreeWatch:
         """While no hook has got this number, none was added."""
         paths = {module: path for root in reversed(self._roots) for path, module in root.named_modules()}
         self._modules = [(path, module) for module, path in paths.items()]
+        self._paths = {id(module): path for path, module in self._modules}
         self._watched = list(self._all_watched())
-        self._known = [each.look(each.holder) for each in self._watched]
+        known = [each.look(each.holder) for each in self._watched]
+        self._looks: dict[int, list[tuple[_Watched, dict[Any, Any]]]] = {}
+        """What is known of each dictionary, by its id: a model has thousands, and mostly one has changed."""
+        for each, parts in zip(self._watched, known, strict=True):
+            self._looks.setdefault(id(each.holder), []).append((each, parts))
         self._hooks = self._hook_numbers()
-        values = (self._function, *(value for known in self._known for value in known.values()))
-        self._functions = [value for value in values if isinstance(value, FunctionType)]
+        values = (self._function, *(value for parts in known for value in parts.values()))
+        functions = [value for value in values if isinstance(value, FunctionType)]
         self.versions = Versions(
-            [each.holder for each in self._watched], [module for _, module in self._modules], self._functions
+            [each.holder for each in self._watched], [module for _, module in self._modules], functions
         )
         """Of the dictionaries that things may be added to, replaced in or removed from, of classes and of code."""
 
     def _first_change(self) -> str:
-        changed = {id(each) for each in self.versions.changed()}
-        for (owner, holder, look), known in zip(self._watched, self._known, strict=True):
-            if id(holder) in changed and (difference := _difference(known, look(holder))):
-                return f"{owner}.{difference}".lstrip(".")
-        for path, module in self._modules:
-            if id(module) in changed:
+        for changed in self.versions.changed():
+            for (owner, holder, look), known in self._looks.get(id(changed), ()):
+                if difference := _difference(known, look(holder)):
+                    return f"{owner}.{difference}".lstrip(".")
+            if (path := self._paths.get(id(changed))) is not None:
                 return f"the class of {path or 'the module'} was replaced"
-        for function in self._functions:
-            if id(function) in changed:
-                return f"the code of {function.__qualname__} was replaced, or its defaults"
-        return "hooks of submodules were added or removed" if self._hook_numbers() != self._hooks else ""
+            if isinstance(changed, FunctionType):
+                return f"the code of {changed.__qualname__} was replaced, or its defaults"
+        may_be_added = torch_compat.hook_numbers.next_id != self.next_hook
+        return (
+            "hooks of submodules were added or removed" if may_be_added and self._hook_numbers() != self._hooks else ""
+        )
 
     def _all_watched(self) -> Iterator[_Watched]:
         for path, module in self._modules:

@@ -36,7 +36,7 @@ from piecegraph.graph.kept_graph import (
 from piecegraph.graph.outside import OutsideValues
 from piecegraph.graph.signature import Signature, is_constant, with_fixed
 from piecegraph.graph.sizes import SizeGuards, SizeRules
-from piecegraph.graph.sources import Fixed, FromGraph, Weight
+from piecegraph.graph.sources import AttributeUpdate, Fixed, FromGraph, Weight
 from piecegraph.graph.streams import is_stream_object, uses_streams
 from piecegraph.graph.tracer import Traced, TraceOrigin, traceable
 from piecegraph.graph.views import InputView, StridedView
@@ -94,6 +94,8 @@ def dump_trace(traced: Traced, function: Callable[..., Any], weights: Mapping[st
     """Write a trace that was just made. Raises UnkeepableError."""
     if any(is_stream_object(node) or uses_streams(node) for node in traced.graph.nodes):
         raise UnkeepableError("it uses streams, which are objects of a process")
+    if any(isinstance(update, AttributeUpdate) for update in traced.updates):
+        raise UnkeepableError("it sets attributes of modules")
     try:
         used = code_used(traced.origin.code, traceable(function))
         return dump(_keep(traced, used, weights))

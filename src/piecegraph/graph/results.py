@@ -7,6 +7,7 @@ or a view of one, which a constant, and which objects the call makes; what it do
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,10 +21,24 @@ from piecegraph.errors import TraceError
 from piecegraph.graph.example import Example
 from piecegraph.graph.fx_nodes import writes_in_place
 from piecegraph.graph.signature import is_constant, is_same_constant
-from piecegraph.graph.sources import Fixed, FromCall, FromGraph, FromSize, GraphInput, Update, Weight
+from piecegraph.graph.sources import (
+    AnyUpdate,
+    AttributeUpdate,
+    Fixed,
+    FromCall,
+    FromGraph,
+    FromSize,
+    GraphInput,
+    Update,
+    Weight,
+)
 from piecegraph.graph.views import InputView, StridedView, find_view
 
 ResultLeaf = FromGraph | FromCall | FromSize | InputView | StridedView | Fixed
+
+
+_BOOKS = frozenset(vars(torch.nn.Module()))
+"""What torch keeps of every module: parameters, buffers, hooks, whether it is training."""
 
 
 class _SizeMark(int):
@@ -48,10 +63,12 @@ class GeneratedCode:
         # The dummies are kept with their nodes: an id means nothing once its object is gone.
         self.nodes = {id(dummy): (dummy, node) for dummy, node in zip(dummies, outputs, strict=True)}
         self._touched = capture.touched
+        self._read = (*capture.sources, *capture.constants)
+        self._calls_custom = any(node.op == "call_function" and _is_custom(node) for node in graph.nodes)
         self._example = example
         self._run = capture.run_bytecode(lambda *_: tuple(dummies))
 
-    def dry_run(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, tuple[Update, ...]]:
+    def dry_run(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, tuple[AnyUpdate, ...]]:
         """The result, with a dummy for everything that comes out of the graph, and the changes of containers.
 
         If there are any, the result is a tuple, and what is added to each container is behind the result itself.
@@ -59,15 +76,38 @@ class GeneratedCode:
         args, kwargs = self._example.with_tensors(tensors)
         _, values = self._example.binder.bind(args, kwargs)
         before = [(keys, container, _held(container)) for keys, container in _containers(values)][1:]
-        with torch_compat.outside_inference(), _unchanged(self._touched):
+        with torch_compat.outside_inference(), _undone(self._touched) as states:
             returned = self._run(*args, **kwargs)
+            kept = self._kept(states)
         changed = [(keys, value, old) for keys, value, old in before if _changes(old, _held(value))]
-        if not changed:
+        if not changed and not kept:
             return returned, ()
         names = self._example.signature.names
         updates = tuple(_update(names, keys, value, old, returned) for keys, value, old in changed)
         added = [_added(old, _held(value)) for _, value, old in changed]
-        return (None if any(update.is_result for update in updates) else returned, *added), updates
+        is_result = any(update.is_result for update in updates)
+        return (None if is_result else returned, *added, *kept.values()), (*updates, *kept)
+
+    def _kept(self, states: Mapping[str, dict[Any, Any]]) -> dict[AttributeUpdate, dict[str, Any]]:
+        """The attributes that modules have come to have, and what they are. Refuses other changes of Python objects."""
+        kept: dict[AttributeUpdate, dict[str, Any]] = {}
+        for name, value in self._touched.items():
+            now, keys = _state(value), _changes(states[name], _state(value))
+            if not keys and value is not None:
+                continue
+            if not isinstance(value, torch.nn.Module) or not all(self._is_only_set(key, now) for key in keys):
+                raise _changes_state(_shown(name), keys)
+            update = AttributeUpdate(value, _shown(name), tuple(keys))
+            kept[update] = {key: now[key] for key in keys}
+        return kept
+
+    def _is_only_set(self, key: str, now: Mapping[str, Any]) -> bool:
+        """Whether a call sets an attribute before anything reads it, of this module or of another. A custom op may read
+        whatever it likes, and would do so before a replay sets anything.
+        """
+        is_read = re.compile(rf"(\.|['\"]){re.escape(key)}\b")
+        is_plain = key in now and key not in _BOOKS and not self._calls_custom
+        return is_plain and not any(map(is_read.search, self._read))
 
     def at_other_sizes(self, tensors: Sequence[torch.Tensor], made: _MadeObjects) -> list[Any]:
         """The leaves of the result in a call that is larger in every size."""
@@ -179,7 +219,7 @@ def _reachable(value: Any) -> Iterator[Any]:
 
 def identify_results(
     code: GeneratedCode, inputs: Mapping[torch.fx.Node, GraphInput], tensors: Sequence[torch.Tensor]
-) -> tuple[tuple[ResultLeaf, ...], Structure, tuple[Update, ...]]:
+) -> tuple[tuple[ResultLeaf, ...], Structure, tuple[AnyUpdate, ...]]:
     """See where each part of the result comes from."""
     returned, updates = code.dry_run(tensors)
     made = _MadeObjects(returned, lambda: code.dry_run(tensors)[0])
@@ -215,24 +255,32 @@ def identify_results(
 
 
 @contextlib.contextmanager
-def _unchanged(touched: Mapping[str, Any]) -> Iterator[None]:
-    """Undo what is done to Python objects inside, and refuse it. Setting something and setting it back is fine."""
+def _undone(touched: Mapping[str, Any]) -> Iterator[dict[str, dict[Any, Any]]]:
+    """Undo what is done to Python objects inside. Gives their states before."""
     before = {name: _state(value) for name, value in touched.items()}
     try:
-        yield
-        changes = {name: _changes(before[name], _state(value)) for name, value in touched.items()}
+        yield before
     finally:
         for name, value in touched.items():
             _restore(value, before[name])
-    for name, keys in changes.items():
-        if keys or touched[name] is None:
-            shown = name.replace("L['", "").replace("G['", "").replace("']", "")
-            raise TraceError(
-                "PG202",
-                f"the function changes Python state: {shown}" + (f" ({', '.join(map(str, keys))})" if keys else ""),
-                why="a replay runs no Python, so the change would happen only once",
-                hint="keep the state in a tensor (register_buffer) and change it in place",
-            )
+
+
+def _shown(name: str) -> str:
+    """What Dynamo calls an object, as a person would.
+
+    >>> _shown("L['self']._modules['layers']._modules['0']"), _shown("G['model'].state")
+    ('self.layers.0', 'model.state')
+    """
+    return re.sub(r"\._modules\['(\w+)'\]", r".\1", re.sub(r"^[LG]\['(\w+)'\]", r"\1", name))
+
+
+def _changes_state(name: str, keys: Sequence[Any]) -> TraceError:
+    return TraceError(
+        "PG202",
+        f"the function changes Python state: {name}" + (f" ({', '.join(map(str, keys))})" if keys else ""),
+        why="a replay runs no Python, so the change would happen only once",
+        hint="keep the state in a tensor (register_buffer) and change it in place",
+    )
 
 
 def _changes(old: dict[Any, Any], new: dict[Any, Any]) -> list[Any]:
@@ -270,6 +318,11 @@ def _restore(value: Any, state: dict[Any, Any]) -> None:
     elif hasattr(value, "__dict__"):
         value.__dict__.clear()
         value.__dict__.update(state)
+
+
+def _is_custom(node: torch.fx.Node) -> bool:
+    """Whether it calls an op that is not torch's own, and may be written in Python."""
+    return torch_compat.qualified_name(node.target).partition("::")[0] not in ("", "aten", "prim", "prims")
 
 
 def _is_written(node: Any) -> bool:

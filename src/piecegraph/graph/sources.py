@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import sympy
 import torch
@@ -53,6 +54,30 @@ GraphInput = FromCall | Weight | FromSize
 
 
 @dataclass(frozen=True, slots=True)
+class AttributeUpdate:
+    """A module of which the function sets attributes at every call. What it sets them to is part of the result."""
+
+    owner: torch.nn.Module
+    name: str
+    """Of the module, for people."""
+    keys: tuple[str, ...]
+    is_result: ClassVar[bool] = False
+
+    @property
+    def names(self) -> list[str]:
+        """Of the attributes, for people."""
+        return [f"{self.name}.{key}" for key in self.keys]
+
+    def find(self, values: Any) -> torch.nn.Module:
+        """The module, which is the same at every call."""
+        return self.owner
+
+    def apply(self, owner: torch.nn.Module, added: dict[str, Any]) -> None:
+        """Set the attributes to what the function would. Its own ``__setattr__`` has seen the values by then."""
+        vars(owner).update(added)
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """A dictionary or list among the arguments that the function adds to. What it adds is part of the result."""
 
@@ -62,6 +87,7 @@ class Update:
     """Keys of a dictionary that are taken out."""
     is_result: bool
     """Whether it is what the function returns."""
+    names: ClassVar[list[str]] = []
 
     def find(self, values: Any) -> Any:
         """The container, among the arguments of a call."""
@@ -77,3 +103,19 @@ class Update:
             container.extend(added.values())
         else:
             container.update(added)
+
+
+AnyUpdate = Update | AttributeUpdate
+
+
+def with_attributes(function: Callable[..., Any], updates: Sequence[AnyUpdate]) -> Callable[..., Any]:
+    """A function that returns what attributes it has set, too, as its trace does."""
+    setting = [update for update in updates if isinstance(update, AttributeUpdate)]
+    if not setting or len(setting) < len(updates):  # what is added to arguments nobody looks for
+        return function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        returned = function(*args, **kwargs)
+        return returned, *({key: getattr(update.owner, key) for key in update.keys} for update in setting)
+
+    return run

@@ -30,7 +30,7 @@ from piecegraph.graph.outside import OutsideValues
 from piecegraph.graph.results import GeneratedCode, ResultLeaf, identify_results
 from piecegraph.graph.signature import LayoutReader, Signature, dense_strides, with_fixed
 from piecegraph.graph.sizes import SizeRules
-from piecegraph.graph.sources import FromCall, FromGraph, FromSize, GraphInput, Update, Weight
+from piecegraph.graph.sources import AnyUpdate, FromCall, FromGraph, FromSize, GraphInput, Weight
 from piecegraph.graph.views import StridedView
 
 EAGER_OP_REASON = "a function marked with piecegraph.eager_op cannot be traced"
@@ -67,7 +67,7 @@ class Traced:
     results: tuple[ResultLeaf, ...]
     structure: Structure
     """Puts the result leaves together as the function returned them."""
-    updates: tuple[Update, ...]
+    updates: tuple[AnyUpdate, ...]
     """Containers among the arguments that it changes; what they get is in the structure, behind the result."""
     sizes: SizeRules
     written_calls: tuple[int, ...]

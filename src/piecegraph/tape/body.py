@@ -20,7 +20,7 @@ from piecegraph.graph.fx_nodes import op_name
 from piecegraph.graph.program import Program, RunStep, Slot, run_plainly
 from piecegraph.graph.results import ResultLeaf as TracedLeaf
 from piecegraph.graph.signature import TensorLeaf, dense_strides
-from piecegraph.graph.sources import Fixed, FromCall, FromGraph, FromSize, Update, Weight
+from piecegraph.graph.sources import AnyUpdate, Fixed, FromCall, FromGraph, FromSize, Weight
 from piecegraph.graph.tracer import Traced
 from piecegraph.graph.views import InputView, StridedView
 from piecegraph.tape.record import Recorder
@@ -72,7 +72,7 @@ class Body(Protocol):
         """Where each leaf lies when the function itself runs; empty if that is not known."""
 
     @property
-    def updates(self) -> tuple[Update, ...]:
+    def updates(self) -> tuple[AnyUpdate, ...]:
         """Containers among the arguments that the function changes: what they get is behind the result."""
 
     @property

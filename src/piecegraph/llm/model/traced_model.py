@@ -23,6 +23,7 @@ from piecegraph.base.plan import Cut, Decision, Piece
 from piecegraph.base.progress import Progress, StageClock
 from piecegraph.engine.layer_check import Layers
 from piecegraph.engine.pipeline import Lowered, Pipeline, Variant
+from piecegraph.engine.python_state import changes_python
 from piecegraph.errors import ModelError, TraceError
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.equal_layers import find_stack
@@ -241,6 +242,8 @@ def _trace_decoder(model: Any, cache: TraceCache, pipeline: Pipeline, takes_embe
     try:
         with cache.installed():
             traced = pipeline.trace(forward, example, weights, partial(_layers_of, decoder, forward_of, example))
+        if traced.updates:  # nobody would set them: steps are padded, and run ahead of what is returned
+            raise changes_python(", ".join(name for update in traced.updates for name in update.names))
     except TraceError as error:
         raise _refusal(model, error) from error
     put_below(traced.graph, decoder_name(model))
