@@ -138,6 +138,25 @@ def test_a_class_that_changes_what_is_set_does_so_once() -> None:
             close(model.kept, x.sin() * 2)
 
 
+def test_views_that_are_no_ops() -> None:
+    """They are made by the code around the graph, at every call."""
+
+    class Turning(nn.Module):
+        def forward(self, x: Tensor, table: dict[str, Tensor]) -> Tensor:
+            self.turned, table["turned"] = x.T, x.mT
+            return x.sin()
+
+    model = Turning()
+    fast = compile_it(model)
+    with torch.no_grad():
+        for size in (2, 2, 3):
+            x, table = torch.randn(size, 4), {}
+            close(fast(x, table), x.sin())
+            for found in (model.turned, table["turned"]):
+                close(found, x.T)
+                assert found.data_ptr() == x.data_ptr()
+
+
 def test_a_module_that_a_function_names_and_a_hook_that_keeps() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model[1].register_forward_hook(lambda module, args, out: setattr(module, "features", out))

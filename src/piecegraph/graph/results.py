@@ -123,8 +123,7 @@ class GeneratedCode:
         others = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
-            args, kwargs = self._example.with_tensors([*others[:index], tensor, *others[index + 1 :]])
-            returned = self._run(*args, **kwargs)
+            returned, _ = self.dry_run([*others[:index], tensor, *others[index + 1 :]])
             leaf: torch.Tensor = flatten(returned, is_container=lambda v: not made.is_older(v))[0][position]
             return leaf
 
@@ -316,8 +315,11 @@ def _restore(value: Any, state: dict[Any, Any]) -> None:
         for name in _changes(state, _state(value)):
             setattr(value, name, state[name]) if name in state else delattr(value, name)
     elif hasattr(value, "__dict__"):
-        value.__dict__.clear()
-        value.__dict__.update(state)
+        for name in _changes(state, vars(value)):  # and nothing else: others may use it meanwhile
+            if name in state:
+                vars(value)[name] = state[name]
+            else:
+                del vars(value)[name]
 
 
 def _is_custom(node: torch.fx.Node) -> bool:
