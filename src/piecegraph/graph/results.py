@@ -41,6 +41,10 @@ _BOOKS = frozenset(vars(torch.nn.Module()))
 """What torch keeps of every module: parameters, buffers, hooks, whether it is training."""
 
 
+_PARTS = r"_parameters\[)(?<!_buffers\[)(?<!_modules\["
+"""Where Dynamo says that parts of modules are, which are no attributes of theirs."""
+
+
 class _SizeMark(int):
     """Stands for a size in the dry run that shows the structure of the result."""
 
@@ -105,7 +109,7 @@ class GeneratedCode:
         """Whether a call sets an attribute before anything reads it, of this module or of another. A custom op may read
         whatever it likes, and would do so before a replay sets anything.
         """
-        is_read = re.compile(rf"(\.|['\"]){re.escape(key)}\b")
+        is_read = re.compile(rf"(\.|(?<!{_PARTS})['\"]){re.escape(key)}\b")
         is_plain = key in now and key not in _BOOKS and not self._calls_custom
         return is_plain and not any(map(is_read.search, self._read))
 
