@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -291,6 +292,7 @@ def main() -> None:
         for name, way in ways.items():
             if not wanted or name in wanted or name == "eager":
                 contenders.append(way(bench))
+                print(table(contenders[-1:]), file=sys.stderr, flush=True)  # a run that is cut has told as much
                 gc.collect()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
