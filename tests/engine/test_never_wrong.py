@@ -512,6 +512,18 @@ def test_what_took_the_place_of_an_equal_object_is_looked_at(make: Callable[[lis
     assert fast.stats()["events"] == {}
 
 
+def test_hooks_of_a_submodule_are_replaced_by_others(compiled: Any) -> None:
+    model, other = nn.Sequential(*(Step() for _ in range(4))).eval(), Step()
+    other.register_forward_hook(lambda module, args, out: out + 1)
+    fast, x = compiled(model), torch.ones(3)
+    for hooks in (None, other._forward_hooks, OrderedDict()):
+        if hooks is not None:
+            model[1]._forward_hooks = OrderedDict(hooks)
+        for _ in range(2):
+            torch.testing.assert_close(fast(x), model(x))
+    assert fast.stats()["events"] == {"PG515": 2}
+
+
 def test_hooks_of_submodules_come_and_go(compiled: Any) -> None:
     model = nn.Sequential(*(Step() for _ in range(4))).eval()
     fast, x = compiled(model), torch.ones(3)

@@ -26,6 +26,7 @@ from piecegraph.base import torch_compat
 from piecegraph.base.structure import TABLES, builtin_kind
 from piecegraph.engine.reach import FIXED, is_installed, methods_that_run, outer_variables, package_of
 from piecegraph.errors import TraceError
+from piecegraph.graph.results import changes_state
 from piecegraph.graph.signature import is_constant, is_same_constant
 
 _MAX_OBJECTS = 500_000
@@ -112,13 +113,7 @@ class PythonState:
 
 def changes_python(what: str) -> TraceError:
     """The refusal of a function that changes something in Python at every call."""
-    return TraceError(
-        "PG202",
-        f"the function changes Python state: {what}",
-        why="a replay runs no Python, so the change would happen only once",
-        hint="keep the state in a tensor (register_buffer) and change it in place, or mark what changes it with "
-        "@piecegraph.eager_op",
-    )
+    return changes_state(what, ", or mark what changes it with @piecegraph.eager_op")
 
 
 def outer_objects(function: Callable[..., Any]) -> dict[str, Any]:

@@ -169,7 +169,9 @@ class FunctionRoute:
 
 
 class UpdatingRoute:
-    """Changes containers among the arguments as the function would, with what another route computes."""
+    """Changes containers among the arguments, and attributes of modules, as the function would, with what another route
+    computes.
+    """
 
     def __init__(self, route: Route, updates: Sequence[AnyUpdate], binder: Binder) -> None:
         self.replays, self.loss = route.replays, route.loss

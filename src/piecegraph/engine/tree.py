@@ -120,10 +120,7 @@ class TreeWatch:
                 return f"the class of {path or 'the module'} was replaced"
             if isinstance(changed, FunctionType):
                 return f"the code of {changed.__qualname__} was replaced, or its defaults"
-        may_be_added = torch_compat.hook_numbers.next_id != self.next_hook
-        return (
-            "hooks of submodules were added or removed" if may_be_added and self._hook_numbers() != self._hooks else ""
-        )
+        return "hooks of submodules were added or removed" if self._hook_numbers() != self._hooks else ""
 
     def _all_watched(self) -> Iterator[_Watched]:
         for path, module in self._modules:

@@ -36,13 +36,10 @@ from piecegraph.graph.views import InputView, StridedView, find_view
 
 ResultLeaf = FromGraph | FromCall | FromSize | InputView | StridedView | Fixed
 
-
 _BOOKS = frozenset(vars(torch.nn.Module()))
 """What torch keeps of every module: parameters, buffers, hooks, whether it is training."""
-
-
-_PARTS = r"_parameters\[)(?<!_buffers\[)(?<!_modules\["
-"""Where Dynamo says that parts of modules are, which are no attributes of theirs."""
+_NO_PART = r"(?<!_parameters\[)(?<!_buffers\[)(?<!_modules\[)"
+"""Not behind the names of the tables in which modules have their parts: those are no attributes."""
 
 
 class _SizeMark(int):
@@ -73,9 +70,9 @@ class GeneratedCode:
         self._run = capture.run_bytecode(lambda *_: tuple(dummies))
 
     def dry_run(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, tuple[AnyUpdate, ...]]:
-        """The result, with a dummy for everything that comes out of the graph, and the changes of containers.
+        """The result, with a dummy for everything that comes out of the graph, and what changes containers and modules.
 
-        If there are any, the result is a tuple, and what is added to each container is behind the result itself.
+        If anything does, the result is a tuple, and what is added to or set in each is behind the result itself.
         """
         args, kwargs = self._example.with_tensors(tensors)
         _, values = self._example.binder.bind(args, kwargs)
@@ -96,11 +93,12 @@ class GeneratedCode:
         """The attributes that modules have come to have, and what they are. Refuses other changes of Python objects."""
         kept: dict[AttributeUpdate, dict[str, Any]] = {}
         for name, value in self._touched.items():
-            now, keys = _state(value), _changes(states[name], _state(value))
+            now = _state(value)
+            keys = _changes(states[name], now)
             if not keys and value is not None:
                 continue
             if not isinstance(value, torch.nn.Module) or not all(self._is_only_set(key, now) for key in keys):
-                raise _changes_state(_shown(name), keys)
+                raise changes_state(_shown(name) + (f" ({', '.join(map(str, keys))})" if keys else ""))
             update = AttributeUpdate(value, _shown(name), tuple(keys))
             kept[update] = {key: now[key] for key in keys}
         return kept
@@ -109,7 +107,7 @@ class GeneratedCode:
         """Whether a call sets an attribute before anything reads it, of this module or of another. A custom op may read
         whatever it likes, and would do so before a replay sets anything.
         """
-        is_read = re.compile(rf"(\.|(?<!{_PARTS})['\"]){re.escape(key)}\b")
+        is_read = re.compile(rf"(\.|{_NO_PART}['\"]){re.escape(key)}\b")
         is_plain = key in now and key not in _BOOKS and not self._calls_custom
         return is_plain and not any(map(is_read.search, self._read))
 
@@ -277,12 +275,18 @@ def _shown(name: str) -> str:
     return re.sub(r"\._modules\['(\w+)'\]", r".\1", re.sub(r"^[LG]\['(\w+)'\]", r"\1", name))
 
 
-def _changes_state(name: str, keys: Sequence[Any]) -> TraceError:
+def changes_state(what: str, or_else: str = "") -> TraceError:
+    """The refusal of a function that changes something in Python at every call.
+
+    Args:
+        what: is changed.
+        or_else: what else can be done about it.
+    """
     return TraceError(
         "PG202",
-        f"the function changes Python state: {name}" + (f" ({', '.join(map(str, keys))})" if keys else ""),
+        f"the function changes Python state: {what}",
         why="a replay runs no Python, so the change would happen only once",
-        hint="keep the state in a tensor (register_buffer) and change it in place",
+        hint="keep the state in a tensor (register_buffer) and change it in place" + or_else,
     )
 
 
