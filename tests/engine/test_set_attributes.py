@@ -313,3 +313,34 @@ def test_a_custom_op_may_read_what_is_set() -> None:
     fast = compile_it(_holders[-1], splitting_ops=[add_what_is_kept])
     with torch.no_grad(), pytest.raises(TraceError, match="PG202"):
         fast(torch.randn(3))
+
+
+class Noting(nn.Module):
+    """Tells of the call before, in numbers and texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.kind, self.rows = "none", 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kind = "long" if x.shape[0] > 4 else "short"
+        self.rows = x.shape[0]
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("options", DEVICES, ids=str)
+@pytest.mark.parametrize("first", [None, 8, 2])
+def test_numbers_and_texts_that_an_earlier_call_has_set_to_the_same(first: int | None, options: dict[str, Any]) -> None:
+    """They are set at every call, whatever they were when a size was planned."""
+    model = Noting().eval()
+    with torch.no_grad():
+        if first is not None:
+            model(torch.randn(first, 4))
+        fast = compile_it(model, options=options)
+        for rows in (8, 2, 8, 8, 2):
+            fast(torch.randn(rows, 4))
+            assert (model.kind, model.rows) == ("long" if rows == 8 else "short", rows)
+        model.kind = "of somebody else"
+        fast(torch.randn(2, 4))
+    assert model.kind == "short"

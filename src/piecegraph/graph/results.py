@@ -42,6 +42,10 @@ _NO_PART = r"(?<!_parameters\[)(?<!_buffers\[)(?<!_modules\[)"
 """Not behind the names of the tables in which modules have their parts: those are no attributes."""
 
 
+_EARLIER: Any = object()
+"""What an attribute was set to by a call before."""
+
+
 class _SizeMark(int):
     """Stands for a size in the dry run that shows the structure of the result."""
 
@@ -64,6 +68,7 @@ class GeneratedCode:
         # The dummies are kept with their nodes: an id means nothing once its object is gone.
         self.nodes = {id(dummy): (dummy, node) for dummy, node in zip(dummies, outputs, strict=True)}
         self._touched = capture.touched
+        self._names = capture.names_in_code
         self._read = (*capture.sources, *capture.constants)
         self._calls_custom = any(node.op == "call_function" and _is_custom(node) for node in graph.nodes)
         self._example = example
@@ -77,7 +82,8 @@ class GeneratedCode:
         args, kwargs = self._example.with_tensors(tensors)
         _, values = self._example.binder.bind(args, kwargs)
         before = [(keys, container, _held(container)) for keys, container in _containers(values)][1:]
-        with torch_compat.outside_inference(), _undone(self._touched) as states:
+        with torch_compat.outside_inference(), _undone(self._touched):
+            states = {name: self._emptied(value) for name, value in self._touched.items()}
             returned = self._run(*args, **kwargs)
             kept = self._kept(states)
         changed = [(keys, value, old) for keys, value, old in before if _changes(old, _held(value))]
@@ -88,6 +94,16 @@ class GeneratedCode:
         added = [_added(old, _held(value)) for _, value, old in changed]
         is_result = any(update.is_result for update in updates)
         return (None if is_result else returned, *added, *kept.values()), (*updates, *kept)
+
+    def _emptied(self, value: Any) -> dict[Any, Any]:
+        """The state of an object, in which no module has the numbers and texts any more that a call will set: those of
+        an earlier call may be the same by chance, and other calls would set others.
+        """
+        if isinstance(value, torch.nn.Module):
+            held = vars(value)
+            names = [name for name in self._names if self._is_only_set(name, held) and _is_number_or_text(held[name])]
+            held.update(dict.fromkeys(names, _EARLIER))
+        return _state(value)
 
     def _kept(self, states: Mapping[str, dict[Any, Any]]) -> dict[AttributeUpdate, dict[str, Any]]:
         """The attributes that modules have come to have, and what they are. Refuses other changes of Python objects."""
@@ -130,6 +146,10 @@ class GeneratedCode:
             return leaf
 
         return InputView(FromCall(index), (), apply)
+
+
+def _is_number_or_text(value: Any) -> bool:
+    return is_constant(value) and not callable(value)
 
 
 def _containers(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -256,11 +276,11 @@ def identify_results(
 
 
 @contextlib.contextmanager
-def _undone(touched: Mapping[str, Any]) -> Iterator[dict[str, dict[Any, Any]]]:
-    """Undo what is done to Python objects inside. Gives their states before."""
+def _undone(touched: Mapping[str, Any]) -> Iterator[None]:
+    """Undo what is done to Python objects inside."""
     before = {name: _state(value) for name, value in touched.items()}
     try:
-        yield before
+        yield
     finally:
         for name, value in touched.items():
             _restore(value, before[name])

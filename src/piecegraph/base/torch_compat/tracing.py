@@ -35,6 +35,8 @@ class DynamoCapture:
     """Given a function for the graph, the function with the user's signature that Dynamo generated around it."""
     touched: Mapping[str, Any]
     """Python objects outside the function that it changes, by name. Running the generated code changes them."""
+    names_in_code: frozenset[str]
+    """Among them are those of all attributes that the generated code sets."""
     sources: tuple[str, ...]
     """The expression that leads to each placeholder's object."""
     constants: tuple[str, ...]
@@ -95,38 +97,32 @@ def dynamo_capture(
     arguments = bound_arguments(function, args, kwargs)
     outer = inspect.getclosurevars(plain_function).nonlocals
     call_scopes = {"L": {**outer, **arguments}, "G": plain_function.__globals__}
-    touched = _touched_objects(told, call_scopes)
-
-    run_bytecode = functools.partial(_around_graph, captured, plain_function, receiver, gone_on.copies)
     output = captured.graph_capture_output
     imports = {name: module for name, module in output.import_sources.items() if not module.startswith("torch")}
     scopes = outside_scopes(function, imports, args, kwargs)
-    names = outside_names(output, plain_function, receiver, arguments, gone_on.dicts, imports, scopes)
-    code, left_out = tuple(output.traced_code), tuple(gone_on.left_out)
-    if backend_input is None:
-        return DynamoCapture(None, (), None, objects, run_bytecode, touched, (), names, scopes, left_out, code, imports)
-    graph_module, inputs, fake_mode = (
-        backend_input.graph_module,
-        tuple(backend_input.example_inputs),
-        backend_input.fake_mode,
-    )
-    sizes = _symbolic_sizes(fake_mode, call_scopes)
-    placeholders = graph_module.graph.find_nodes(op="placeholder")
-    sources = tuple(source_name(getattr(node, "_dynamo_source", None)) for node in placeholders)
+    of_graph: dict[str, Any] = {"graph_module": None, "example_inputs": (), "fake_mode": None, "sources": ()}
+    if backend_input is not None:
+        fake_mode = backend_input.fake_mode
+        placeholders = backend_input.graph_module.graph.find_nodes(op="placeholder")
+        of_graph = {
+            "graph_module": backend_input.graph_module,
+            "example_inputs": tuple(backend_input.example_inputs),
+            "fake_mode": fake_mode,
+            "sources": tuple(source_name(getattr(node, "_dynamo_source", None)) for node in placeholders),
+            "sizes": _symbolic_sizes(fake_mode, call_scopes),
+        }
+    texts = (each for each in output.bytecode.co_consts if isinstance(each, str))
     return DynamoCapture(
-        graph_module,
-        inputs,
-        fake_mode,
-        objects,
-        run_bytecode,
-        touched,
-        sources,
-        names,
-        scopes,
-        left_out,
-        code,
-        imports,
-        sizes,
+        **of_graph,
+        external_objects=objects,
+        run_bytecode=functools.partial(_around_graph, captured, plain_function, receiver, gone_on.copies),
+        touched=_touched_objects(told, call_scopes),
+        names_in_code=frozenset((*output.bytecode.co_names, *texts)),
+        constants=outside_names(output, plain_function, receiver, arguments, gone_on.dicts, imports, scopes),
+        scopes=scopes,
+        left_out=tuple(gone_on.left_out),
+        code=tuple(output.traced_code),
+        imports=imports,
     )
 
 
