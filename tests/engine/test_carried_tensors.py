@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from transformers import DynamicCache
 
 import piecegraph
 from piecegraph.errors import TraceError
@@ -156,6 +157,11 @@ def test_objects_that_hold_more_than_tensors_are_refused(held: Any) -> None:
     given.held = held  # type: ignore[attr-defined]
     with pytest.raises(TraceError, match="PG203 given is a Plain"):
         fast_copy(lambda given: given["hidden"] + 1, "trace")(given)
+
+
+def test_a_cache_of_transformers_is_refused_with_the_ways_to_generate() -> None:
+    with pytest.raises(TraceError, match=r"PG203 cache is a DynamicCache.*piecegraph\.LLM\(path\).*use_cache=False"):
+        fast_copy(lambda cache: cache.get_seq_length(), "trace")(DynamicCache())
 
 
 LAUNCH = """

@@ -339,6 +339,10 @@ def _misfit(leaf: Leaf, value: Any, sizes: list[int]) -> str | None:
     return None
 
 
+_FOR_OBJECTS = "pass tensors, numbers, strings, None, and tuples, lists, dicts, dataclasses or plain objects of them"
+_FOR_CACHES = "generate with piecegraph.LLM(path), which keeps a cache of its own, or without one (use_cache=False)"
+
+
 def make_signature(
     names: tuple[str, ...],
     values: Sequence[Any],
@@ -394,7 +398,7 @@ def _leaf(name: str, value: Any, dynamic: dict[int, int], is_static: bool) -> Le
         "PG203",
         f"{name} is a {type(value).__name__}",
         why="a plan cannot see changes inside such an object",
-        hint="pass tensors, numbers, strings, None, and tuples, lists, dicts, dataclasses or plain objects of them",
+        hint=_FOR_CACHES if type(value).__module__.startswith("transformers.cache") else _FOR_OBJECTS,
     )
 
 
