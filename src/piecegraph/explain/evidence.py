@@ -123,6 +123,16 @@ class Exit:
     line: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """A line that says that the run, or a process of it, was asked to end."""
+
+    text: str
+    line: int | None
+    process: Process = Process()
+    """Who says it, as far as a prefix proves it."""
+
+
 @dataclass(frozen=True, slots=True)
 class TreeLine:
     """One line of the stacks of several processes laid on top of each other."""
@@ -163,8 +173,8 @@ class Evidence:
     exits: tuple[Exit, ...] = ()
     free_memory: tuple[str, int | None] | None = None
     """The last statement about free device memory: ``12.33 GB``."""
-    stop: tuple[str, int | None] | None = None
-    """The first line that says the run was asked to end."""
+    stops: tuple[Stop, ...] = ()
+    """Of each process the first that it says."""
     device_asserts: tuple[tuple[str, int | None], ...] = ()
     """Checks that failed inside kernels, each once."""
     error_lines: tuple[tuple[str, int | None], ...] = ()

@@ -191,7 +191,7 @@ def compose(
         last_line=evidence.last_line,
         other_runs=tuple(_summary(run) for run in other_runs),
         run_number=1 + sum(run.first_line < evidence.first_line for run in other_runs),
-        stop=evidence.stop,
+        stop=next(((stop.text, stop.line) for stop in evidence.stops), None),
         device_asserts=evidence.device_asserts,
         notes=evidence.notes,
     )

@@ -15,6 +15,7 @@ from typing import Literal
 from piecegraph.explain.evidence import Evidence, Failure, Frame, Raised
 from piecegraph.explain.frames import place_of
 from piecegraph.explain.log.syntax import COMMAND_END, exception_of, frame_of
+from piecegraph.explain.stops import is_by_scheduler, is_interrupt, was_asked_to_end
 
 _ECHO_TYPES = re.compile(
     r"(?:ChildFailedError|ProcessRaisedException|ProcessExitedException|EngineDeadError|ActorDiedError|RayActorError"
@@ -146,10 +147,9 @@ def triage(evidence: Evidence) -> Triage:
         passed_on += [failure for failure in candidates if failure.death is None and _tells_death(failure)]
     echoes += passed_on
     candidates = [failure for failure in candidates if failure not in passed_on]
-    interrupts = [failure for failure in candidates if _is_interrupt(failure)]
+    interrupts = [failure for failure in candidates if is_interrupt(failure)]
     candidates = [failure for failure in candidates if failure not in interrupts]
-    asked = _asked_to_end(evidence, interrupts)
-    is_asked = asked is not None and bool(serious) and not any(_is_before(failure, asked) for failure in candidates)
+    is_asked = bool(serious) and was_asked_to_end(evidence, interrupts, candidates)
     if is_asked or (interrupts and not candidates):
         return _stopped(interrupts, serious, unserious)
     echoes += interrupts
@@ -217,28 +217,6 @@ def _tells_death(failure: Failure) -> bool:
     return bool(failure.chain) and _TOLD_DEATH.search(failure.chain[0].message) is not None
 
 
-def _asked_to_end(evidence: Evidence, interrupts: list[Failure]) -> int | None:
-    """The line at which the run was asked to end."""
-    lines = [failure.line for failure in interrupts if failure.line is not None]
-    if evidence.stop is not None and evidence.stop[1] is not None:
-        lines.append(evidence.stop[1])
-    return min(lines, default=None)
-
-
-def _is_interrupt(failure: Failure) -> bool:
-    """Whether a person stopped it: every exception of the chain says so."""
-    return bool(failure.chain) and all(raised.type.endswith("KeyboardInterrupt") for raised in failure.chain)
-
-
-def _is_before(failure: Failure, line: int) -> bool:
-    """Whether something failed before the run was asked to end; a scheduler's limit is no such request."""
-    return failure.line is None or failure.line < line or _by_scheduler(failure)
-
-
-def _by_scheduler(failure: Failure) -> bool:
-    return failure.death is not None and failure.death.teller in ("scheduler", "kernel")
-
-
 def _stopped(interrupts: list[Failure], serious: list[Failure], unserious: list[Failure]) -> Triage:
     root = next(iter(interrupts), None)
     others = tuple(failure for failure in (*serious, *unserious) if failure is not root)
@@ -247,7 +225,7 @@ def _stopped(interrupts: list[Failure], serious: list[Failure], unserious: list[
 
 def _deaths_behind(candidates: list[Failure], serious: list[Failure]) -> list[Failure]:
     """Deaths that another failure explains: an abort behind it, a launcher that ends the others, news of a death."""
-    is_by_scheduler = any(_by_scheduler(failure) and failure.kind != "interrupted" for failure in candidates)
+    has_scheduler = any(is_by_scheduler(failure) and failure.kind != "interrupted" for failure in candidates)
     has_signal = any(f.death is not None and f.death.signal not in (None, *_AFTERMATH) for f in candidates)
     is_for_memory = any(f.death is not None and f.death.name == "OUT_OF_MEMORY" for f in candidates)
     found, is_explained, has_died = [], False, False
@@ -256,7 +234,7 @@ def _deaths_behind(candidates: list[Failure], serious: list[Failure]) -> list[Fa
         if death is None:
             is_explained = True
         elif failure in candidates and (
-            (death.signal in _AFTERMATH and (is_explained or is_by_scheduler))
+            (death.signal in _AFTERMATH and (is_explained or has_scheduler))
             or (death.signal == signal.SIGKILL and is_for_memory)
             or (death.name == "CANCELLED" and (is_explained or has_died))
             or (death.name == "process died" and (is_explained or has_signal))

@@ -124,7 +124,7 @@ class CollectedRun:
             call_chains=tuple(self.chains),
             exits=tuple(seen.exits.values()),
             free_memory=seen.free_memory,
-            stop=seen.stop,
+            stops=tuple(seen.stops.values()),
             device_asserts=tuple((text, line) for text, (_, line) in seen.device_asserts.items()),
             error_lines=tuple(dict.fromkeys((*list(seen.errors.values())[:3], *seen.last_errors))),
             known_issue_lines=tuple(self.known_issue_lines),

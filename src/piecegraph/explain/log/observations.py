@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from piecegraph.explain.evidence import Death, Exit, Milestone, Phase, Process
+from piecegraph.explain.evidence import Death, Exit, Milestone, Phase, Process, Stop
 from piecegraph.explain.log.deaths import WORDS as DEATH_WORDS
 from piecegraph.explain.log.deaths import death_of
 from piecegraph.explain.log.lines import Line
@@ -165,14 +165,14 @@ class Observations:
     last_errors: deque[tuple[str, int | None]] = field(default_factory=lambda: deque(maxlen=3))
     exits: dict[Hashable, Exit] = field(default_factory=dict)
     deaths: dict[Hashable, Death] = field(default_factory=dict)
-    stop: tuple[str, int | None] | None = None
+    stops: dict[str, Stop] = field(default_factory=dict)
     device_asserts: dict[str, tuple[str, int | None]] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)
     workers: dict[str, Process] = field(default_factory=dict)
     last_line: tuple[str, int | None] | None = None
     _advice_until: int = 0
 
-    def observe(self, line: Line, raw: str) -> None:
+    def observe(self, line: Line, raw: str, process: Process = Process()) -> None:  # noqa: B008
         """Look at a line for everything but milestones; ``raw`` is the line with its prefixes."""
         text, number = line.text, line.number
         self._advice(number, text)
@@ -183,7 +183,7 @@ class Observations:
             self.free_memory = (free["free"], number)
         self._files(text)
         self.keep_error(line, raw)
-        self._ending(text, number)
+        self._ending(text, number, process)
         rank = _GLOO_RANK.search(text)
         if rank is not None and len(self.ranks) < MAX_RANKS:
             self.ranks.add(int(rank["rank"]))
@@ -208,12 +208,13 @@ class Observations:
         if len(self.errors) < MAX_KEPT:
             self.errors.setdefault(mask(text), (text, line.number))
 
-    def _ending(self, text: str, number: int) -> None:
+    def _ending(self, text: str, number: int, process: Process) -> None:
         ended = _exit_of_line(text, number)
         if ended is not None:
             self.keep_exit(ended)
-        if self.stop is None and has_any(text, _STOP_WORDS) and _STOP.search(text):
-            self.stop = (text.strip()[:MAX_TEXT], number)
+        if has_any(text, _STOP_WORDS) and len(self.stops) < MAX_KEPT and _STOP.search(text):
+            stop = Stop(text=text.strip()[:MAX_TEXT], line=number, process=process)
+            self.stops.setdefault(process.label, stop)
         death = death_of(text, number) if has_any(text, DEATH_WORDS) else None
         if death is not None and len(self.deaths) < MAX_KEPT:
             who = death.process

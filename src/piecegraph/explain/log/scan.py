@@ -201,10 +201,10 @@ class Scanner:
             if not is_worth_observing or kind_of(line.text) == "frame":
                 continue
             if not line.text.startswith("    "):
-                self._observe(line, raw)
+                self._observe(process, line, raw)
             elif not self._streams:  # else it is the source of a frame
                 if tells_death(line.text):
-                    self._observe(line, raw)
+                    self._observe(process, line, raw)
                 else:
                     self._run.seen.keep_error(line, raw)
         if self._streams and not self._number % QUIET_LINES:
@@ -222,8 +222,8 @@ class Scanner:
         for raw in lines:
             self._number += 1
             if raw[:2] != "  " and self._is_worth_observing(raw):
-                for _, line in self._reader.read(self._number, raw):
-                    self._observe(line, raw)
+                for process, line in self._reader.read(self._number, raw):
+                    self._observe(process, line, raw)
 
     def _is_worth_observing(self, raw: str) -> bool:
         return has_any(raw, self._known) or self._may_say_something(raw)
@@ -235,7 +235,7 @@ class Scanner:
 
     def _gather(self, process: Process, line: Line) -> None:
         is_part = has_any(line.text, OPENING)
-        named = replace(process, label=f"{self._label} {process.label}".rstrip()) if self._label else process
+        named = self._named(process)
         stream = self._streams.get(named)
         latest = stream.lines[-1:] if stream is not None else []  # none, if all of them were resolved
         if latest and is_part and _BARE_FRAME.match(line.text) and not _is_inside(latest[0]):
@@ -257,14 +257,18 @@ class Scanner:
             if len(stream.lines) >= MAX_STREAM_LINES:
                 stream.lines = self._resolve(stream.lines, named, is_open=True)
 
-    def _observe(self, line: Line, raw: str) -> None:
+    def _named(self, process: Process) -> Process:
+        """The process, with the log it writes where there are several."""
+        return replace(process, label=f"{self._label} {process.label}".rstrip()) if self._label else process
+
+    def _observe(self, process: Process, line: Line, raw: str) -> None:
         if self._may_say_something(raw):
-            self._take_note(line, raw)
+            self._take_note(process, line, raw)
         found = self._is_known_issue(line.text)
         if found:
             self._run.keep_known_issue(found, line)
 
-    def _take_note(self, line: Line, raw: str) -> None:
+    def _take_note(self, process: Process, line: Line, raw: str) -> None:
         seen = self._run.seen
         milestone = milestone_of(line.text, line.number)
         is_begun = milestone is not None and (milestone.phase, milestone.state) == ("init", "begun")
@@ -275,7 +279,7 @@ class Scanner:
                 seen = self._run.seen
         if milestone is not None:
             seen.keep(milestone)
-        seen.observe(line, raw)
+        seen.observe(line, raw, self._named(process))
 
     def _is_first_line_again(self, line: Line, raw: str) -> bool:
         if not self._first_line or self._first_line not in raw or line.number <= self._run.first_line:

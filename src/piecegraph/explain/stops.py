@@ -1,0 +1,73 @@
+"""Whether a run was asked to end, and nothing had failed before.
+
+A launcher asks the other ranks to end when one has failed, so what one process says it was asked proves nothing about
+another: the lines of two logs have no common order, and those of two ranks reach one log late.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from piecegraph.explain.evidence import Evidence, Failure, Process, Stop
+
+_SRUN_TASK = re.compile(r"^task \d")
+_SHELL_SIGNALS = 128
+"""Exit codes from here on are those of shells, for signals."""
+_NUMBER = re.compile(r"\d+$")
+
+
+def is_interrupt(failure: Failure) -> bool:
+    """Whether a person stopped it: every exception of the chain says so."""
+    return bool(failure.chain) and all(raised.type.endswith("KeyboardInterrupt") for raised in failure.chain)
+
+
+def is_by_scheduler(failure: Failure) -> bool:
+    """Whether a scheduler or the kernel ended it, of which a limit is no request."""
+    return failure.death is not None and failure.death.teller in ("scheduler", "kernel")
+
+
+def was_asked_to_end(evidence: Evidence, interrupts: Sequence[Failure], candidates: Sequence[Failure]) -> bool:
+    """Whether a request explains every candidate for the root cause."""
+    stops = [
+        *evidence.stops,
+        *(Stop(text="", line=one.line, process=who) for one in interrupts for who in one.processes or (Process(),)),
+    ]
+    stops = [stop for stop in stops if stop.line is not None]
+    if not stops or _failed_by_itself(evidence, min(stop.line or 0 for stop in stops)):
+        return False
+    num_logs = len(evidence.sources)
+    return not any(_is_unasked(failure, [s for s in stops if _asks(s, failure, num_logs)]) for failure in candidates)
+
+
+def _failed_by_itself(evidence: Evidence, asked: int) -> bool:
+    """Whether a launcher saw a process end with a code of its own; a scheduler that ends all of them sees such, too."""
+    return any(
+        0 < ended.code < _SHELL_SIGNALS
+        and (not _SRUN_TASK.match(ended.process.label) or (ended.line is not None and ended.line < asked))
+        for ended in evidence.exits
+    )
+
+
+def _is_unasked(failure: Failure, stops: Sequence[Stop]) -> bool:
+    """Whether it failed before it was asked to end, or never was."""
+    if failure.line is None or is_by_scheduler(failure):
+        return True
+    if not stops:
+        return not failure.chain[0].type.endswith("KeyboardInterrupt")
+    return failure.line < min(stop.line or 0 for stop in stops)
+
+
+def _asks(stop: Stop, failure: Failure, num_logs: int) -> bool:
+    """Whether what one process was asked says something about this failure: not where a peer of it failed."""
+    return not failure.processes or any(_is_one_run(stop.process, who, num_logs) for who in failure.processes)
+
+
+def _is_one_run(asked: Process, other: Process, num_logs: int) -> bool:
+    first, second = asked.label, other.label
+    if num_logs > 1:  # labels begin with the log
+        (log, _, first), (other_log, _, second) = first.partition(" "), second.partition(" ")
+        if log != other_log:
+            return False
+    are_peers = bool(_NUMBER.search(first)) and _NUMBER.sub("", first) == _NUMBER.sub("", second)
+    return first == second or not are_peers
