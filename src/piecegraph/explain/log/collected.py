@@ -11,9 +11,10 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from piecegraph.explain.evidence import Death, Evidence, Failure, FailureKind, Frame, Process, Raised, TreeLine
+from piecegraph.explain.log.elastic_table import rows_of_table
 from piecegraph.explain.log.failures import StreamFailures
 from piecegraph.explain.log.lines import Line
-from piecegraph.explain.log.observations import Observations, exits_of_table
+from piecegraph.explain.log.observations import Observations
 from piecegraph.explain.log.syntax import mask
 
 MAX_DISTINCT_FAILURES = 200
@@ -79,8 +80,10 @@ class CollectedRun:
         self.failures.add(failure)
         last = failure.chain[-1]
         if last.type.endswith("ChildFailedError"):
-            for ended in exits_of_table(last.message, failure.line):
-                self.seen.keep_exit(ended)
+            for row in rows_of_table(last.message, failure.line):
+                self.seen.keep_exit(row.ended)
+                for told in row.failures:
+                    self.failures.add(told)
 
     def add_rest(self, found: StreamFailures) -> None:
         """All but the failures."""

@@ -53,12 +53,6 @@ _START = re.compile(
 )
 """What launchers print once, when they start."""
 _SIZE = re.compile(r"\b(?:bs=\d+|num_tokens=\d+)|\bbs \[(?P<one>\d+)\]|batch size (?P<size>\d+)")
-_EXIT_ROW = re.compile(
-    r"host\s*:\s*(?P<host>\S*).*?rank\s*:\s*(?P<rank>\d+)\s*\(local_rank:\s*(?P<local>\d+)\)"
-    r".*?exitcode\s*:\s*(?P<code>-?\d+)\s*\(pid:\s*(?P<pid>\d+)\)",
-    re.DOTALL,
-)
-_FIRST_EXIT = "Root Cause (first observed failure)"
 _EXIT_LINE = re.compile(
     r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)"
     r"|srun: error: (?P<host>\S+): tasks? (?P<task>[\d,-]+): Exited with exit code (?P<srun>\d+)"
@@ -297,14 +291,7 @@ def milestone_of(text: str, line: int | None) -> Milestone | None:
     return Milestone(phase, "done" if state == "done" else "begun", found[0], line, shown if phase == "capture" else "")
 
 
-# -- torchelastic
-
-
-def exits_of_table(text: str, line: int | None) -> tuple[Exit, ...]:
-    """The rows of ``ChildFailedError``'s table, the first observed failure first."""
-    others, _, root = text.partition(_FIRST_EXIT)
-    found = [_exit(row, line, is_first=True) for row in _EXIT_ROW.finditer(root)]
-    return (*found, *(_exit(row, line, is_first=False) for row in _EXIT_ROW.finditer(others)))
+# -- launchers
 
 
 def _exit_of_line(text: str, line: int | None) -> Exit | None:
@@ -319,8 +306,3 @@ def _exit_of_line(text: str, line: int | None) -> Exit | None:
     return Exit(
         process=Process(f"local rank {found['local']}", pid=int(found["pid"])), code=int(found["code"]), line=line
     )
-
-
-def _exit(row: re.Match[str], line: int | None, *, is_first: bool) -> Exit:
-    who = Process(f"rank{row['rank']}", rank=int(row["rank"]), pid=int(row["pid"]), host=row["host"] or None)
-    return Exit(process=who, code=int(row["code"]), is_first=is_first, line=line)

@@ -35,6 +35,8 @@ from piecegraph.explain.log.syntax import (
 TracebackOrigin = Literal["", "thread", "ignored", "logging", "logged", "original"]
 """``logged``: by a logger, as less than an error. ``original``: another process's, quoted by the exception above."""
 MAX_TEXT_LINES = 200
+MAX_TABLE_LINES = 10_000
+"""A launcher's table holds a traceback of each rank."""
 MAX_REPAIRED_LINES = 20_000
 """Longer streams are split once: torn texts in them are lost."""
 _MAX_FRAME_LINES = 12
@@ -359,7 +361,8 @@ class _PartReader:
         line, end = self._lines[at], at + 1
         is_launcher_table = line.text.rstrip().endswith("ChildFailedError:")
         is_user_code = False
-        while end < len(self._lines) and end < at + MAX_TEXT_LINES:
+        most = at + (MAX_TABLE_LINES if is_launcher_table else MAX_TEXT_LINES)
+        while end < len(self._lines) and end < most:
             nxt = self._lines[end]
             if is_launcher_table:
                 if nxt.text.startswith("====") and end > at + 1:
