@@ -153,6 +153,8 @@ class Evidence:
     num_lines: int = 0
     first_line: int = 1
     """Where the run begins in a log that holds several."""
+    may_go_on: bool = False
+    """Whether it may be a part of the run before it, of which a late process printed the first line again."""
     processes: tuple[Process, ...] = ()
     """Every process seen, failing or not."""
     failures: tuple[Failure, ...] = ()

@@ -18,6 +18,7 @@ from piecegraph.explain.log.scan import Scanner
 from piecegraph.explain.log.source import STANDARD_INPUT, Log, name_logs
 from piecegraph.explain.page import Page, compose
 from piecegraph.explain.root_cause import triage
+from piecegraph.explain.runs import join_runs
 
 _MIB = 1 << 20
 
@@ -65,7 +66,7 @@ class _StreamLog(Log):
 
 
 def _explain(logs: Sequence[Log], catalogue: Sequence[KnownIssue], *, progress: bool | Literal["auto"] = False) -> Page:
-    runs = _read_evidence(logs, catalogue, progress=progress)
+    runs = join_runs(_read_evidence(logs, catalogue, progress=progress))
     # Of several runs in one log, the last that failed is the one somebody is waiting for.
     failed = [run for run in runs if (found := triage(run)).root is not None and not found.is_stopped]
     chosen = failed[-1] if failed else runs[-1]

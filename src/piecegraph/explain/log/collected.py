@@ -64,6 +64,7 @@ class CollectedRun:
     """What one run has shown so far."""
 
     first_line: int = 1
+    may_go_on: bool = False
     num_lines: int = 0
     seen: Observations = field(default_factory=Observations)
     failures: DistinctFailures = field(default_factory=DistinctFailures)
@@ -116,6 +117,7 @@ class CollectedRun:
             sources=sources,
             num_lines=self.num_lines,
             first_line=self.first_line,
+            may_go_on=self.may_go_on,
             processes=tuple(dict.fromkeys((*self.processes, *seen.workers.values(), *ranks))),
             failures=_with_deaths(self.failures.in_order(), tuple(seen.deaths.values())),
             milestones=tuple(seen.milestones.values()),

@@ -4,7 +4,8 @@ In come lines, out comes one :class:`Evidence` for each run.
 
 Note [Runs]: logs are appended to. A run ends where another one begins behind a failure: where a launcher or an engine
 says that it starts, where the first line of the run stands again, if it stood nowhere else before, or where Python
-cannot read the program.
+cannot read the program. A first line that stands again may be a late process's of the same run: the evidence says so,
+and who knows what an echo is decides.
 """
 
 from __future__ import annotations
@@ -272,10 +273,11 @@ class Scanner:
         seen = self._run.seen
         milestone = milestone_of(line.text, line.number)
         is_begun = milestone is not None and (milestone.phase, milestone.state) == ("init", "begun")
-        if self._is_one_log and (is_begun or is_start(line.text) or self._is_first_line_again(line, raw)):
+        is_sure = is_begun or is_start(line.text)
+        if self._is_one_log and (is_sure or self._is_first_line_again(line, raw)):
             self._close_streams()
             if self._run.failures or seen.deaths:
-                self._end_run()
+                self._end_run(may_go_on=not is_sure)
                 seen = self._run.seen
         if milestone is not None:
             seen.keep(milestone)
@@ -333,11 +335,11 @@ class Scanner:
         named = [Process(self._label)] if self._label else []
         self._run.add_processes((*named, *self._reader.processes))
 
-    def _end_run(self, at: int | None = None) -> None:
+    def _end_run(self, at: int | None = None, *, may_go_on: bool = False) -> None:
         self._collect_processes()
         self._count_lines()
         self._finished.append(self._run.evidence(tuple(self._sources)))
-        self._run = CollectedRun(first_line=at or self._number)
+        self._run = CollectedRun(first_line=at or self._number, may_go_on=may_go_on)
 
 
 def _is_inside(line: Line) -> bool:
