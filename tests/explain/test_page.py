@@ -376,6 +376,14 @@ def test_compile_inside_capture_is_a_failed_capture() -> None:
     assert page.phase.layers == ("CUDA graph capture", "Dynamo")
 
 
+def test_the_headline_says_that_no_later_run_failed() -> None:
+    first, second = (evidence(failing("ValueError"), first_line=number) for number in (1, 20))
+    good = dataclasses.replace(second, failures=())
+    end = "run 1 of 2, and no later one failed"
+    assert to_text(compose(first, (), other_runs=[good])).split("\n")[0].endswith(end)
+    assert end not in to_text(compose(second, (), other_runs=[first]))
+
+
 # -- recorded runs, formats
 
 

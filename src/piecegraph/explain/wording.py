@@ -50,8 +50,10 @@ def headline(page: Page) -> str:
     where = f" in {_phase_name(page)}" if page.phase.failed else ""
     more = f"; {distinct - 1} more distinct {'failures' if distinct > 2 else 'failure'}" if distinct > 1 else ""
     echo = f"; {count_of(others, 'echo', 'echoes')} of it" if others else ""
+    num_runs = 1 + len(page.other_runs)
+    run = f"; run {page.run_number} of {num_runs}, and no later one failed" if page.run_number < num_runs else ""
     prints = f", printed {group.count} times" if group.count > group.num_processes else ""
-    return f"{name}: {_how_many(group)}{where}{prints}{more}{echo}"
+    return f"{name}: {_how_many(group)}{where}{prints}{more}{echo}{run}"
 
 
 def _how_many(group: FailureGroup) -> str:
