@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from piecegraph.errors import ConfigError, ModelError
-from piecegraph.llm.run.prompts import chat_tokens, conversations_of, decoder_of
+from piecegraph.llm.run.prompts import chat_tokens, conversations_of
 from tests.cases.checkpoints import make_tokenizer
 
 MESSAGES = [{"role": "user", "content": "to be"}]
@@ -58,13 +58,3 @@ def test_one_conversation_or_several() -> None:
     assert conversations_of("to be") == ["to be"]
     assert conversations_of(MESSAGES) == [MESSAGES]
     assert conversations_of((MESSAGES, MESSAGES)) == [MESSAGES, MESSAGES]
-
-
-@pytest.mark.parametrize("cleans_up", [True, False])
-def test_texts_are_those_that_transformers_makes(cleans_up: bool) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.clean_up_tokenization_spaces = cleans_up
-    decode = decoder_of(tokenizer)
-    for first in range(len(tokenizer)):
-        ids = [first, 1, (first * 7) % len(tokenizer), 2]
-        assert decode(ids) == tokenizer.decode(ids, skip_special_tokens=True)

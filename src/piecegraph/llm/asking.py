@@ -15,8 +15,9 @@ from piecegraph.base.coerce import as_integer, as_real
 from piecegraph.errors import ConfigError
 from piecegraph.llm.run.answers import Answer, Answers, Inbox, Prompt
 from piecegraph.llm.run.arguments import SamplingArguments, sampling_rows
+from piecegraph.llm.run.detokenizer import Detokenizer
 from piecegraph.llm.run.generation import text_behind
-from piecegraph.llm.run.prompts import conversation_tokens, decoder_of, tokens_of, tokens_of_word
+from piecegraph.llm.run.prompts import conversation_tokens, tokens_of, tokens_of_word
 from piecegraph.llm.run.request import SamplingParams
 
 
@@ -124,11 +125,12 @@ class Asking(ABC):
     def _open(self, inbox: Inbox, prompt: str | Sequence[int], params: SamplingParams, tokens: list[int]) -> None:
         """Have an inbox make text of what comes."""
         found = Prompt(text=prompt if isinstance(prompt, str) else None, tokens=tokens, params=params)
-        decode = None
+        detokenizer = None
         if self.tokenizer_if_any is not None:
-            decode = decoder_of(self.tokenizer_if_any, skip_special_tokens=params.skip_special_tokens)
+            detokenizer = Detokenizer(self.tokenizer_if_any, skip_special_tokens=params.skip_special_tokens)
         inbox.answers = [
-            Answer(found, None if decode is None else text_behind(tokens, params, decode)) for _ in range(params.n)
+            Answer(found, None if detokenizer is None else text_behind(tokens, params, detokenizer))
+            for _ in range(params.n)
         ]
 
 

@@ -24,12 +24,12 @@ from piecegraph.llm.model.loader import LoadFormat
 from piecegraph.llm.ranks.group import Ranks, Replicas
 from piecegraph.llm.report import explain_llm, stats_of_llm
 from piecegraph.llm.run.arguments import SAMPLING_NAMES, OnError, SamplingArguments, check_flags, sampling_rows
+from piecegraph.llm.run.detokenizer import Detokenizer
 from piecegraph.llm.run.fair_lock import FairLock
 from piecegraph.llm.run.generation import text_behind
 from piecegraph.llm.run.prompts import (
     conversation_tokens,
     conversations_of,
-    decoder_of,
     one_for_each,
 )
 from piecegraph.llm.run.request import Request, SamplingParams
@@ -409,8 +409,8 @@ class LLM:
 
         def text_of(request: Request) -> IncrementalText:
             params = request.params
-            decode = decoder_of(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
-            return text_behind(request.tokens, params, decode)
+            detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
+            return text_behind(request.tokens, params, detokenizer)
 
         return self.started.engine.make_scheduler(prefix_cache=prefix_cache, text_of=text_of)
 

@@ -19,10 +19,10 @@ from piecegraph.base.collector import collect_all
 from piecegraph.errors import ConfigError, ModelError, RequestError
 from piecegraph.llm.config import LLMConfig
 from piecegraph.llm.run.arguments import SamplingRow
+from piecegraph.llm.run.detokenizer import Detokenizer
 from piecegraph.llm.run.fair_lock import FairLock
 from piecegraph.llm.run.generation import Generation
 from piecegraph.llm.run.prompts import (
-    decoder_of,
     name_prompt,
     raise_first,
     refused,
@@ -168,16 +168,16 @@ class RunningModel:
         tokenizer: Any = self.tokenizer if needs_text else self.started.loaded.tokenizer
         tokens: Any = tokens_of(text, tokenizer) if text is not None else prompt
         params = params.with_words(lambda word: tokens_of_word(word, tokenizer))
-        decode = None
+        detokenizer = None
         if tokenizer is not None and makes_text:
-            decode = decoder_of(tokenizer, skip_special_tokens=params.skip_special_tokens)
+            detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         found = [
             self.started.engine.prepare(
                 tokens,
                 params.of_answer(number),
                 seed=(self._config.seed * 1_000_003 + next(self._request_numbers)) % 2**64,
                 prompt=text,
-                decode=decode,
+                detokenizer=detokenizer,
                 on_new=None if on_new is None else on_new(number),
                 is_streamed=makes_text,
                 arrival_time=arrival_time,

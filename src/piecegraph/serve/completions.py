@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
+from piecegraph.llm.run.detokenizer import Detokenizer
 from piecegraph.llm.run.generation import text_behind
-from piecegraph.llm.run.prompts import decoder_of
 from piecegraph.llm.run.results import Chunk, Completion
 from piecegraph.llm.run.stop import IncrementalText
 from piecegraph.serve.bodies import CompletionBody, prompts_of
@@ -99,8 +99,8 @@ class CompletionCall:
         tokenizer = self._service.llm.tokenizer_if_any
         if tokenizer is None:
             return TextOffsets(IncrementalText(lambda _: ""), begin)
-        decode = decoder_of(tokenizer, skip_special_tokens=self._params.skip_special_tokens)
-        return TextOffsets(text_behind(prompt, replace(self._params, stop=()), decode), begin)
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=self._params.skip_special_tokens)
+        return TextOffsets(text_behind(prompt, replace(self._params, stop=()), detokenizer), begin)
 
     def _part(self, index: int, chunk: Chunk, offsets: dict[int, TextOffsets | None]) -> dict[str, Any]:
         before, logprobs = "", None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from piecegraph.llm.run.prompts import decoder_of
+from piecegraph.llm.run.detokenizer import Detokenizer
 from piecegraph.llm.run.results import TokenLogprob
 from piecegraph.llm.run.stop import IncrementalText
 
@@ -69,7 +69,7 @@ class TokenTexts:
         if not isinstance(prompt, str):
             return TextOffsets(IncrementalText(self.of_all)).of(tokens)
         if not getattr(self._tokenizer, "is_fast", False):  # it does not say; what it makes of them is most like it
-            decode = decoder_of(self._tokenizer)
+            decode = Detokenizer(self._tokenizer)
             return [min(offset, len(prompt)) for offset in TextOffsets(IncrementalText(decode)).of(tokens)]
         spans = self._tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
         found, end = [], 0

@@ -45,6 +45,7 @@ from piecegraph.llm.cache.paged import PagedCache
 from piecegraph.llm.ranks.group import Ranks
 from piecegraph.llm.ranks.orders import STEP, Orders
 from piecegraph.llm.run.batch import BatchBuffers
+from piecegraph.llm.run.detokenizer import Detokenizer
 from piecegraph.llm.run.forward import Forward
 from piecegraph.llm.run.generation import Generation, text_behind, token_logprobs
 from piecegraph.llm.run.model_step import StepKey
@@ -184,7 +185,7 @@ class LLMEngine:
         seed: int,
         prompt: str | None = None,
         mrope_positions: NDArray[np.integer] | None = None,
-        decode: Callable[[list[int]], str] | None = None,
+        detokenizer: Detokenizer | None = None,
         on_new: Callable[[Generation, str, list[int]], None] | None = None,
         is_streamed: bool = True,
         arrival_time: float | None = None,
@@ -198,7 +199,7 @@ class LLMEngine:
             seed: used if ``params`` has none.
             prompt: its text, if it was given as one.
             mrope_positions: see :class:`~piecegraph.llm.run.request.Request`.
-            decode: the text of tokens; without it there are only tokens.
+            detokenizer: makes text of tokens; without it there are only tokens.
             on_new: called with new text and tokens while they are generated, and at the end.
             is_streamed: False to have it called at the end alone.
             arrival_time: see :class:`~piecegraph.llm.run.request.Request`.
@@ -213,7 +214,7 @@ class LLMEngine:
             arrival_time=arrival_time,
             guide=guide,
         )
-        text = text_behind(request.tokens, params, decode) if decode is not None else None
+        text = text_behind(request.tokens, params, detokenizer) if detokenizer is not None else None
         return Generation(request, prompt, text, on_new, is_streamed=is_streamed)
 
     def enqueue(self, generation: Generation) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from piecegraph.llm.run.detokenizer import Detokenizer
 from piecegraph.llm.run.request import Request, SamplingParams
 from piecegraph.llm.run.results import Completion, Ending, RequestMetrics, TokenLogprob
 from piecegraph.llm.run.sampling import logprobs, rows_at_once
@@ -156,14 +157,15 @@ class Generation:
             self.prompt_logprobs += token_logprobs(logits, tokens, [wanted] * len(tokens))
 
 
-def text_behind(prompt: Sequence[int], params: SamplingParams, decode: Callable[[list[int]], str]) -> IncrementalText:
+def text_behind(prompt: Sequence[int], params: SamplingParams, detokenizer: Detokenizer) -> IncrementalText:
     """The text of what is generated behind a prompt, up to its stop texts."""
     return IncrementalText(
-        decode,
+        detokenizer,
         params.stop,
         prompt[-8:],
         min_tokens=params.min_tokens,
         includes_stop=params.include_stop_str_in_output,
+        clean=detokenizer.clean,
     )
 
 

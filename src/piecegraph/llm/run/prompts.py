@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from piecegraph.base.coerce import as_list
@@ -83,37 +82,6 @@ def tokens_of(
 def tokens_of_word(word: str, tokenizer: Any) -> Sequence[int]:
     """The tokens of one of ``bad_words``."""
     return tokens_of(word, tokenizer, add_special_tokens=False, named="bad_words")
-
-
-def decoder_of(tokenizer: Any, *, skip_special_tokens: bool = True) -> Callable[[list[int]], str]:
-    """What makes text of tokens. What it raises is an error of their request alone."""
-    of_tokens = _backend_of(tokenizer).decode
-
-    def decode(ids: list[int]) -> str:
-        try:
-            return str(of_tokens(ids, skip_special_tokens=skip_special_tokens))
-        except Exception as error:
-            what, why = "the tokenizer makes no text of the answer", f"{type(error).__name__}: {error}"
-            raise RequestError("PG650", what, why=why) from error
-
-    return decode
-
-
-def _backend_of(tokenizer: Any) -> Any:
-    """What transformers has tokens decoded by, if it does nothing else to the text: in a third of the time, which
-    counts for every token of a stream.
-    """
-    is_plain = getattr(tokenizer, "clean_up_tokenization_spaces", True) is False
-    known = _known_decode()
-    is_known = known is not None and getattr(type(tokenizer), "_decode", None) is known
-    return tokenizer.backend_tokenizer if is_plain and is_known else tokenizer
-
-
-@functools.cache  # whoever imports from transformers waits for a search through its modules
-def _known_decode() -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    return getattr(PreTrainedTokenizerFast, "_decode", None)
 
 
 def name_prompt(error: PiecegraphError, index: int | None) -> PiecegraphError:

@@ -2,14 +2,17 @@
 
 Note [Safe text]
 ~~~~~~~~~~~~~~~~
-Text is shown only once nothing that follows can change it. Two things can: a character whose bytes are spread over
-several tokens, of which the tokenizer makes U+FFFD until the last has come; and a stop text that has begun and may yet
-be completed, in which case it is not part of the answer. Both are held back.
+Text is shown only once nothing that follows can change it. Three things can: a character whose bytes are spread over
+several tokens, of which the tokenizer makes U+FFFD until the last has come (Note [Broken characters]); clean-up (Note
+[Clean-up of a growing text]); and a stop text that has begun and may yet be completed, in which case it is not part of
+the answer. All are held back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+
+from piecegraph.llm.run.detokenizer import CleanedText
 
 _UNFINISHED = "\ufffd"
 _MOST_UNFINISHED = 3
@@ -25,6 +28,7 @@ class IncrementalText:
         prompt: the last tokens of the prompt, for tokenizers to which the first word of a text is special.
         min_tokens: a stop text counts only if it is completed behind so many tokens.
         includes_stop: whether the stop text is part of the answer.
+        clean: what becomes of the text besides, as a whole.
 
     >>> words = ["one ", "two S", "TOP three"]
     >>> text = IncrementalText(lambda tokens: "".join(words[token] for token in tokens), stop=["STOP"])
@@ -40,8 +44,10 @@ class IncrementalText:
         *,
         min_tokens: int = 0,
         includes_stop: bool = False,
+        clean: Callable[[str], str] | None = None,
     ) -> None:
         self._decode = decode
+        self._cleaned = None if clean is None else CleanedText(clean)
         self._stop = tuple(stop)
         self._tokens = list(prompt)
         self._searched_from = len(self._tokens) + min_tokens
@@ -77,6 +83,10 @@ class IncrementalText:
         return self._release(self._new_text(is_last=True), is_last=True)
 
     def _new_text(self, *, is_last: bool) -> str:
+        new = self._new_decoded(is_last=is_last)
+        return new if self._cleaned is None else self._cleaned.add(new, is_last=is_last)
+
+    def _new_decoded(self, *, is_last: bool) -> str:
         if self._read == len(self._tokens):
             return ""
         start = len(self._decode(self._tokens[self._first : self._read])) + self._num_taken
