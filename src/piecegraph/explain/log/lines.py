@@ -11,7 +11,6 @@ it stands in front of a frame, too, with other digits perhaps; from then on it i
 
 from __future__ import annotations
 
-import json
 import re
 from typing import NamedTuple
 
@@ -73,36 +72,17 @@ _BEFORE_HEAD = re.compile(r"^(?P<prefix>\S.{0,120}?)[ ]?Traceback \(most recent 
 _BEFORE_FRAME = re.compile(r'[ ]?\s*File "[^"]+", line \d+')
 _RANK_INSIDE = re.compile(r"\[rank(?P<rank>\d+)\]")
 _ESCAPED_END = "(most recent call last):\\n"
+_QUOTED = re.compile(
+    r'(?<![^\s:,=(\[{])(?:"(?P<json>(?:[^"\\]|\\.)*?\(most recent call last\):\\n(?:[^"\\]|\\.)*)"'
+    r"|'(?P<repr>(?:[^'\\]|\\.)*?\(most recent call last\):\\n(?:[^'\\]|\\.)*)')(?=\s*[,}\])]|\s*$)"
+)
+"""A traceback in one line, as a text of JSON or as Python shows one."""
 _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
 _LINE_PREFIX_STARTS = frozenset("[(2JFMASOND")
 _RECORD_STARTS = frozenset("DIWECF[0123456789")
 _MAX_PREFIXES = 4
 _MAX_KNOWN = 4096
 _MAX_LEARNED = 8
-
-
-_MESSAGE_KEYS = ("log", "message", "msg")
-
-
-def unwrapped(raw: str) -> str:
-    """The line that a collector wrapped into a record of JSON, as Docker does; any other line as it is.
-
-    A record with several lines in one text is left alone: its ends of lines are undone where it is read.
-
-    >>> unwrapped('{"log": "ValueError: no\\\\n", "stream": "stderr"}'), unwrapped('{"rank": 3, "msg": "ready"}')
-    ('ValueError: no', '[rank3]: ready')
-    """
-    if not (raw.startswith('{"') and raw.rstrip().endswith("}")):
-        return raw
-    try:
-        record = json.loads(raw)
-    except (ValueError, RecursionError):
-        return raw
-    text: str | None = next((record[key] for key in _MESSAGE_KEYS if isinstance(record.get(key), str)), None)
-    if text is None or "\n" in text.rstrip("\n"):
-        return raw
-    rank = record.get("rank")
-    return (f"[rank{rank}]: " if type(rank) is int else "") + text.rstrip("\n")
 
 
 class PrefixReader:
@@ -134,12 +114,12 @@ class PrefixReader:
         text = _ANSI.sub("", raw) if "\x1b" in raw else raw
         text = _LOST_ANSI.sub("", text) if "[0" in text or "[3" in text else text
         text = text.rstrip("\r")
-        if _ESCAPED_END in text:
-            lines = text.replace('\\"', '"').split("\\n")
-            return [self._read_one(number, line) for line in lines]
-        if "\r" not in text:
-            return [self._read_one(number, text)]
-        return [self._read_one(number, part) for part in text.split("\r") if part] or [(_NOBODY, Line(number, ""))]
+        parts = _parts_of(text)
+        if len(parts) == 1:
+            return [self._read_one(number, parts[0])]
+        read = [self._read_one(number, part) for part in parts]
+        writer = read[0][0]  # a prefix stands in front of the first
+        return [(who if who.label else writer, line) for who, line in read]
 
     def _read_one(self, number: int, text: str) -> tuple[Process, Line]:
         who = _NOBODY
@@ -203,6 +183,20 @@ class PrefixReader:
             if len(self._known) < _MAX_KNOWN:
                 self._known[prefix] = known
         return known
+
+
+def _parts_of(text: str) -> list[str]:
+    """The lines that were written into one: by a progress bar, with their ends escaped, or in a record of JSON."""
+    if _ESCAPED_END in text:
+        quoted = _QUOTED.search(text)
+        if quoted is None:
+            return text.replace('\\"', '"').split("\\n")
+        before = text[: quoted.start()]
+        told = quoted[quoted.lastgroup or 0].replace('\\"', '"').replace("\\'", "'").replace("\\\\", "\\")
+        return [*([before] if before else []), *told.split("\\n")]
+    if "\n" in text:
+        return text.split("\n")
+    return [part for part in text.split("\r") if part] or [""] if "\r" in text else [text]
 
 
 _NOBODY = Process()

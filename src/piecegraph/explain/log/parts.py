@@ -250,7 +250,7 @@ def _origin_of(header: Line, above: Line) -> TracebackOrigin:
     for words, origin in _ORIGINS:
         if above.text.startswith(words):
             return origin
-    is_announced = above.is_mild and above.number == header.number - 1 and _ANNOUNCES.search(above.text) is not None
+    is_announced = above.is_mild and header.number - above.number <= 1 and _ANNOUNCES.search(above.text) is not None
     return "logged" if header.is_mild or (not header.record and is_announced) else ""
 
 

@@ -19,7 +19,8 @@ from piecegraph.explain.evidence import Evidence, Failure, Process
 from piecegraph.explain.log.collected import CollectedRun
 from piecegraph.explain.log.deaths import tells_death
 from piecegraph.explain.log.failures import find_failures
-from piecegraph.explain.log.lines import Line, PrefixReader, unwrapped
+from piecegraph.explain.log.json_records import unwrapped
+from piecegraph.explain.log.lines import Line, PrefixReader
 from piecegraph.explain.log.observations import (
     ERROR_WORDS,
     WORDS,
@@ -140,7 +141,7 @@ class Scanner:
     def feed(self, lines: list[str]) -> None:
         """The next lines of the log."""
         whole = "\n".join(lines)
-        if whole.startswith('{"') or '\n{"' in whole:
+        if '{"' in whole:
             lines = [unwrapped(line) for line in lines]
             whole = "\n".join(lines)
         vocabulary = vocabulary_of(whole)
@@ -170,7 +171,7 @@ class Scanner:
                 self._reader.note(raw)
             self._before = raw
         self._count_lines()
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "").rpartition("\n")[2]
         if last:
             self._run.seen.last_line = (last, self._number)
 
