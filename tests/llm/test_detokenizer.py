@@ -145,6 +145,16 @@ def test_a_broken_character_takes_no_other_with_it(kind: str) -> None:
     assert detokenizer.whole([said(kind, "€")[0], mark, *said(kind, "€")[1:], said(kind, "€")[0]]) == "€\ufffd"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 99])
+def test_a_character_that_the_answer_completes_is_its_own(kind: str, size: int) -> None:
+    for begun in (1, 2, 3):
+        tokens = said(kind, "a日😀é!")
+        prompt, answer = tokens[: 4 + begun], tokens[4 + begun :]
+        assert read(kind, prompt, answer, size)[0] == "😀é!"
+        assert read(kind, prompt, said(kind, "é!"), size)[0] == "é!", "it stays broken, in the prompt"
+
+
 def test_what_clean_up_takes_out_is_never_told() -> None:
     clean = tokenizer_of("words-clean").clean_up_tokenization
     for length in range(1, 7):

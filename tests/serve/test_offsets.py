@@ -60,6 +60,22 @@ def test_offsets_are_the_same_in_a_stream(bytewise: Served) -> None:
         assert found[0] == sorted(found[0])
 
 
+@pytest.mark.parametrize(("new", "answered"), [("日", "x日日"), ("a", "x日\ufffda")])
+def test_a_character_that_the_prompt_begins_is_told_once(bytewise: Served, new: str, answered: str) -> None:
+    """By the answer if that completes it, and by the prompt otherwise."""
+    tokenize = bytewise.llm.tokenizer
+    *prompt, _ = tokenize("x日日")["input_ids"]
+    bias = {str(tokenize(new)["input_ids"][-1]): 100}
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0, "logit_bias": bias}
+    for echo, expected in ((False, new), (True, answered)):
+        _, answer, _ = bytewise.post("/v1/completions", {**body, "echo": echo, "logprobs": 0})
+        _, events, _ = bytewise.post("/v1/completions", {**body, "echo": echo, "stream": True})
+        streamed = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
+        (choice,) = answer["choices"]
+        assert choice["text"] == "".join(each["choices"][0]["text"] for each in streamed) == expected
+        assert choice["logprobs"]["text_offset"][-1] == len(expected) - 1
+
+
 def test_offsets_of_prompts_that_are_written_otherwise() -> None:
     words = tiny_tokenizer(chat=False)
     prompt = "ax  nobody by"

@@ -38,6 +38,8 @@ class CompletionCall:
         )
         self._texts = TokenTexts(service.llm.tokenizer_if_any)
         self._prompts = prompts_of(body.prompt)
+        self._unechoed: dict[int, list[int]] = {n: [] for n in range(len(self._prompts) * self._each) if body.echo}
+        """What is known of answers whose prompt the stream has not had yet."""
         self.asked = service.ask_all(self._prompts, self._params, record, streams=body.stream, priority=body.priority)
         self._head = {
             "id": f"cmpl-{record.id}",
@@ -64,7 +66,7 @@ class CompletionCall:
                     yield plain[index].event(chunk.text)
                     continue
                 yield event({**self._head, "choices": [self._part(index, chunk, offsets)]})
-                if self._body.logprobs is None:
+                if self._body.logprobs is None and index not in self._unechoed:
                     plain[index] = Template({**self._head, "choices": [_choice_part(index, HOLE)]})
                 if chunk.finished is not None:
                     ended.append(chunk.finished)
@@ -77,7 +79,7 @@ class CompletionCall:
         yield b"data: [DONE]\n\n"
 
     def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
-        before = self._echo(index) if self._body.echo else ""
+        before = self._echo(index, answer.token_ids) if self._body.echo else ""
         return {
             "index": index,
             "text": before + (answer.text or ""),
@@ -103,14 +105,13 @@ class CompletionCall:
         return TextOffsets(text_behind(prompt, replace(self._params, stop=()), detokenizer), begin)
 
     def _part(self, index: int, chunk: Chunk, offsets: dict[int, TextOffsets | None]) -> dict[str, Any]:
-        before, logprobs = "", None
+        logprobs = None
         if index not in offsets:
-            before = self._echo(index) if self._body.echo else ""
             prompt = self.asked[index // self._each].prompt_token_ids
             offsets[index] = None if chunk.logprobs is None else self._offsets(prompt)
         if chunk.logprobs is not None and (behind := offsets[index]) is not None:
             logprobs = self._texts.for_completions(chunk.token_ids, chunk.logprobs, behind.of(chunk.token_ids))
-        part = _choice_part(index, before + chunk.text, logprobs)
+        part = _choice_part(index, self._echo_before(index, chunk) + chunk.text, logprobs)
         if chunk.finished is not None:
             part |= _end(chunk.finished)
         return part
@@ -118,9 +119,18 @@ class CompletionCall:
     def _prompt(self, index: int) -> str | list[int]:
         return self._prompts[index // self._each]
 
-    def _echo(self, index: int) -> str:
+    def _echo(self, index: int, answer: list[int]) -> str:
         prompt = self._prompt(index)
-        return prompt if isinstance(prompt, str) else self._texts.of_all(prompt)
+        return prompt if isinstance(prompt, str) else self._texts.of_prompt(prompt, answer)
+
+    def _echo_before(self, index: int, chunk: Chunk) -> str:
+        """The prompt, before the first text: until then its last character may be completed."""
+        if index not in self._unechoed:
+            return ""
+        self._unechoed[index] += chunk.token_ids
+        if not chunk.text and chunk.finished is None:
+            return ""
+        return self._echo(index, self._unechoed.pop(index))
 
 
 def _end(answer: Completion) -> dict[str, Any]:

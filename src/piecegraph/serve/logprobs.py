@@ -7,7 +7,7 @@ from typing import Any
 
 from piecegraph.llm.run.detokenizer import Detokenizer
 from piecegraph.llm.run.results import TokenLogprob
-from piecegraph.llm.run.stop import IncrementalText
+from piecegraph.llm.run.stop import IncrementalText, num_common
 
 
 class TokenTexts:
@@ -15,15 +15,21 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens=False)
 
     def __call__(self, token: int) -> str:
         return str(self._tokenizer.decode([token])) if self._tokenizer is not None else f"token_id:{token}"
 
     def of_all(self, tokens: Sequence[int]) -> str:
         """Of all of them together: a character may have several."""
-        if self._tokenizer is None:
+        if self._detokenizer is None:
             return "".join(map(self, tokens))
-        return str(self._tokenizer.decode(list(tokens)))
+        return self._detokenizer.whole(tokens)
+
+    def of_prompt(self, tokens: Sequence[int], answer: Sequence[int]) -> str:
+        """Of a prompt, without a character that it begins and the answer completes."""
+        text = self.of_all(tokens)
+        return text if not text.endswith("\ufffd") else text[: num_common(text, self.of_all([*tokens, *answer]))]
 
     def for_chat(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         """As ``/v1/chat/completions`` has them."""

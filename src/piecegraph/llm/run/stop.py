@@ -6,6 +6,9 @@ Text is shown only once nothing that follows can change it. Three things can: a 
 several tokens, of which the tokenizer makes U+FFFD until the last has come (Note [Broken characters]); clean-up (Note
 [Clean-up of a growing text]); and a stop text that has begun and may yet be completed, in which case it is not part of
 the answer. All are held back.
+
+An answer is what follows the prompt's text. A character that the prompt has begun and the answer completes is the
+answer's; if it never is completed, its bytes are U+FFFD in the prompt.
 """
 
 from __future__ import annotations
@@ -89,8 +92,9 @@ class IncrementalText:
     def _new_decoded(self, *, is_last: bool) -> str:
         if self._read == len(self._tokens):
             return ""
-        start = len(self._decode(self._tokens[self._first : self._read])) + self._num_taken
+        before = self._decode(self._tokens[self._first : self._read])
         text = self._decode(self._tokens[self._first :])
+        start = num_common(before, text) + self._num_taken
         num_unfinished = min(len(text) - len(text.rstrip(_UNFINISHED)), _MOST_UNFINISHED)
         if num_unfinished == 0 or is_last:
             if len(text) > start:  # a special token has no text, and what follows must not lose its neighbour
@@ -120,6 +124,14 @@ class IncrementalText:
         """Where the first stop text begins, and which it is."""
         found = [(position, stop) for stop in self._stop if (position := text.find(stop)) >= 0]
         return min(found, key=lambda each: each[0], default=None)
+
+
+def num_common(before: str, text: str) -> int:
+    """How many characters of a text still are as they were before: of a prompt, the last may not have been whole."""
+    if text.startswith(before):
+        return len(before)
+    pairs = enumerate(zip(before, text, strict=False))
+    return next((number for number, (one, other) in pairs if one != other), len(text))
 
 
 def _longest_beginning(text: str, stop: Sequence[str]) -> int:
