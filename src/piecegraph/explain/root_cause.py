@@ -12,48 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from piecegraph.explain.echoes import echo_of, has_lost_a_peer, tells_death
 from piecegraph.explain.evidence import Evidence, Failure, Frame, Raised
 from piecegraph.explain.frames import place_of
 from piecegraph.explain.log.syntax import COMMAND_END, exception_of, frame_of
 from piecegraph.explain.stops import is_by_scheduler, is_interrupt, was_asked_to_end
 
-_ECHO_TYPES = re.compile(
-    r"(?:ChildFailedError|ProcessRaisedException|ProcessExitedException|EngineDeadError|ActorDiedError|RayActorError"
-    r"|WorkerCrashedError|BrokenProcessPool|CancelledError|BrokenBarrierError|DistStoreError|DistNetworkError|SystemExit"
-    r"|ExceptionGroup|CellExecutionError|PapermillExecutionError)$"
-)
-_LOST_PEERS = re.compile(
-    r"(?:BrokenPipeError|ConnectionResetError|ConnectionRefusedError|ConnectionAbortedError|EOFError|IncompleteReadError)$"
-)
-"""Raised for a lost peer, and as often for a server that is down or a file that ends early: the frames tell which."""
-_PEER_FRAMES = re.compile(
-    r"multiprocessing[/\\]|torch[/\\]distributed|[/\\]ray[/\\]|[/\\]zmq[/\\]|asyncio[/\\]|uvloop|mpi4py"
-)
-_TOLD_DEATH = re.compile(
-    r"(?:terminated|killed|died) (?:with|by) (?:signal:? |<Signals\.)|exited with code -\d"
-    r"|Failed core proc\(s\): \{.*: -\d"
-)
 _AFTERMATH = (signal.SIGTERM, signal.SIGABRT, signal.SIGINT, signal.SIGHUP)
 """Signals that follow from a failure: an abort in the same process, the end of its peers."""
 _WENT_ON_LINES = 3
 _MIN_QUOTE = 16
-_ECHO_MESSAGES = re.compile(
-    r"(?i:connection (?:was )?(?:closed|reset) by (?:remote )?peer|broken pipe|socket closed|remote process exited"
-    r"|failed to recv, got 0 bytes|connection was likely closed|watchdog caught collective operation timeout"
-    r"|timed out (?:after \d+ ?m?s )?(?:on|in|while|waiting)|wait timeout after|collective operation timeout"
-    r"|monitoredbarrier|heartbeat|peer (?:has )?(?:died|disconnected))"
-    r"|ncclRemoteError|ncclSystemError|\[Rank \d+\].*[Tt]imeout|Engine core initialization failed"
-    r"|EngineCore encountered an issue|WorkerProc initialization failed"
-    r"|(?:[Ss]ee|check) (?:the )?(?:root cause|stack trace) above|EngineCore failed to start"
-    r"|Rank \d+ scheduler died|Initialization failed\. Please see the error messages above"
-    r"|Engine process failed to start"
-    r"|[Ee]ngine loop is not running|Background loop (?:has errored|is not running|is stopped)"
-    r"|Executor worker (?:died|returned error)"
-    r"|[Ss]ee (?:the )?(?:stack ?trace|errors?|logs?) (?:\(above\)|above|for the root cause|to find the original error)"
-    r"|^Command .*(?:python|torchrun|accelerate).* returned non-zero exit status|[Cc]heck server logs for errors"
-)
-_ENDED_BY_OTHERS = re.compile(r"^sent by (?!no recorded process)|^sent to the run by ")
-"""How a record says that a process was ended by its launcher, or together with the whole run."""
 _WRAPPERS = re.compile(
     r"(?:BackendCompilerFailed|InductorError|LoweringException|TorchRuntimeError|RayTaskError\(.*\)|RemoteError"
     r"|ActorDiedError|UserError)$"
@@ -116,35 +84,19 @@ class RootCause:
     """The innermost line that Dynamo quotes as the user's."""
 
 
-def _is_echo(failure: Failure) -> bool:
-    """Whether a failure says that something else failed.
-
-    A chain that ends in an echo but begins with something else is none.
-    """
-    if not failure.chain:
-        return False
-    first = failure.chain[0]
-    if failure.kind in ("killed", "interrupted") and _ENDED_BY_OTHERS.search(first.message):
-        return True
-    if _tells_death(failure):
-        return False  # nothing else may tell of this death
-    if _LOST_PEERS.search(first.type):
-        return any(_PEER_FRAMES.search(frame.file) for frame in first.frames)
-    return bool(_ECHO_TYPES.search(first.type) or _ECHO_MESSAGES.search(first.message.partition("\n")[0]))
-
-
 def triage(evidence: Evidence) -> Triage:
     """The root is the first failure that is no echo and after which the run made no further progress."""
     unserious = [failure for failure in evidence.failures if _is_lived_with(failure, evidence)]
     serious = [failure for failure in evidence.failures if failure not in unserious]
-    echoes = [failure for failure in serious if _is_echo(failure)]
-    candidates = [failure for failure in serious if failure not in echoes]
-    lost = [failure for failure in candidates if failure.chain and _LOST_PEERS.search(failure.chain[0].type)]
+    candidates = [failure for failure in serious if not echo_of(failure)]
+    candidates = candidates or [failure for failure in serious if echo_of(failure) == "maybe"]
+    echoes = [failure for failure in serious if failure not in candidates]
+    lost = [failure for failure in candidates if has_lost_a_peer(failure)]
     if len(lost) < len(candidates):
         echoes, candidates = [*echoes, *lost], [failure for failure in candidates if failure not in lost]
     passed_on = [failure for failure in candidates if any(_passes_on(failure, other) for other in candidates)]
     if any(map(_is_death, candidates)):
-        passed_on += [failure for failure in candidates if failure.death is None and _tells_death(failure)]
+        passed_on += [failure for failure in candidates if failure.death is None and tells_death(failure)]
     echoes += passed_on
     candidates = [failure for failure in candidates if failure not in passed_on]
     interrupts = [failure for failure in candidates if is_interrupt(failure)]
@@ -177,7 +129,7 @@ def notice_of(found: Triage) -> Failure | None:
     """The failure in which another process noticed the death that is the root cause."""
     if found.root is None or (found.root.death is None and not _is_death(found.root)):
         return None
-    return next((failure for failure in found.echoes if _tells_death(failure)), None)
+    return next((failure for failure in found.echoes if tells_death(failure)), None)
 
 
 def _is_lived_with(failure: Failure, evidence: Evidence) -> bool:
@@ -210,11 +162,6 @@ def _is_alike(failure: Failure, other: Failure) -> bool:
     """Whether both began with the same exception."""
     firsts = [(f.chain[0].type, _first_line(f.chain[0].message)) for f in (failure, other) if f.chain]
     return len(firsts) == 2 and firsts[0] == firsts[1]
-
-
-def _tells_death(failure: Failure) -> bool:
-    """Whether an exception tells of another process's death by a signal."""
-    return bool(failure.chain) and _TOLD_DEATH.search(failure.chain[0].message) is not None
 
 
 def _stopped(interrupts: list[Failure], serious: list[Failure], unserious: list[Failure]) -> Triage:

@@ -1,0 +1,97 @@
+"""What is an echo of another failure, and what only uses the same words."""
+
+from __future__ import annotations
+
+import pytest
+
+from piecegraph.explain.echoes import echo_of
+from piecegraph.explain.evidence import Failure, Frame, Raised
+from piecegraph.explain.page import compose
+from piecegraph.explain.root_cause import triage
+from tests.explain.test_page import evidence, failing
+
+SITE = "/opt/venv/lib/python3.11/site-packages/"
+PYTHON = "/usr/lib/python3.11/"
+
+
+def raised(type: str, message: str, *files: str) -> Failure:
+    frames = tuple(Frame(file, 3, "f") for file in ("/srv/train.py", *files))
+    return Failure(chain=(Raised(type=type, message=message, frames=frames),), line=5)
+
+
+CAUSES = {
+    "a port in use": raised(
+        "torch.distributed.DistNetworkError",
+        "The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, code: -98, "
+        "name: EADDRINUSE, message: address already in use",
+        SITE + "torch/distributed/rendezvous.py",
+    ),
+    "a name that is unknown": raised(
+        "torch.distributed.DistNetworkError",
+        "getaddrinfo failed: Name or service not known",
+        SITE + "torch/distributed/rendezvous.py",
+    ),
+    "a setting": raised("ValueError", "heartbeat_interval must be less than 30", SITE + "ray/_private/config.py"),
+    "a download": raised(
+        "requests.exceptions.ReadTimeout",
+        "HTTPSConnectionPool(host='example.org', port=443): Read timed out while reading",
+        SITE + "requests/adapters.py",
+    ),
+    "a download that broke off": raised(
+        "ConnectionResetError", "[Errno 104] Connection reset", SITE + "urllib3/response.py", PYTHON + "ssl.py"
+    ),
+    "a database": raised("ConnectionRefusedError", "[Errno 111] refused", SITE + "redis/asyncio/connection.py"),
+    "a lock": raised("Timeout", "Acquiring the file lock timed out after 600 s", SITE + "filelock/_api.py"),
+    "a lock of one's own": raised("TimeoutError", "timed out waiting for /scratch/cache.lock"),
+}
+
+
+CHILD = Failure(
+    chain=(
+        Raised(
+            type="ConnectionRefusedError",
+            message="[Errno 111] Connection refused",
+            frames=(
+                Frame(PYTHON + "multiprocessing/process.py", 314, "_bootstrap"),
+                Frame("/srv/loader.py", 9, "fetch"),
+                Frame(PYTHON + "socket.py", 851, "create_connection"),
+            ),
+        ),
+    )
+)
+
+
+@pytest.mark.parametrize("cause", CAUSES.values(), ids=CAUSES)
+def test_what_fails_at_a_server_a_lock_or_the_machine_is_a_cause(cause: Failure) -> None:
+    assert echo_of(cause) == ""
+    later = failing("KeyError", "step", line=9)
+    assert triage(evidence(cause, later)).root is cause
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        raised("torch.distributed.DistNetworkError", "The client socket has timed out after 600000ms"),
+        raised("ConnectionResetError", "Connection lost", PYTHON + "asyncio/streams.py"),
+        Failure(chain=(Raised(type="RuntimeError", message="Connection reset by peer", frames=()),), line=5),
+        CHILD,
+    ],
+)
+def test_what_may_be_an_echo_is_the_cause_where_nothing_else_is(lost: Failure) -> None:
+    page = compose(evidence(lost), ())
+    assert page.root is not None
+    assert not page.who.has_only_echoes
+    later = failing("KeyError", "step", line=9)
+    assert triage(evidence(lost, later)).root is later
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        raised("EOFError", "", PYTHON + "multiprocessing/connection.py"),
+        raised("RuntimeError", "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:1234"),
+        raised("ConnectionResetError", "[Errno 104]", SITE + "torch/distributed/distributed_c10d.py"),
+    ],
+)
+def test_a_lost_rank_or_worker_is_an_echo_alone_too(echo: Failure) -> None:
+    assert compose(evidence(echo), ()).who.has_only_echoes
