@@ -75,6 +75,7 @@ def test_what_fails_at_a_server_a_lock_or_the_machine_is_a_cause(cause: Failure)
         raised("ConnectionResetError", "Connection lost", PYTHON + "asyncio/streams.py"),
         Failure(chain=(Raised(type="RuntimeError", message="Connection reset by peer", frames=()),), line=5),
         CHILD,
+        raised("torch.distributed.elastic.rendezvous.api.RendezvousConnectionError", "The connection has failed"),
     ],
 )
 def test_what_may_be_an_echo_is_the_cause_where_nothing_else_is(lost: Failure) -> None:
@@ -91,6 +92,21 @@ def test_what_may_be_an_echo_is_the_cause_where_nothing_else_is(lost: Failure) -
         raised("EOFError", "", PYTHON + "multiprocessing/connection.py"),
         raised("RuntimeError", "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:1234"),
         raised("ConnectionResetError", "[Errno 104]", SITE + "torch/distributed/distributed_c10d.py"),
+        raised("torch.distributed.DistBackendError", "NCCL communicator was aborted on rank 3."),
+        raised(
+            "torch.distributed.DistBackendError",
+            "[3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by "
+            "store->get('0'), but store->get('0') got error: Socket Timeout",
+        ),
+        raised("RuntimeError", "Socket Timeout", SITE + "torch/distributed/rendezvous.py"),
+        raised("RuntimeError", "[/gloo/transport/tcp/unbound_buffer.cc:84] Application timeout caused pair closure"),
+        raised("RuntimeError", "Stop_waiting response is expected"),
+        raised("RuntimeError", "cancelled", SITE + "vllm/distributed/device_communicators/shm_broadcast.py"),
+        raised("TimeoutError", "RPC call to execute_model timed out.", SITE + "vllm/v1/executor/multiproc_executor.py"),
+        raised("zmq.error.ContextTerminated", "Context was terminated"),
+        raised("ray.exceptions.RayChannelError", "System error: Channel closed."),
+        raised("ray.exceptions.NodeDiedError", "Task failed due to the node (where this task was running) was dead"),
+        raised("jaxlib.xla_extension.XlaRuntimeError", "DEADLINE_EXCEEDED: Barrier timed out. Id: [Init]sync_1"),
     ],
 )
 def test_a_lost_rank_or_worker_is_an_echo_alone_too(echo: Failure) -> None:

@@ -46,3 +46,12 @@ def test_a_launcher_that_saw_an_exit_code_of_its_own_saw_a_failure() -> None:
     srun = "srun: error: node7: task 3: Exited with exit code 1\n"
     assert page_of(f"{srun}{ASKED}\n{TRACEBACK}").outcome == "failure"
     assert page_of(f"{ASKED}\n{TRACEBACK}\n{srun}").outcome == "stopped", "after a request all tasks end with some code"
+
+
+def test_a_launcher_that_is_asked_to_end_says_so_by_an_exception() -> None:
+    name = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 812 got signal: 15"
+    raised = TRACEBACK.replace("ValueError: loss is nan", name)
+    assert page_of(f"step 1\n{raised}").outcome == "stopped"
+    assert page_of(f"{OTHER}\n{raised}").outcome == "failure"
+    warned = "W0504 10:00:02.100000 812 torch/agent/server/api.py:741] Received Signals.SIGTERM death signal"
+    assert page_of(f"{warned}, shutting down workers\n{OTHER}").outcome == "stopped"

@@ -19,9 +19,10 @@ Echo = Literal["", "maybe", "sure"]
 _SURE_TYPES = re.compile(
     r"(?:ChildFailedError|ProcessRaisedException|ProcessExitedException|EngineDeadError|ActorDiedError|RayActorError"
     r"|WorkerCrashedError|BrokenProcessPool|CancelledError|BrokenBarrierError|DistStoreError|SystemExit"
-    r"|ExceptionGroup|CellExecutionError|PapermillExecutionError)$"
+    r"|ExceptionGroup|CellExecutionError|PapermillExecutionError|ContextTerminated|RayChannel(?:Timeout)?Error"
+    r"|NodeDiedError|ActorUnavailableError|OwnerDiedError|LocalRayletDiedError)$"
 )
-_MAYBE_TYPES = re.compile(r"DistNetworkError$")
+_MAYBE_TYPES = re.compile(r"(?:DistNetworkError|Rendezvous\w*Error)$")
 _OWN_FAULTS = re.compile(
     r"EADDRINUSE|(?i:address already in use|name or service not known|no address associated|getaddrinfo)"
     r"|(?i:temporary failure in name resolution|no space left on device|too many open files)"
@@ -51,6 +52,8 @@ _SERVER_FRAMES = re.compile(r"[/\\](?:http|urllib)[/\\]|[/\\](?:ssl|smtplib|ftpl
 _SURE_MESSAGES = re.compile(
     r"(?i:remote process exited|failed to recv, got 0 bytes|watchdog caught collective operation timeout"
     r"|wait timeout after|collective operation timeout|monitoredbarrier|peer (?:has )?(?:died|disconnected))"
+    r"|(?i:communicator was aborted|application timeout caused pair closure|stop_waiting response is expected)"
+    r"|store->get\(.*\) got error|^Socket Timeout$|^cancelled$|RPC call to \w+ timed out|Barrier timed out"
     r"|ncclRemoteError|\[Rank \d+\].*[Tt]imeout|Engine core initialization failed"
     r"|EngineCore encountered an issue|WorkerProc initialization failed"
     r"|(?:[Ss]ee|check) (?:the )?(?:root cause|stack trace) above|EngineCore failed to start"

@@ -14,12 +14,14 @@ from piecegraph.explain.evidence import Evidence, Failure, Process, Stop
 _SRUN_TASK = re.compile(r"^task \d")
 _SHELL_SIGNALS = 128
 """Exit codes from here on are those of shells, for signals."""
+_INTERRUPTS = re.compile(r"(?:KeyboardInterrupt|elastic\.multiprocessing\.api\.SignalException)$")
+"""The second is raised by torchelastic's launcher, when it is asked to end itself."""
 _NUMBER = re.compile(r"\d+$")
 
 
 def is_interrupt(failure: Failure) -> bool:
     """Whether a person stopped it: every exception of the chain says so."""
-    return bool(failure.chain) and all(raised.type.endswith("KeyboardInterrupt") for raised in failure.chain)
+    return bool(failure.chain) and all(_INTERRUPTS.search(raised.type) for raised in failure.chain)
 
 
 def is_by_scheduler(failure: Failure) -> bool:
@@ -54,7 +56,7 @@ def _is_unasked(failure: Failure, stops: Sequence[Stop]) -> bool:
     if failure.line is None or is_by_scheduler(failure):
         return True
     if not stops:
-        return not failure.chain[0].type.endswith("KeyboardInterrupt")
+        return not _INTERRUPTS.search(failure.chain[0].type)
     return failure.line < min(stop.line or 0 for stop in stops)
 
 

@@ -86,11 +86,12 @@ _BARE_ERROR = re.compile(
 _STOP = re.compile(
     r"(?i:\b(?:received|caught|got|trigger received)(?: an?)? (?:signal[= ]|exit signal )?(?:SIGTERM|SIGINT|SIGHUP)"
     r"|\bSIG(?:TERM|INT|HUP)\b(?:/SIG\w+)? (?:was )?(?:received|caught)|received signal (?:2|15)\b"
+    r"|\breceived (?:Signals\.SIG(?:TERM|INT|HUP)|1|2|15) death signal"
     r"|shutdown triggered|keyboard ?interrupt (?:received|detected)|interrupted by (?:the )?user)"
     r"|^\^C|\] KeyboardInterrupt|Detected KeyboardInterrupt"
 )
 """How programs say that they were asked to end."""
-_STOP_WORDS = ("SIG", "shutdown triggered", "nterrupt", "^C", "eceived signal ")
+_STOP_WORDS = ("SIG", "shutdown triggered", "nterrupt", "^C", "eceived signal ", " death signal")
 _DEVICE_ASSERT = re.compile(r"^(?P<place>\S+:\d+): .*\bAssertion `(?P<check>.+?)` failed")
 _GLOO_RANK = re.compile(r"\[Gloo\] Rank (?P<rank>\d+) is connected to [1-9]")
 
