@@ -111,3 +111,90 @@ def test_another_structure_at_another_size_runs_eagerly(frontend: str) -> None:
         for size in (4, 1, 5, 3, 8):
             x = torch.randn(size, 2)
             torch.testing.assert_close(fast(x), function(x))
+
+
+ROUNDED: dict[str, tuple[Callable[[Tensor], Tensor], Tensor, Tensor]] = {
+    "least": (lambda x: x * (x // 8).amin(), torch.arange(1, 6), torch.arange(16, 21)),
+    "largest": (lambda x: x * (x // 8).amax(), torch.arange(1, 6), -torch.arange(16, 21)),
+    "bytes": (lambda x: x * (x // 8).amin(), torch.arange(1, 6, dtype=torch.uint8), torch.full((5,), 16).byte()),
+    "cast": (lambda x: x - (x / 10).long().amin(0), torch.rand(5, 3), torch.rand(5, 3) + 30),
+    "floor": (lambda x: x - torch.nan_to_num(x / 10).floor().amin(0), torch.rand(5, 3), torch.rand(5, 3) + 30),
+    "half": (lambda x: x - torch.nan_to_num(x / 10).round().amax(0), torch.ones(5, 3).half(), -torch.ones(5, 3).half()),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_rounding_that_hides_padding_from_the_first_call(name: str) -> None:
+    function, first, second = ROUNDED[name]
+    fast = compiled(function, "trace")
+    with torch.no_grad():
+        fast(first)
+        assert torch.equal(fast(second), function(second))
+
+
+@pytest.mark.parametrize("number", [lambda n: max(n, 16), lambda n: max(1.0, n / 16), lambda n: min(n // 2, 3)])
+def test_numbers_made_of_how_many_rows_there_are(number: Callable[[int], float]) -> None:
+    def function(x: Tensor) -> Tensor:
+        return x * number(x.shape[0])
+
+    fast = compiled(function, "trace", dynamic_dims={"x": {0: "rows"}})
+    with torch.no_grad():
+        for n in (13, 9, 24, 20, 17, 3, 1, 30, 13):
+            for x in (torch.zeros(n, 3), torch.rand(n, 3)):
+                assert torch.equal(fast(x), function(x)), n
+    assert "padding of rows: refused (numbers are made of how many rows there are" in fast.explain()
+
+
+def test_sizes_that_only_shape_something_are_padded_without_another_trial() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x.view(x.shape[0], 3, 2).expand(x.shape[0], 3, 2).reshape(x.shape[0], 6) * 2
+
+    fast = compiled(function, "trace", capture_sizes=[8])
+    with torch.no_grad():
+        for n in (8, 5, 4):
+            assert torch.equal(fast(torch.ones(n, 6)), torch.full((n, 6), 2.0))
+    assert "padding of s0: allowed" in fast.explain()
+    assert not fast.stats()["events"]
+
+
+def test_floats_that_become_indices_stay_those_of_the_call() -> None:
+    table = torch.randn(8, 3)
+
+    def function(x: Tensor) -> Tensor:
+        return table[(x * 8).long()]
+
+    fast = compiled(function, "trace")
+    with torch.no_grad():
+        fast(torch.rand(5))
+        assert torch.equal(fast(x := torch.rand(6)), function(x))
+    assert "padding of s0: allowed" in fast.explain(), "another number would have raised IndexError"
+
+
+TABLE = torch.randn(64, 3)
+INDEXING: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], set[int]]] = {
+    "ids": (lambda x, ids: TABLE[ids] + x[:, None], {1}),
+    "embedding": (lambda x, ids: torch.nn.functional.embedding(ids + 1, TABLE) * x[:, None], {1}),
+    "cast": (lambda x, ids: TABLE[(x * 8).long()] * ids[:, None], {0}),
+    "both": (lambda x, ids: TABLE.index_select(0, ids + x.int()), {0, 1}),
+    "viewed": (lambda x, ids: TABLE.gather(0, ids.view(-1, 1).expand(-1, 3)) + x[:, None], {1}),
+    "written": (lambda x, ids: TABLE[torch.zeros_like(ids).add_(ids)] + x[:, None], {1}),
+    "arithmetic": (lambda x, ids: x * (ids // 2 + 1), set()),
+    "masked": (lambda x, ids: torch.where(ids > 3, x, -x) * TABLE[(ids > 3).long(), 0], set()),
+    "sorted": (lambda x, ids: TABLE[x[:, None].sort(1)[1][:, 0]] * ids[:, None], set()),
+    "ranked": (lambda x, ids: TABLE[x[:, None].argmax(1)] * ids[:, None], set()),
+    "clamped": (lambda x, ids: TABLE[(x * 99).long().clamp(0, 63)] * ids[:, None], set()),
+    "clamped below": (lambda x, ids: TABLE[(x * 9).long().clamp(min=0)] * ids[:, None], {0}),
+}
+
+
+@pytest.mark.parametrize("frontend", ["trace", "breakable"])
+@pytest.mark.parametrize("name", INDEXING)
+def test_arguments_that_become_indices(name: str, frontend: str) -> None:
+    function, expected = INDEXING[name]
+    fast = compiled(function, frontend, dynamic_dims={"x": {0: "rows"}, "ids": {0: "rows"}})
+    with torch.no_grad():
+        for size in (6, 5):
+            x, ids = torch.rand(size), torch.arange(size)
+            assert torch.equal(fast(x, ids), function(x, ids))
+    indices = fast._engine.plans[0].body.indices
+    assert indices.shown == expected

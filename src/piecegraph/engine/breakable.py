@@ -30,6 +30,7 @@ from piecegraph.engine.watch import ViewOp, Watched, refuse_moved, watch
 from piecegraph.errors import RecordError, TraceError
 from piecegraph.graph.asked import Question
 from piecegraph.graph.example import Example
+from piecegraph.graph.indices import Indices
 from piecegraph.graph.interception import Interception
 from piecegraph.graph.outside import OutsideValues
 from piecegraph.graph.signature import is_constant
@@ -95,6 +96,8 @@ class BreakableBody:
         self._has_reads: dict[Sizes, bool] = {}
         """Whether Python is told about data, at each size that was looked at."""
         self._counts: dict[Sizes, tuple[Count, ...]] = {}
+        self._indices = frozenset[int]()
+        """Arguments that were seen to become indices."""
         """Truth values and counts of them that were made of rows, at each size that was looked at."""
         self._new_writes: dict[Sizes, str] = {}
         """What each size that was looked at writes to and the first did not; empty if nothing."""
@@ -239,6 +242,7 @@ class BreakableBody:
         leaves = self._take_apart(run.watched.returned)[0]
         self._has_reads[sizes] = bool(run.breaker.reads.answers)
         self._counts[sizes] = tuple(run.counts.found)
+        self._indices |= run.counts.indices
         self._remember(leaves, sizes)
         if self._has_reads[sizes] and run.breaker.reads.answers != self.expected:
             return
@@ -310,6 +314,10 @@ class BreakableBody:
 
     def reads_rows(self, index: int) -> bool:
         return True  # there is no graph to tell
+
+    @property
+    def indices(self) -> Indices:
+        return Indices(self._indices, frozenset(range(len(self._example.signature.tensors))))
 
     def decision_by_rows(self, recorded: Sizes, sizes: Sizes) -> str:
         padded = {i for i, (large, small) in enumerate(zip(recorded, sizes, strict=True)) if large != small}

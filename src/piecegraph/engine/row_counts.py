@@ -1,7 +1,8 @@
-"""What a function that is not traced makes of all rows together and NaN would not show in. See Note [Padding]."""
+"""What a function that is not traced makes of its arguments' rows. See Note [Padding]."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 
 from piecegraph.base import torch_compat
 from piecegraph.base.structure import atoms
+from piecegraph.graph.indices import is_integer, keeps_size, ranks, takes_any_integer
 from piecegraph.graph.signature import TensorLeaf
 from piecegraph.tape.body import is_blind, is_truth
 
@@ -23,7 +25,8 @@ class Count(NamedTuple):
 
 
 class RowCounts:
-    """Follows rows through a run.
+    """Follows rows through a run: what is made of all of them together and NaN would not show in, and what becomes an
+    index.
 
     Args:
         inputs: the arguments.
@@ -42,12 +45,27 @@ class RowCounts:
         self._pure: set[int] = set()
         """That which is made of nothing else."""
         self.found: list[Count] = []
+        self._numbers = {
+            torch_compat.storage_id(tensor): frozenset({index})
+            for index, tensor in enumerate(inputs)
+            if torch_compat.has_memory(tensor)
+        }
+        """Memory whose numbers are those of arguments, or as large as they are."""
+        self.indices = frozenset[int]()
+        """The arguments whose numbers become indices."""
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A :data:`~piecegraph.engine.eager_interception.RunCall`."""
         returned = function(*args, **kwargs)
         if torch_compat.is_op(function):
-            self._follow(torch_compat.qualified_name(function), _tensors((args, kwargs)), _tensors(returned))
+            op, given, made = torch_compat.qualified_name(function), _tensors((args, kwargs)), _tensors(returned)
+            self._follow(op, given, made)
+            numbers = [self._numbers.get(torch_compat.storage_id(tensor), frozenset[int]()) for tensor in given]
+            if not takes_any_integer(op):
+                self.indices = self.indices.union(*itertools.compress(numbers, map(is_integer, given)))
+            for place, tensor in enumerate(made):
+                is_kept = not (place and ranks(op)) and keeps_size(op, args, kwargs, given, tensor)
+                self._numbers[torch_compat.storage_id(tensor)] = frozenset[int]().union(*numbers if is_kept else ())
         return returned
 
     def _follow(self, op: str, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:

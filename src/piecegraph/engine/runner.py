@@ -35,7 +35,7 @@ from piecegraph.tape.buffers import preserved, rows_at, unharmed
 from piecegraph.tape.calls import SizedCalls
 from piecegraph.tape.device import GraphDevice
 from piecegraph.tape.library import TapeLibrary, TapeWatch
-from piecegraph.tape.padding import Unclear, padding_changes
+from piecegraph.tape.padding import Unclear, number_of_rows_changes, padding_changes
 from piecegraph.tape.tape import Addresses, Tape
 
 _MAX_ROUTES = 4096
@@ -275,6 +275,7 @@ class PlanRunner:
 
     def _refuse_padding(self, reason: str) -> None:
         names = ", ".join(self.signature.size_names)
+        self.decisions = [each for each in self.decisions if not each.subject.startswith("padding of ")]
         self.decisions.append(Decision(f"padding of {names}", "refused", reason))
         if self._config.padding != "never":
             self._events.emit(Event("PG404", f"size {names}", reason))
@@ -378,13 +379,15 @@ class PlanRunner:
             if key is None:
                 return None
             if key not in self.library.tapes:
-                if self._config.is_lazy and len(self.library.tapes) >= self._config.options.max_sizes:
-                    return best_fit(wanted, self.library.tapes, self._may_pad(exact=True))
-                self._record_for(key, call)
-                continue  # a size that ran out of memory is no candidate any more: look again
+                if not (self._config.is_lazy and len(self.library.tapes) >= self._config.options.max_sizes):
+                    self._record_for(key, call)
+                    continue  # a size that ran out of memory is no candidate any more: look again
+                key = best_fit(wanted, self.library.tapes, self._may_pad(exact=True))
+                if key is None:
+                    return None
             pairs = enumerate(zip(key.values, call.sizes, strict=True))
             undecided = [dim for dim, (have, want) in pairs if have > want and self._can_pad[dim] is None]
-            if not undecided:
+            if not undecided and (key == wanted or self._keeps_numbers(key, call)):
                 return key
             for dim in undecided:
                 self._decide_padding(dim, key, call)
@@ -421,12 +424,28 @@ class PlanRunner:
             self.decisions.append(Decision(f"padding of {name}", "refused", reason))
             self._events.emit(Event("PG404", f"size {name}", reason, 'padding="always" accepts it'))
 
-    def _why_not_pad(self, key: SizeKey, sizes: Sizes, call: Call) -> str | Unclear | None:
+    def _keeps_numbers(self, key: SizeKey, call: Call) -> bool:
+        """Whether numbers that are made of how many rows there are do not show at a recorded size. If they do, nothing
+        is padded any more. See Note [Padding].
+        """
+        body = self.body
+        if self._config.padding == "always" or not isinstance(body, TracedBody) or not body.computes_with_sizes:
+            return True
+        reason = self._why_not_pad(key, call.sizes, call, number_of_rows_changes)
+        if reason is not None:
+            self._can_pad = [False] * len(self._can_pad)
+            self.routes.clear()
+            self._refuse_padding(f"numbers are made of how many rows there are: {reason}")
+        return reason is None
+
+    def _why_not_pad(
+        self, key: SizeKey, sizes: Sizes, call: Call, changes: Callable[..., str | Unclear | None] = padding_changes
+    ) -> str | Unclear | None:
         """How padding calls of ``sizes`` to a recorded size would change them, or None. See Note [Padding]."""
         with self.library.session(tidies=False):  # it was recorded just now
             self.calls.prepare(sizes)
             try:
-                return padding_changes(self.calls, self.library.tapes[key].run, key, sizes, call)
+                return changes(self.calls, self.library.tapes[key].run, key, sizes, call)
             except Exception as error:  # noqa: BLE001 - of the user's code at a size it does not expect: anything
                 return f"trying {SizeKey(sizes)} rows raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 

@@ -35,6 +35,7 @@ _INPLACE_OPERATORS = frozenset(
     )
 )
 
+TORCHS = ("aten::", "prims::")
 _ROOT = "piecegraph_root"
 _JOINED = "piecegraph_joined"
 
@@ -141,6 +142,19 @@ def is_size(node: torch.fx.Node) -> bool:
     return not torch_compat.unbacked_symbols(value)
 
 
+_SHAPING = frozenset({"view", "reshape", "expand", "unflatten", "flatten", "broadcast_to"})
+
+
+def computes_with_sizes(node: torch.fx.Node) -> bool:
+    """Whether a node may make numbers of how many rows there are, and not only the shape of a tensor."""
+    if not node.op.startswith("call") or is_size(node):
+        return False
+    name = op_name(node)
+    if name.endswith("_like") or ("::" in name and not name.startswith(TORCHS)):
+        return True
+    return name not in _SHAPING and any(map(is_size, node.all_input_nodes))
+
+
 def picks_result(node: torch.fx.Node) -> bool:
     """Whether a node picks one result of an op that returns a tuple: it stays with the op."""
     if node.target is not operator.getitem or not isinstance(node.args[0], torch.fx.Node):
@@ -171,4 +185,4 @@ def has_effect(node: torch.fx.Node) -> bool:
     name = torch_compat.qualified_name(node.target)
     if writes_in_place(node) or torch_compat.draws_random_numbers(node.target):
         return True
-    return "::" in name and not name.startswith(("aten::", "prims::"))
+    return "::" in name and not name.startswith(TORCHS)

@@ -16,7 +16,8 @@ import torch
 from piecegraph.base import torch_compat
 from piecegraph.base.structure import Structure, atoms
 from piecegraph.graph.asked import Question
-from piecegraph.graph.fx_nodes import op_name
+from piecegraph.graph.fx_nodes import computes_with_sizes, op_name
+from piecegraph.graph.indices import Indices, indices_of
 from piecegraph.graph.program import Program, RunStep, Slot, run_plainly
 from piecegraph.graph.results import ResultLeaf as TracedLeaf
 from piecegraph.graph.signature import TensorLeaf, dense_strides
@@ -103,6 +104,10 @@ class Body(Protocol):
     def reads_rows(self, index: int) -> bool:
         """Whether an output may be made of arguments with a size."""
 
+    @property
+    def indices(self) -> Indices:
+        """Which arguments hold numbers that may become indices."""
+
     def decision_by_rows(self, recorded: Sizes, sizes: Sizes) -> str:
         """What of all rows together decides something inside, at a recorded size as at another; empty if nothing does.
 
@@ -180,6 +185,12 @@ class TracedBody:
     def reads_rows(self, index: int) -> bool:
         return self._is_made_of_rows(self._output_nodes[index])
 
+    @functools.cached_property
+    def indices(self) -> Indices:
+        sources = self.traced.inputs.items()
+        inputs = {node: source.index for node, source in sources if isinstance(source, FromCall)}
+        return indices_of(self.traced.graph, inputs)
+
     def decision_by_rows(self, recorded: Sizes, sizes: Sizes) -> str:
         padded = {i for i, (large, small) in enumerate(zip(recorded, sizes, strict=True)) if large != small}
         rows, truths, pure = set[torch.fx.Node](), set[torch.fx.Node](), set[torch.fx.Node]()
@@ -199,6 +210,11 @@ class TracedBody:
                 if is_blind(value, is_pure=node in pure) and self._is_as_large(value, recorded, sizes):
                     return op_name(node)
         return ""
+
+    @functools.cached_property
+    def computes_with_sizes(self) -> bool:
+        """Whether numbers may be made of how many rows there are. See Note [Padding]."""
+        return any(map(computes_with_sizes, self.traced.graph.nodes))
 
     def _is_as_large(self, value: torch.Tensor, recorded: Sizes, sizes: Sizes) -> bool:
         shape = self._shape(value, sizes)

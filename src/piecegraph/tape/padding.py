@@ -8,9 +8,15 @@ padded rows holding their pad value and again holding NaN, and both are compared
 padding. A call may hide what its signs decide (``relu_``), or which side of the pad value it is on (``(x > 0).all()``),
 so it is tried with its numbers negated, and with all of them above zero and below, too. No integer is like NaN, so for
 integers two more runs have the least value of the call, or the pad value, in real rows and the largest in padded rows,
-and the other way round. What differs in any real row refuses padding for that size dimension.
+and the other way round. Numbers far above and far below zero in padded rows show what rounding hides
+(``(x // 8).amin()``). What may become an index stays a row of the call, of integers or not. What differs in any real
+row refuses padding for that size dimension.
 
-So do random numbers, wherever they go: those drawn after the call would be others. And so does a result of integers or
+All that is tried at one size. A number that is made of how many rows there are is another at each size, and may be
+another only at some (``max(x.shape[0], 16)``). So where such numbers may be, every size that is padded is tried once
+more when it first occurs, and what differs there refuses padding for all sizes.
+
+Random numbers refuse it wherever they go: those drawn after the call would be others. So does a result of integers or
 truth values that is made of rows and has none: no number in it would be NaN, and which numbers would make it another
 is not known. Nor is that known of what ``torch.cond`` goes by, of truth values inside that are made of rows and have
 none (``x.amin() > 100``), and of counts of truth values.
@@ -68,7 +74,8 @@ def padding_changes(
     if (number := _blind_result(calls, key, expected)) is not None:
         return f"result {number} is made of rows and has none, nor numbers that would show what padded ones do"
     paddings = {"padding": _pad_values(calls), "NaN in padded rows": _poison(calls, rows)}
-    for what, padding in paddings.items():
+    large = {f"numbers {name} in padded rows": _large(calls, rows, sign) for name, sign in _LARGE.items()}
+    for what, padding in (paddings | large).items():
         reason = first_difference(trial.padded(rows, padding), expected)
         if reason is not None:
             return f"{what} gives {reason} {trial}"
@@ -78,6 +85,18 @@ def padding_changes(
             if reason := trial.other_rows_change(others, padding):
                 return f"with {name} {what} gives {reason} {trial}"
     return _extremes_change(trial, rows)
+
+
+def number_of_rows_changes(
+    calls: SizedCalls, run_tape: Callable[[], Sequence[Any]], key: SizeKey, sizes: Sizes, call: Call
+) -> str | None:
+    """How a call of ``sizes`` differs at the recorded ``key`` because more rows are there, or None if it does not."""
+    trial = _Trial(calls, run_tape, key, sizes)
+    padding = _pad_values(calls)
+    for rows in (call.tensors, _changed(calls, call.tensors, _OTHER_NUMBERS["numbers above zero"])):
+        if reason := trial.other_rows_change(rows, padding):
+            return f"padding gives {reason} {trial}"
+    return None
 
 
 _OTHER_NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -155,23 +174,24 @@ def _changed(
 ) -> list[torch.Tensor]:
     """The rows with other numbers where they are copied into buffers; torch negates none of eight bits."""
     return [
-        change(row) if _has_nan(leaf) and leaf.dynamic and leaf.address is None and leaf.dtype.itemsize > 1 else row
-        for row, leaf in zip(rows, calls.buffers.leaves, strict=True)
+        change(row) if takes_any and leaf.dynamic and leaf.address is None and leaf.dtype.itemsize > 1 else row
+        for row, leaf, takes_any in zip(rows, calls.buffers.leaves, _take_any(calls), strict=True)
     ]
 
 
 def _extremes_change(trial: _Trial, rows: Sequence[torch.Tensor]) -> str | Unclear | None:
     """The same, with the least integers of the call in real rows and the largest in padded ones; and the other way.
 
-    The pad value counts as one of the call: it is valid, and a call may hold one value alone.
+    The pad value counts as one of the call: it is valid, and a call may hold one value alone. So do large numbers,
+    where any may be.
     """
     calls = trial.calls
     leaves, pads = calls.buffers.leaves, calls.buffers.pad_values
     padded = [i for i, leaf in enumerate(leaves) if leaf.dynamic and leaf.address is None]
-    counted = [i for i in padded if not _has_nan(leaves[i])]
+    counted = [i for i, takes_any in enumerate(_take_any(calls)) if i in padded and not takes_any]
     least, largest = list(rows), list(rows)
     for i in counted:
-        least[i], largest[i] = (row.expand_as(rows[i]) for row in _extremes(rows[i], leaves[i], pads[i]))
+        least[i], largest[i] = (row.expand_as(rows[i]) for row in _extremes(rows[i], leaves[i], _bounds(calls, i)))
     if counted == padded and all(bool((least[i] == pads[i]).all() & (largest[i] == pads[i]).all()) for i in counted):
         return Unclear(f"all of {', '.join(leaves[i].name for i in counted)} is what padding would be")
     for real, other in ((least, largest), (largest, least)) if counted else ():
@@ -181,18 +201,30 @@ def _extremes_change(trial: _Trial, rows: Sequence[torch.Tensor]) -> str | Uncle
     return None
 
 
-def _extremes(rows: torch.Tensor, leaf: TensorLeaf, pad: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and the largest value of each column, over all dimensions that vary, and of padding."""
+def _extremes(rows: torch.Tensor, leaf: TensorLeaf, bounds: tuple[float, float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest value of each column, over all dimensions that vary, and of two numbers."""
     dims = [dim for dim, _ in leaf.dynamic]
-    numbers, pad = rows.to(torch.int64), int(pad)
+    numbers, (low, high) = (rows, bounds) if leaf.dtype.is_floating_point else (rows.to(torch.int64), map(int, bounds))
     return (
-        numbers.amin(dims, keepdim=True).clamp(max=pad).to(rows.dtype),
-        numbers.amax(dims, keepdim=True).clamp(min=pad).to(rows.dtype),
+        numbers.amin(dims, keepdim=True).clamp(max=low).to(rows.dtype),
+        numbers.amax(dims, keepdim=True).clamp(min=high).to(rows.dtype),
     )
 
 
-def _has_nan(leaf: TensorLeaf) -> bool:
-    return leaf.dtype.is_floating_point or leaf.dtype.is_complex
+def _bounds(calls: SizedCalls, index: int) -> tuple[float, float]:
+    """What extreme numbers of an argument are at most and at least."""
+    if _takes_large(calls, index):
+        dtype = calls.buffers.leaves[index].dtype
+        return _large_number(dtype, -1), _large_number(dtype, 1)
+    pad = calls.buffers.pad_values[index]
+    return pad, pad
+
+
+def _take_any(calls: SizedCalls) -> list[bool]:
+    """For each argument whether it takes any number, NaN among them: integers do not, nor what becomes an index."""
+    indices = calls.body.indices.shown
+    kinds = [leaf.dtype.is_floating_point or leaf.dtype.is_complex for leaf in calls.buffers.leaves]
+    return [is_real and i not in indices for i, is_real in enumerate(kinds)]
 
 
 def _pad_values(calls: SizedCalls) -> list[torch.Tensor]:
@@ -204,9 +236,40 @@ def _pad_values(calls: SizedCalls) -> list[torch.Tensor]:
 def _poison(calls: SizedCalls, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """NaN. No integer is like it, and any index must be valid: rows of the call."""
     return [
-        torch.tensor(float("nan"), dtype=leaf.dtype, device=leaf.device) if _has_nan(leaf) else row
-        for leaf, row in zip(calls.buffers.leaves, rows, strict=True)
+        torch.tensor(float("nan"), dtype=leaf.dtype, device=leaf.device) if takes_any else row
+        for leaf, row, takes_any in zip(calls.buffers.leaves, rows, _take_any(calls), strict=True)
     ]
+
+
+_LARGE = {"far above zero": 1, "far below zero": -1}
+
+
+def _large(calls: SizedCalls, rows: Sequence[torch.Tensor], sign: int) -> list[torch.Tensor]:
+    """Numbers that no rounding hides; rows of the call where they may become indices."""
+    return [
+        torch.tensor(_large_number(leaf.dtype, sign), dtype=leaf.dtype, device=leaf.device)
+        if _takes_large(calls, i)
+        else row
+        for i, (leaf, row) in enumerate(zip(calls.buffers.leaves, rows, strict=True))
+    ]
+
+
+def _takes_large(calls: SizedCalls, index: int) -> bool:
+    return calls.buffers.leaves[index].dtype is not torch.bool and index not in calls.body.indices.possible
+
+
+def _large_number(dtype: torch.dtype, sign: int) -> float:
+    """Not a power of two, which bit masks would hide.
+
+    >>> _large_number(torch.float32, -1), _large_number(torch.float16, 1), _large_number(torch.int64, 1)
+    (-1000000.0, 16376.0, 65535)
+    >>> _large_number(torch.uint8, -1), _large_number(torch.int8, -1)
+    (0, -128)
+    """
+    if dtype.is_floating_point or dtype.is_complex:
+        return sign * min(1e6, torch.finfo(dtype).max / 4)
+    limits = torch.iinfo(dtype)
+    return max(limits.min, min(limits.max, sign * 65535))
 
 
 def _written(calls: SizedCalls) -> list[int]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -92,13 +94,34 @@ def emit_expr(
     """Add nodes to a graph that compute a size expression from the nodes of its symbols."""
     from torch.fx.proxy import GraphAppendingTracer, Proxy
     from torch.utils._sympy.interp import sympy_interp
-    from torch.utils._sympy.reference import PythonReferenceAnalysis
 
     if expr in symbols:
         return symbols[expr]
     tracer = GraphAppendingTracer(graph)
-    result = sympy_interp(PythonReferenceAnalysis, {s: Proxy(n, tracer) for s, n in symbols.items()}, expr)
+    result = sympy_interp(_arithmetic_of_nodes(), {s: Proxy(n, tracer) for s, n in symbols.items()}, expr)
     return result.node if isinstance(result, Proxy) else int(result)
+
+
+@functools.cache
+def _arithmetic_of_nodes() -> Any:
+    """Torch's arithmetic of Python's numbers, without what it leaves to sympy or to ``math``: they take no nodes."""
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    def node_of(function: Callable[[Any], Any]) -> Callable[..., Any]:
+        return lambda x, *dtype: x.tracer.create_proxy("call_function", function, (x,), {})
+
+    functions: dict[str, Callable[..., Any]] = {
+        "int_truediv": operator.truediv,
+        "floor_to_int": node_of(math.floor),
+        "ceil_to_int": node_of(math.ceil),
+        "trunc_to_int": node_of(math.trunc),
+        "round_to_int": node_of(round),
+        "floor": lambda x: torch.sym_float(node_of(math.floor)(x)),
+        "ceil": lambda x: torch.sym_float(node_of(math.ceil)(x)),
+    }
+    for name in ("cos", "sin", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan"):
+        functions[name] = getattr(torch, f"_sym_{name}")
+    return type("ArithmeticOfNodes", (PythonReferenceAnalysis,), {k: staticmethod(f) for k, f in functions.items()})
 
 
 def size_guards(fake_mode: Any) -> tuple[tuple[sympy.Basic, str], ...]:
