@@ -76,6 +76,7 @@ CODES: dict[str, str] = {
     "PG515": "the module has other weights, submodules, hooks or code",
     "PG516": "a dimension that nothing names turned out to change",
     "PG517": "the function asks something of its arguments that is otherwise than it was planned with",
+    "PG518": "a call is made from inside of the same compiled call",
     "PG519": "a token was chosen outside of the recorded step",
     "PG520": "memory that a recorded graph reads has moved",
     "PG521": "an eager op returned something else than when it was recorded",

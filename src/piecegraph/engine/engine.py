@@ -79,6 +79,8 @@ class Engine:
         self._lock = threading.RLock()
         self._tree = TreeWatch(subject.module, subject.function)
         self._is_closed = False
+        self._is_serving = False
+        """Whether a call is being served: what it runs eagerly may call again."""
         self._unplanned: Refusal | None = None
         """Why a call could not be planned, though the function itself raises nothing."""
         registry.compiled.add(self)
@@ -139,6 +141,8 @@ class Engine:
         """The result of a call, or why no plan can give it."""
         with self._lock:
             self.num_calls += 1
+            if self._is_serving:
+                return _IS_INSIDE
             try:
                 num_modes = torch_compat.num_dispatch_modes() + torch_compat.num_function_modes()
                 if torch_compat.transform_level() is not None or (
@@ -171,7 +175,11 @@ class Engine:
                     return route
                 if route.loss is not None:
                     self.events.emit(route.loss)
-                result = route.serve(call)
+                self._is_serving = True
+                try:
+                    result = route.serve(call)
+                finally:
+                    self._is_serving = False
                 self.num_replays += route.replays
                 return result
             except WeightMovedError as moved:
@@ -425,5 +433,10 @@ _IS_WATCHED = _refuse(
     "PG522",
     "a transform of torch.func or a dispatch mode wants to see every op, and a replay shows none",
     "transform the original, or call outside of the mode",
+)
+_IS_INSIDE = _refuse(
+    "PG518",
+    "it is called again by what runs inside of it, and the buffers of the outer call are in use",
+    "have the eager op or the callback call the original",
 )
 _IS_AUTOCAST = _refuse("PG506", "a plan does not know autocast", "put autocast inside forward")
