@@ -45,8 +45,10 @@ _STEP = re.compile(r"""\.[A-Za-z_]\w*|\['[^']*'\]|\["[^"]*"\]|\[\d+\]""")
 _PATH = re.compile(rf"({_STEP.pattern})*")
 _HOLDERS = (list, tuple, dict, set, frozenset, torch.Tensor)
 """What is compared by what it holds; a tensor by itself."""
-_BY_IDENTITY = (torch.Tensor, np.ndarray)
-"""What is another if it is another object: what is in it is data, which graphs read where it is."""
+_STATES = (torch.Generator, torch.ScriptObject)
+"""What ops are given and Python does not look into."""
+_BY_IDENTITY = (torch.Tensor, np.ndarray, *_STATES)
+"""What is another if it is another object: what is in it is read where it is."""
 _MAX_COMPARED_BYTES = 1 << 20
 """Of an array that Python reads: comparing more at every call would take longer than the call."""
 _MAX_DEPTH = 8
@@ -108,7 +110,7 @@ class OutsideValues:
         value = self._try(path)
         if isinstance(value, torch.nn.Module):
             return [] if _MODULE.fullmatch(path) else [path]
-        if isinstance(value, np.generic):
+        if isinstance(value, (np.generic, *_STATES)):
             return [path]
         if _read_as(value):
             return [name, path, *self._expand(path)]  # itself, too: a graph may read the memory of an array
