@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from piecegraph.explain.echoes import echo_of
 from piecegraph.explain.evidence import Failure, Frame, Raised
+from piecegraph.explain.from_logs import explain_logs
 from piecegraph.explain.page import compose
 from piecegraph.explain.root_cause import triage
+from tests.explain.log.test_lines import OTHER, TRACEBACK
 from tests.explain.test_page import evidence, failing
 
 SITE = "/opt/venv/lib/python3.11/site-packages/"
@@ -111,3 +115,23 @@ def test_what_may_be_an_echo_is_the_cause_where_nothing_else_is(lost: Failure) -
 )
 def test_a_lost_rank_or_worker_is_an_echo_alone_too(echo: Failure) -> None:
     assert compose(evidence(echo), ()).who.has_only_echoes
+
+
+@pytest.mark.parametrize(
+    "style",
+    ["2026-05-04 10:{:02}:00,101 INFO a: ", "INFO 05-04 10:{:02}:00 [a.py:3] ", "I0504 10:{:02}:00.101 a.py:3] "],
+)
+def test_the_first_failure_of_several_logs_is_that_of_the_earliest_time(tmp_path: Path, style: str) -> None:
+    def log(name: str, minute: int, text: str, num_lines: int) -> Path:
+        path = tmp_path / name
+        path.write_text((style.format(minute) + "step\n") * num_lines + text)
+        return path
+
+    late, early = log("rank0.log", 20, TRACEBACK, 3), log("rank1.log", 10, OTHER, 30)
+    page = explain_logs([late, early])
+    assert [group.type for group in page.who.groups] == ["KeyError", "ValueError"]
+    assert page.who.is_ordered
+    unknown = log("rank1.log", 10, "no time\n" * 40 + OTHER, 30)
+    page = explain_logs([late, unknown])
+    assert [group.type for group in page.who.groups] == ["ValueError", "KeyError"]
+    assert not page.who.is_ordered

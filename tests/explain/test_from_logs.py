@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from piecegraph.errors import InputError, PiecegraphError
 from piecegraph.explain.as_json import to_dict
 from piecegraph.explain.from_logs import explain_logs
-from piecegraph.explain.log import collected, scan, source
+from piecegraph.explain.log import collected, scan, source, tail
 from piecegraph.explain.render import to_markdown, to_text
 from piecegraph.explain.report_page import to_html
 from tests.cli.test_cli import run
@@ -194,7 +194,7 @@ def test_blocks_do_not_change_what_is_read(tmp_path: Path, monkeypatch: pytest.M
 def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "MAX_STREAM_LINES", 40)
     monkeypatch.setattr(scan, "MAX_READ_PARTS", 170)
-    monkeypatch.setattr(scan, "TAIL_LINES", 30)
+    monkeypatch.setattr(tail, "TAIL_LINES", 30)
     monkeypatch.setattr(source, "BLOCK_BYTES", 512)
 
 

@@ -93,6 +93,8 @@ class Failure:
     line: int | None = None
     """The line of the log at which the first of them was complete; None for a record."""
     time_ns: int | None = None
+    clock_s: int | None = None
+    """When the first of them was printed, in seconds since the year began, as times in the log say."""
     death: Death | None = None
     """Set if a line tells it, and not an exception."""
     last_lines: tuple[str, ...] = ()

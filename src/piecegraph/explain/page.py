@@ -23,6 +23,7 @@ from piecegraph.explain.evidence import (
 )
 from piecegraph.explain.frames import layers_of, phase_of, place_of
 from piecegraph.explain.known_issues import KnownIssue, find_matches
+from piecegraph.explain.log.clock import are_comparable
 from piecegraph.explain.root_cause import RootCause, Triage, find_root_cause, notice_of, triage
 
 Outcome = Literal["failure", "stopped", "exits", "call chains", "nothing"]
@@ -232,12 +233,13 @@ def _who(evidence: Evidence, found: Triage) -> Who:
     groups += [_group(failure, "survived" if id(failure) in survived else "other") for failure in found.others]
     groups += [_group(failure, "echo") for failure in found.echoes]
     is_recorded = all(failure.certainty == "recorded" for failure in evidence.failures)
+    is_timed = are_comparable(failure.clock_s for failure in evidence.failures)
     return Who(
         tuple(groups),
         evidence.processes,
         evidence.exits,
         found.has_only_echoes,
-        is_recorded or len(evidence.sources) == 1,
+        is_recorded or is_timed or len(evidence.sources) == 1,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 from piecegraph.explain.echoes import echo_of, has_lost_a_peer, tells_death
 from piecegraph.explain.evidence import Evidence, Failure, Frame, Raised
 from piecegraph.explain.frames import place_of
+from piecegraph.explain.log.clock import are_comparable
 from piecegraph.explain.log.syntax import COMMAND_END, exception_of, frame_of
 from piecegraph.explain.stops import is_by_scheduler, is_interrupt, was_asked_to_end
 
@@ -86,8 +87,9 @@ class RootCause:
 
 def triage(evidence: Evidence) -> Triage:
     """The root is the first failure that is no echo and after which the run made no further progress."""
-    unserious = [failure for failure in evidence.failures if _is_lived_with(failure, evidence)]
-    serious = [failure for failure in evidence.failures if failure not in unserious]
+    failures = in_order_of_time(evidence.failures)
+    unserious = [failure for failure in failures if _is_lived_with(failure, evidence)]
+    serious = [failure for failure in failures if failure not in unserious]
     candidates = [failure for failure in serious if not echo_of(failure)]
     candidates = candidates or [failure for failure in serious if echo_of(failure) == "maybe"]
     echoes = [failure for failure in serious if failure not in candidates]
@@ -123,6 +125,15 @@ def triage(evidence: Evidence) -> Triage:
         (*survived, *unserious),
         root is not None and not candidates,
     )
+
+
+def in_order_of_time(failures: Sequence[Failure]) -> tuple[Failure, ...]:
+    """Those of which the log tells the time in its order; the others stay where they are."""
+    timed = [failure for failure in failures if failure.clock_s is not None]
+    if not are_comparable(failure.clock_s for failure in timed):
+        return tuple(failures)
+    ordered = iter(sorted(timed, key=lambda failure: failure.clock_s or 0))
+    return tuple(failure if failure.clock_s is None else next(ordered) for failure in failures)
 
 
 def notice_of(found: Triage) -> Failure | None:

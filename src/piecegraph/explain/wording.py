@@ -273,7 +273,8 @@ def _certainty_rows(page: Page) -> list[PageRow]:
     if not page.who.is_ordered and len(groups) > 1:
         rows.append(PageRow("cannot tell", "which failed first: the logs are of different processes"))
     elif sum(group.role in ("root", "other") for group in groups) > 1:
-        rows.append(PageRow("likely", "the root cause is the one that was complete first in this log"))
+        where = "was complete first in this log" if len(page.sources) == 1 else "came first, by the times in these logs"
+        rows.append(PageRow("likely", f"the root cause is the one that {where}"))
     return rows
 
 

@@ -216,6 +216,7 @@ def _merged(known: Failure, other: Failure) -> Failure:
     if len(processes) < MAX_PROCESSES:
         processes = tuple(dict.fromkeys((*processes, *other.processes)))
     lines = [line for line in (known.line, other.line) if line is not None]
+    clocks = [clock for clock in (known.clock_s, other.clock_s) if clock is not None]
     named = {process for process in processes if process.label}
     return replace(
         known,
@@ -226,4 +227,5 @@ def _merged(known: Failure, other: Failure) -> Failure:
         processes=processes,
         certainty=certainty,
         line=min(lines) if lines else None,
+        clock_s=min(clocks) if clocks else None,
     )

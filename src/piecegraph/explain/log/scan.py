@@ -11,11 +11,11 @@ and who knows what an echo is decides.
 from __future__ import annotations
 
 import re
-from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from piecegraph.explain.evidence import Evidence, Failure, Process
+from piecegraph.explain.log.clock import latest_seconds
 from piecegraph.explain.log.collected import CollectedRun
 from piecegraph.explain.log.deaths import tells_death
 from piecegraph.explain.log.failures import find_failures
@@ -31,7 +31,8 @@ from piecegraph.explain.log.observations import (
     vocabulary_of,
     words_in,
 )
-from piecegraph.explain.log.syntax import HEADER_TEXT, exception_of, kind_of, mask
+from piecegraph.explain.log.syntax import kind_of, mask
+from piecegraph.explain.log.tail import Tail
 from piecegraph.explain.log.torn import folded_at
 
 MAX_STREAM_LINES = 20_000
@@ -39,10 +40,7 @@ MAX_STREAM_LINES = 20_000
 MAX_SEARCHED_LINES = 10_000
 """So many lines of processes that differ are reconstructed; behind them exceptions are counted."""
 MAX_READ_PARTS = 50_000
-"""So many heads and frames of tracebacks are read. Of more, all but the end is counted: see :class:`_Tail`."""
-TAIL_LINES = 5000
-MAX_KINDS = 1000
-"""Of exceptions that are counted and not read."""
+"""So many heads and frames of tracebacks are read. Of more, all but the end is counted: see :class:`Tail`."""
 QUIET_LINES = 200
 """A traceback has ended when as many lines without a part of one have passed ..."""
 PATIENCE_LINES = 5000
@@ -76,6 +74,8 @@ class _Stream:
     lines: list[Line] = field(default_factory=list)
     latest: int = 0
     """The line number of the latest part of a traceback."""
+    clock: list[tuple[int, int | None]] = field(default_factory=list)
+    """The lines at which tracebacks begin, and when they were printed."""
 
 
 class Scanner:
@@ -108,13 +108,15 @@ class Scanner:
         self._reader = PrefixReader()
         self._streams: dict[Process, _Stream] = {}
         self._num_searched = self._num_read = 0
-        self._tail: _Tail | None = None
+        self._tail: Tail | None = None
         self._watched: tuple[str, ...] = ()  # the words in the present block
         self._known: tuple[str, ...] = ()
         self._errors: tuple[str, ...] = ()
         self._opening: tuple[str, ...] = ()
         self._num_counted = 0  # up to here lines are counted as those of a run
         self._before = ""  # the line before the present one
+        self._block: list[str] = []
+        self._block_first = 0  # the number of its first line
         self._fold = 0  # the width at which a terminal folded the lines; 0 if none did
         self._folded = ""
         self._first_line: str | None = None  # of the run, if it may show where another one begins: see Note [Runs]
@@ -155,6 +157,7 @@ class Scanner:
         self._watched = words_in(outside, vocabulary, watched)
         self._known = words_in(outside, vocabulary, self._known_words)
         self._errors = () if self._run.failures else words_in(whole, vocabulary, ERROR_WORDS)
+        self._block, self._block_first = lines, self._number + 1
         for at, raw in enumerate(lines):
             if self._num_read > MAX_READ_PARTS:
                 self._pass_by(lines[at:])
@@ -215,10 +218,10 @@ class Scanner:
     def _pass_by(self, lines: list[str]) -> None:
         """Observe lines of a log of which no more tracebacks are read."""
         if self._tail is None:
-            self._tail = _Tail()
+            self._tail = Tail()
             for process, stream in self._streams.items():
                 if sum(kind_of(line.text) == "header" for line in stream.lines) > 1:
-                    self._resolve(stream.lines, process, is_open=True)
+                    self._resolve(stream, process, is_open=True)
             self._streams.clear()  # what is unfinished ends in the lines that are passed by, and is counted there
         self._tail.add(self._number + 1, lines)
         for raw in lines:
@@ -256,12 +259,18 @@ class Scanner:
             if is_part:
                 stream.latest = self._number
                 self._num_read += 1
+                if kind_of(line.text) == "header" or not stream.clock:
+                    stream.clock.append((line.number, self._seconds(line.number)))
             if len(stream.lines) >= MAX_STREAM_LINES:
-                stream.lines = self._resolve(stream.lines, named, is_open=True)
+                stream.lines = self._resolve(stream, named, is_open=True)
 
     def _named(self, process: Process) -> Process:
         """The process, with the log it writes where there are several."""
         return replace(process, label=f"{self._label} {process.label}".rstrip()) if self._label else process
+
+    def _seconds(self, number: int) -> int | None:
+        """When a line of the present block was printed."""
+        return latest_seconds(self._block, number - self._block_first)
 
     def _observe(self, process: Process, line: Line, raw: str) -> None:
         if self._may_say_something(raw):
@@ -299,13 +308,14 @@ class Scanner:
         for process, stream in list(self._streams.items()):
             if is_quiet or self._number - stream.latest >= max(PATIENCE_LINES, turns):
                 del self._streams[process]
-                self._resolve(stream.lines, process)
+                self._resolve(stream, process)
         if sum(len(stream.lines) for stream in self._streams.values()) > MAX_GATHERED_LINES:
             process, fullest = max(self._streams.items(), key=lambda item: len(item[1].lines))
-            fullest.lines = self._resolve(fullest.lines, process, is_open=True)
+            fullest.lines = self._resolve(fullest, process, is_open=True)
 
-    def _resolve(self, lines: list[Line], process: Process, *, is_open: bool = False) -> list[Line]:
+    def _resolve(self, stream: _Stream, process: Process, *, is_open: bool = False) -> list[Line]:
         """Resolve a stream; what is left of an open one, because it is not complete, comes back."""
+        lines = stream.lines
         may_search = self._num_searched < MAX_SEARCHED_LINES
         found = find_failures(lines, process, may_search=may_search, is_open=is_open)
         if any(failure.certainty == "reconstructed" for failure in found.failures):
@@ -315,7 +325,8 @@ class Scanner:
         for failure in found.failures:
             if self._is_one_log and _never_started(failure) and self._run.failures.has_other_than(failure):
                 self._end_run(at=failure.line)
-            self._run.add_failure(failure)
+            begun = [seconds for number, seconds in stream.clock if number <= (failure.line or 0)]
+            self._run.add_failure(replace(failure, clock_s=begun[-1] if begun else None))
         self._run.add_rest(found)
         if found.rest_from is None:
             return []
@@ -358,55 +369,3 @@ def _never_started(failure: Failure) -> bool:
     only = failure.chain[0]
     is_main = len(failure.chain) == 1 and not any(frame.function for frame in only.frames)
     return is_main and only.type in ("SyntaxError", "IndentationError", "TabError")
-
-
-class _Tail:
-    """The end of a log that holds more tracebacks than are read; what comes before it is counted by exception."""
-
-    def __init__(self) -> None:
-        self._blocks: deque[tuple[int, list[str]]] = deque()
-        self._num_kept = 0
-        self._is_under_frame = False
-        self._counts: Counter[str] = Counter()
-
-    def add(self, first: int, lines: list[str]) -> None:
-        """The next lines, of which the first has this number. Whole blocks are let go: one by one costs too much."""
-        self._blocks.append((first, lines))
-        self._num_kept += len(lines)
-        while self._num_kept - len(self._blocks[0][1]) >= TAIL_LINES:
-            _, gone = self._blocks.popleft()
-            self._num_kept -= len(gone)
-            self._count(gone)
-
-    def lines(self) -> list[tuple[int, str]]:
-        """The last lines with their numbers, from the head of a traceback on; call it once, at the end."""
-        kept = [numbered for first, lines in self._blocks for numbered in enumerate(lines, first)]
-        start = max(0, len(kept) - TAIL_LINES)
-        while start < len(kept) and HEADER_TEXT not in kept[start][1]:
-            start += 1  # a traceback of which the head was let go would look like another failure
-        self._count([raw for _, raw in kept[:start]])
-        return kept[start:]
-
-    def notes(self, num_read: int) -> list[str]:
-        """What to say about the lines that were let go."""
-        total = self._counts.total()
-        if not total:
-            return []
-        text, number = self._counts.most_common(1)[0]
-        return [
-            f"after {num_read:,} frames, {total:,} further exceptions were counted and not read, "
-            f"most often ({number:,}) {text[:100]}; the last {TAIL_LINES:,} lines were read"
-        ]
-
-    def _count(self, lines: list[str]) -> None:
-        is_under_frame = self._is_under_frame
-        for raw in lines:
-            if raw[:2] == "  ":
-                is_under_frame = True
-            elif is_under_frame:
-                is_under_frame = False
-                if exception_of(raw.rstrip("\r")):
-                    text = mask(raw)
-                    if text in self._counts or len(self._counts) < MAX_KINDS:
-                        self._counts[text] += 1
-        self._is_under_frame = is_under_frame
