@@ -8,6 +8,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp
@@ -246,6 +247,8 @@ async def _tell_invalid(request: Request, error: Any) -> Response:
 async def _tell_http(request: Request, error: Any) -> Response:
     if isinstance(error.__cause__, ApiError):  # of a body that cannot be read
         return await _tell(request, error.__cause__)
+    if isinstance(error.__cause__, ClientDisconnect):  # nobody is told, but it is written down
+        return await _tell(request, ApiError(499, "the client went away"))
     codes = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "body_too_large"}
     messages = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not for this path"}
     message = messages.get(error.status_code, str(error.detail))

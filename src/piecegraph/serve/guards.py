@@ -34,6 +34,9 @@ _LEAST_BYTES_PER_S = 2**14
 MOST_HEAD_BYTES = 2**16
 """Of a request's first line and its headers."""
 
+BROKEN_OFF = "piecegraph.broken_off"
+"""In the state of a request: what is wrong with its body. See Note [Bodies that are broken off] in ``protocol.py``."""
+
 _OPEN = ("/health", "/ready", "/")
 """What asks for no key: those who restart a server have none, and a browser asks for the page before it has one."""
 
@@ -77,7 +80,7 @@ class Guards:
         try:
             error = self._refusal(scope, Headers(scope=scope))
             if error is None:
-                await self._app(scope, _counted(receive, self._max_bytes), send_noted)
+                await self._app(scope, _counted(receive, scope, self._max_bytes), send_noted)
             else:
                 record.error = error.message
                 response = Json(error.body(scope["path"]), error.status, error.headers)
@@ -145,8 +148,10 @@ def _names_this_machine(host: str) -> bool:
         return False
 
 
-def _counted(receive: Receive, max_bytes: int) -> Receive:
-    """The same, but no body is longer than it may be, whatever its header said, and none is waited for too long."""
+def _counted(receive: Receive, scope: Scope, max_bytes: int) -> Receive:
+    """The same, but no body is longer than it may be, whatever its header said, and none is waited for too long, nor
+    at all where it is broken off.
+    """
     num_bytes, is_whole, begun = 0, False, time.monotonic()
 
     async def receive_counted() -> Message:
@@ -156,6 +161,8 @@ def _counted(receive: Receive, max_bytes: int) -> Receive:
             message = await asyncio.wait_for(receive(), None if is_whole else left_s)
         except TimeoutError as error:
             raise HTTPException(408, f"{num_bytes} bytes of the body have come, which is too slow") from error
+        if (broken_off := scope.get("state", {}).get(BROKEN_OFF)) is not None:
+            raise HTTPException(broken_off.status, broken_off.message) from broken_off
         is_whole = not message.get("more_body", False)
         num_bytes += len(message.get("body", b""))
         if num_bytes > max_bytes:

@@ -1,4 +1,11 @@
-"""Connections whose requests come too slowly, or never end: uvicorn waits for headers as long as it takes."""
+"""Connections whose requests come too slowly, never end or are none: uvicorn waits for the rest as long as it takes.
+
+Note [Bodies that are broken off]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Behind its headers, a request is at its endpoint or waits for those before it, and is answered in its turn and in the
+shape of its API. So the endpoint is told what is wrong with the body, by way of :func:`piecegraph.serve.guards.Guards`,
+which reads bodies for it, and the connection ends with the answer. One that does not read the body answers as ever.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +15,7 @@ import json
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from piecegraph.serve.failures import ApiError
-from piecegraph.serve.guards import MOST_HEAD_BYTES, head_too_large
+from piecegraph.serve.guards import BROKEN_OFF, MOST_HEAD_BYTES, head_too_large
 
 _HEAD_S = 30
 """Seconds in which the headers of a request must come."""
@@ -37,6 +44,13 @@ class HttpProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._is_in_head and self._num_head_bytes > MOST_HEAD_BYTES:  # those that end are measured by the guards
             self._refuse(head_too_large())
+
+    def eof_received(self) -> bool:  # type: ignore[override] # uvicorn's lets the connection end
+        """A client that has sent all of a request has gone; one that has not may wait to be told."""
+        if self._is_in_head or self._is_in_body:
+            self.send_400_response("the connection has ended before the request")
+            return self._is_answering
+        return False
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -77,10 +91,22 @@ class HttpProtocol(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
+    @property
+    def _is_in_body(self) -> bool:
+        return self.cycle is not None and self.cycle.more_body
+
     def send_400_response(self, msg: str) -> None:
         """uvicorn's, of what cannot be read: a path that is longer than headers may be is none for its parser."""
-        is_large = len(getattr(self, "url", b"")) >= MOST_HEAD_BYTES
-        self._refuse(head_too_large() if is_large else ApiError(400, msg, code="invalid_http"))
+        error = ApiError(400, msg, code="invalid_http")
+        if not self._is_in_body or self._is_in_head:
+            is_large = len(getattr(self, "url", b"")) >= MOST_HEAD_BYTES
+            self._refuse(head_too_large() if is_large else error)
+        elif self._is_answering:  # see Note [Bodies that are broken off]
+            self.cycle.keep_alive = False
+            self.cycle.scope["state"][BROKEN_OFF] = error
+            self.cycle.message_event.set()
+        else:
+            self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
         """Tell what is wrong with headers. Which API they are for is not known yet: the shape is OpenAI's."""
