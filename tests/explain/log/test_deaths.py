@@ -62,6 +62,9 @@ SCHEDULERS = {
     " 0: slurmstepd: error: *** STEP 83.1 ON nid1 CANCELLED AT 2025-05-02T03:58:46 DUE TO TIME LIMIT ***": "TIMEOUT",
     "slurmstepd: error: *** JOB 83 ON nid1 CANCELLED AT 2025-05-02T03:58:46 DUE TO PREEMPTION ***": "PREEMPTED",
     "slurmstepd: error: *** JOB 83 ON nid1 CANCELLED AT 2025-05-02T03:58:46 ***": "CANCELLED",
+    "slurmstepd: error: *** STEP 83.0 ON n1 CANCELLED AT 2025-05-02T03:58:46 DUE to SIGNAL Terminated ***": "CANCELLED",
+    "slurmstepd: error: *** JOB 83 ON n1 CANCELLED AT 2025-05-02T03:58:46 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR "
+    "DETAILS ***": "NODE_FAIL",
     "slurmstepd: error: Detected 1 oom_kill event in StepId=83.0. Some of the step tasks were killed.": "OUT_OF_MEMORY",
     "=>> PBS: job killed: walltime 3600 exceeded limit 3600": "TIMEOUT",
     "TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.": "OUT_OF_MEMORY",
@@ -194,3 +197,18 @@ def test_an_exception_that_tells_of_a_death_is_its_echo() -> None:
         ("SIGBUS", "root"), ("RuntimeError", "echo"),
     ]  # fmt: skip
     assert [(group.type, group.role) for group in page_of(told).who.groups] == [("RuntimeError", "root")]
+
+
+@pytest.mark.parametrize(
+    ("bar", "end", "name"),
+    [
+        (" 45%|####5     | 450/1000 [02:31<03:05,  2.97it/s]", "Killed", "SIGKILL"),
+        (" 45%|####5     | 450/1000 [02:31<03:05,  2.97it/s, loss=2.31, lr=[1e-4, 2e-4]]", "Killed", "SIGKILL"),
+        ("train:  0%|          | 0/1000 [00:00<?, ?img/s]", "Segmentation fault (core dumped)", "SIGSEGV"),
+    ],
+)
+def test_what_a_shell_says_behind_a_progress_bar(bar: str, end: str, name: str) -> None:
+    death = death_of(bar + end, 7)
+    assert death is not None
+    assert (death.name, death.text) == (name, end)
+    assert death_of(f"{bar}{end} by the reviewer", 7) is None

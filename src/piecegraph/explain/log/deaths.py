@@ -30,14 +30,16 @@ _BY_DESCRIPTION = {
 }
 _DESCRIPTIONS = "|".join(sorted((re.escape(words) for words in _BY_DESCRIPTION), key=len, reverse=True))
 _STATES = {"TIME LIMIT": "TIMEOUT", "PREEMPTION": "PREEMPTED", "NODE FAILURE": "NODE_FAIL", "JOB REQUEUE": "REQUEUED"}
-_BAR = re.compile(r".*(?:it/s|s/it)(?:, [^\]]*)?\]")
+_BAR_END = r"<[\d:?]{1,12}, {1,3}[^<]{1,200}\]"
+"""Of a progress bar of tqdm: ``[02:31<03:05, 2.97it/s, loss=2.31]``, whatever the unit and the postfix."""
+_BAR = re.compile(rf".*{_BAR_END}")
 _SHELL_LIMIT = 128
 """A shell adds this to the number of the signal that ended a command."""
 
 _RULES: tuple[tuple[Teller, str], ...] = (
     # slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2025-05-02T03:58:46 DUE TO TIME LIMIT ***
     ("scheduler", r"\*\*\* (?:JOB|STEP) \S+ ON \S+ (?P<state>CANCELLED) AT \S+"
-                  r"(?: DUE TO (?P<why>[A-Za-z ]+?))? \*\*\*"),
+                  r"(?: DUE (?:TO|to) (?P<why>[A-Z]+(?: [A-Z]+)*\b)?[^*]*)? \*\*\*"),
     ("scheduler", r"PBS: job killed: (?P<pbs>walltime|mem|vmem)\b"
                   r"|(?P<lsf>TERM_RUNLIMIT|TERM_MEMLIMIT|TERM_OWNER): job"),
     ("scheduler", r"(?P<oom>[Dd]etected \d+ oom[-_]kill event)|(?P<k8s>\bOOMKilled\b)"),
@@ -52,7 +54,7 @@ _RULES: tuple[tuple[Teller, str], ...] = (
     ("shell", r"^(?:\S.{{0,200}}?: line \d+: +)?(?:(?P<pid>\d+) )?(?P<words>{words})"
               r"(?: +\(core dumped\))?(?:  +\S.*)?$"),
     ("shell", r"^(?:zsh: (?:\S+ )?|\[\d+\][+-]? +)(?:(?P<pid>\d+) +)?(?:exit \d+ +)?(?P<words>{words})\b(?! by)"),
-    ("shell", r"(?:it/s|s/it|\?it/s)\](?P<words>Killed|Terminated)$"),
+    ("shell", rf"{_BAR_END.replace('{', '{{').replace('}', '}}')}(?P<words>{{words}})(?: +\(core dumped\))?$"),
     ("launcher", r"failed \(exitcode: (?P<code>-\d+)\)(?: local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\))?"),
     ("launcher", r"Signal (?P<number>\d+) \(SIG\w+\) received by PID (?P<pid>\d+)"),
     ("launcher", r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node (?P<host>\S+) "
@@ -156,10 +158,11 @@ def _read(teller: Teller, found: re.Match[str], text: str, line: int | None) -> 
 
 def _excerpt(text: str, found: re.Match[str]) -> str:
     """The line without the progress bar it is glued to; of a long one the part that tells."""
-    bar = _BAR.match(text[: found.start() + 1])
+    told = found.start("words") if "words" in found.re.groupindex and found["words"] else found.start()
+    bar = _BAR.match(text[:told])
     start = bar.end() if bar is not None else 0
     if found.end() - start > MAX_TEXT:
-        start = max(start, min(found.start(), found.end() - MAX_TEXT))
+        start = max(start, min(told, found.end() - MAX_TEXT))
     return ("" if bar is not None or not start else "... ") + text[start : start + MAX_TEXT]
 
 
