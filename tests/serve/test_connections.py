@@ -131,6 +131,26 @@ def test_a_client_that_waits_to_be_asked_for_its_body(running: Served) -> None:
             assert statuses(text + answered(client)) == found
 
 
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+def test_clients_that_would_rather_speak_another_protocol(
+    running: Served, protocol: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    wish = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: AAMAAABk\r\n" % protocol
+    health = HEALTH.replace(b"\r\n\r\n", b"\r\n" + wish + b"\r\n")
+    in_one, in_chunks = (HEAD + wish + each.removeprefix(HEAD) for each in (sized(len(DATA)), CHUNKED))
+    sent = health + in_one + in_chunks + chunk(DATA[:9]) + chunk(DATA[9:]) + b"0\r\n\r\n" + health * 500
+    for size in (len(sent), 7):
+        with running.connect() as client:
+            for first in range(0, len(sent), size):
+                client.sendall(sent[first : first + size])
+            client.sendall(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+            assert statuses(answered(client)) == [200] * 504
+    assert not caplog.messages
+    with running.connect() as client:
+        client.sendall(HEAD + wish + b"Transfer-Encoding: gzip\r\n\r\n" + DATA)
+        assert statuses(answered(client)) == [400]
+
+
 def test_clients_of_the_older_kind(running: Served) -> None:
     for sent in (HEALTH, http("/v1/completions", BODY)):
         with running.connect() as client:

@@ -5,6 +5,12 @@ Note [Bodies that are broken off]
 Behind its headers, a request is at its endpoint or waits for those before it, and is answered in its turn and in the
 shape of its API. So the endpoint is told what is wrong with the body, by way of :func:`piecegraph.serve.guards.Guards`,
 which reads bodies for it, and the connection ends with the answer. One that does not read the body answers as ever.
+
+Note [Other protocols]
+~~~~~~~~~~~~~~~~~~~~~~
+A client may ask for another protocol in passing (``Upgrade: h2c``, as Java's does by default), and a server that has
+none goes on as if it had not. But httptools takes everything behind such headers for the other protocol, so that the
+body would be lost. A second parser reads on: it is first given a head that tells how long the body is, and no more.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from piecegraph.serve.failures import ApiError
@@ -22,6 +29,9 @@ _HEAD_S = 30
 _LINGER_S = 5
 """Seconds in which the rest of a body that was refused is let in: a client that still writes does not read."""
 
+_NO_HTTP = "Invalid HTTP request received."
+"""In uvicorn's words."""
+
 
 class HttpProtocol(HttpToolsProtocol):
     """uvicorn's, with a time and a size for headers. Its own timer is stopped by every byte; this one is not."""
@@ -29,6 +39,8 @@ class HttpProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     _is_in_head = False
     _num_head_bytes = 0
+    _is_reading_on = False
+    """Whether the second parser is given its head."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -41,7 +53,12 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_in_head:
             self._num_head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.logger.warning(_NO_HTTP)
+            self.send_400_response(_NO_HTTP)
         if self._is_in_head and self._num_head_bytes > MOST_HEAD_BYTES:  # those that end are measured by the guards
             self._refuse(head_too_large())
 
@@ -52,6 +69,21 @@ class HttpProtocol(HttpToolsProtocol):
             return self._is_answering
         return False
 
+    def _parse(self, data: bytes) -> None:
+        """uvicorn's would drop what is behind a wish for another protocol. See Note [Other protocols]."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as other:
+                lengths = [each for each in self.headers if each[0] in (b"content-length", b"transfer-encoding")]
+                self.parser = httptools.HttpRequestParser(self)
+                self._is_reading_on = True
+                self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(b"%s: %s\r\n" % each for each in lengths))
+                self._is_reading_on = False
+                data = data[other.args[0] :]
+            else:
+                return
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._is_in_head, self._num_head_bytes = True, 0
@@ -60,9 +92,12 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._expect_nothing()
-        super().on_headers_complete()
+        if not self._is_reading_on:
+            super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         if self.cycle.response_complete:
             self._expect_within(self.timeout_keep_alive)
