@@ -125,6 +125,15 @@ class Exit:
     line: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LinesAbove:
+    """The last lines that say something above the one that tells of an end, whoever printed them."""
+
+    line: int
+    """Of the one that tells of it."""
+    lines: tuple[tuple[str, int | None], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
     """A line that says that the run, or a process of it, was asked to end."""
@@ -183,6 +192,8 @@ class Evidence:
     """Checks that failed inside kernels, each once."""
     error_lines: tuple[tuple[str, int | None], ...] = ()
     """The first lines logged as errors outside of any traceback."""
+    above: tuple[LinesAbove, ...] = ()
+    """What stands above the lines that tell of deaths and exit codes."""
     known_issue_lines: tuple[tuple[str, int | None], ...] = ()
     """Lines outside of any traceback by which a known issue is recognised."""
     last_line: tuple[str, int | None] | None = None

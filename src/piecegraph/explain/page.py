@@ -146,6 +146,8 @@ class Page:
     """Those of them that are tracebacks whose exception is missing."""
     error_lines: tuple[tuple[str, int | None], ...]
     last_line: tuple[str, int | None] | None
+    above: tuple[tuple[str, int | None], ...]
+    """What was printed right above the line that tells of the end, where there is no exception."""
     other_runs: tuple[str, ...]
     """The other runs in the same log, a line each."""
     run_number: int
@@ -190,6 +192,7 @@ def compose(
         num_cut_off=evidence.num_cut_off,
         error_lines=evidence.error_lines,
         last_line=evidence.last_line,
+        above=_lines_above(evidence, found),
         other_runs=tuple(_summary(run) for run in other_runs),
         run_number=1 + sum(run.first_line < evidence.first_line for run in other_runs),
         stop=next(((stop.text, stop.line) for stop in evidence.stops), None),
@@ -206,6 +209,15 @@ def _outcome(evidence: Evidence, found: Triage) -> Outcome:
     if any(exit.code for exit in evidence.exits):
         return "exits"
     return "call chains" if evidence.num_call_chains else "nothing"
+
+
+def _lines_above(evidence: Evidence, found: Triage) -> tuple[tuple[str, int | None], ...]:
+    """Above the death that is the root; above the first exit code, if nothing but echoes tells of the failure."""
+    if found.root is not None and found.root.death is not None:
+        line = found.root.death.line
+        return next((above.lines for above in evidence.above if above.line == line), ())
+    is_mute = found.root is None or found.has_only_echoes
+    return next((above.lines for above in evidence.above if is_mute and evidence.exits), ())
 
 
 def _known(evidence: Evidence, failure: Failure | None, catalogue: Sequence[KnownIssue]) -> tuple[KnownMatch, ...]:

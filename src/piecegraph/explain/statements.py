@@ -48,7 +48,16 @@ _DECIDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "stack": ("shown as", "then"),
         "roles": ("only echoes", "went on after", "noticed as", "noticed at"),
         "certain": (
-            *("mind", "error line", "error before", "last line", "last printed", "told by", "kernel said"),
+            *(
+                "mind",
+                "error line",
+                "error before",
+                "line before",
+                "last line",
+                "last printed",
+                "told by",
+                "kernel said",
+            ),
             "asked to end",
         ),
     },

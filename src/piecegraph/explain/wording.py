@@ -94,7 +94,7 @@ def _root_rows(page: Page) -> list[PageRow]:
     rows = _stop_rows(page) if page.outcome == "stopped" else []
     if page.who.has_only_echoes and page.who.groups[0].certainty != "recorded":
         why = "such a failure comes when another process fails or hangs"
-        rest = "" if _errors_before(page) else "; nothing in this log reads like that"
+        rest = "" if _before_rows(page) else "; nothing in this log reads like that"
         rows.append(PageRow("only echoes", why + rest, "quiet"))
     tone: Tone = "bad" if page.outcome == "failure" else ""
     rows.append(PageRow("", f"{root.type}: {root.message}" if root.message else root.type, tone))
@@ -160,16 +160,28 @@ def _death_rows(page: Page) -> list[PageRow]:
         rows.append(PageRow("noticed as", f"{notice.type}: {notice.message}"))
         place = notice.reached_from or notice.frame
         rows += _frame_rows("noticed at", place) if place is not None else []
-    return [*rows, *(PageRow("error before", f"{_line(line)}: {text}") for text, line in _errors_before(page))]
+    return [*rows, *_before_rows(page)]
+
+
+def _before_rows(page: Page) -> list[PageRow]:
+    errors = _errors_before(page)
+    rows = [PageRow("error before", f"{_line(line)}: {text}") for text, line in errors]
+    return rows + [
+        PageRow("line before", f"{_line(line)}: {text}") for text, line in page.above if (text, line) not in errors
+    ]
 
 
 def _errors_before(page: Page) -> list[tuple[str, int | None]]:
     """The first and the last error printed shortly before a failure that says nothing of its reason."""
-    group = page.who.groups[0]
-    is_mute = page.who.has_only_echoes or group.type.endswith("CalledProcessError")
-    if group.line is None or not (is_mute or group.kind in ("signal", "killed")):
+    if page.outcome == "exits":
+        end = page.who.exits[0].line
+    else:
+        group = page.who.groups[0]
+        is_mute = page.who.has_only_echoes or group.type.endswith("CalledProcessError")
+        end = group.line if is_mute or group.kind in ("signal", "killed") else None
+    if end is None:
         return []
-    before = [(text, line) for text, line in page.error_lines if line and 0 < group.line - line <= MAX_LINES_BEFORE]
+    before = [(text, line) for text, line in page.error_lines if line and 0 < end - line <= MAX_LINES_BEFORE]
     return list(dict.fromkeys((*before[:1], *before[-1:])))
 
 
@@ -177,7 +189,7 @@ def _no_root_rows(page: Page) -> list[PageRow]:
     if page.outcome == "stopped":
         return _stop_rows(page)
     if page.outcome == "exits":
-        return [PageRow("", _exits(page), "bad")]
+        return [PageRow("", _exits(page), "bad"), *_before_rows(page)]
     if page.outcome == "failure":
         group = page.who.groups[0]
         return [PageRow("", f"{group.type}: no exception was left behind", "bad")]

@@ -212,3 +212,32 @@ def test_what_a_shell_says_behind_a_progress_bar(bar: str, end: str, name: str) 
     assert death is not None
     assert (death.name, death.text) == (name, end)
     assert death_of(f"{bar}{end} by the reviewer", 7) is None
+
+
+def lines_before(text: str) -> list[tuple[str, int | None]]:
+    page = page_of(text)
+    shown = to_text(page)
+    assert all(f"line before   line {number}: {line}" in shown for line, number in page.above)
+    return list(page.above)
+
+
+WHY = "8 experts in the settings, 4 in the checkpoint: giving up"
+
+
+def test_what_was_printed_right_before_an_end_without_an_exception() -> None:
+    asserted = "/src/ggml.c:3021: GGML_ASSERT(ggml_can_mul_mat(a, b)) failed"
+    loading, other = ("loading x.gguf", 1), ("step 1", 1)
+    assert lines_before(f"loading x.gguf\n{asserted}\nAborted (core dumped)\n") == [loading, (asserted, 2)]
+    srun = "srun: error: node7: task 3: Exited with exit code 1\nsrun: Terminating StepId=12.0\n"
+    assert lines_before(f"step 1\n{WHY}\n\n{srun}") == [other, (WHY, 2)]
+    elastic = (
+        "W0504 10:00:02.1 8 torch/distributed/elastic/api.py:900] Sending process 821 closing signal SIGTERM\n"
+        "E0504 10:00:12.1 8 torch/distributed/elastic/api.py:874] failed (exitcode: 1) local_rank: 0 (pid: 820) of x\n"
+    )
+    table = TRACEBACK.replace("ValueError: loss is nan", "torch.elastic.errors.ChildFailedError: ")
+    assert lines_before(f"step 1\n[rank0]: {WHY}\n{elastic}{table}\n") == [other, (WHY, 2)]
+
+
+def test_lines_before_an_end_are_left_out_where_an_exception_tells_why() -> None:
+    assert lines_before(f"step 1\n{TRACEBACK}\nsrun: error: node7: task 3: Exited with exit code 1\n") == []
+    assert lines_before("    at the end of a source\nAborted (core dumped)\n") == []

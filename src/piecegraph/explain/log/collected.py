@@ -10,7 +10,17 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from piecegraph.explain.evidence import Death, Evidence, Failure, FailureKind, Frame, Process, Raised, TreeLine
+from piecegraph.explain.evidence import (
+    Death,
+    Evidence,
+    Failure,
+    FailureKind,
+    Frame,
+    LinesAbove,
+    Process,
+    Raised,
+    TreeLine,
+)
 from piecegraph.explain.log.elastic_table import rows_of_table
 from piecegraph.explain.log.failures import StreamFailures
 from piecegraph.explain.log.lines import Line
@@ -130,6 +140,7 @@ class CollectedRun:
             exits=tuple(seen.exits.values()),
             free_memory=seen.free_memory,
             stops=tuple(seen.stops.values()),
+            above=tuple(LinesAbove(line, lines) for line, lines in seen.above.items()),
             device_asserts=tuple((text, line) for text, (_, line) in seen.device_asserts.items()),
             error_lines=tuple(dict.fromkeys((*list(seen.errors.values())[:3], *seen.last_errors))),
             known_issue_lines=tuple(self.known_issue_lines),

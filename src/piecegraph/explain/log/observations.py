@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -95,6 +95,7 @@ _STOP_WORDS = ("SIG", "shutdown triggered", "nterrupt", "^C", "eceived signal ",
 _DEVICE_ASSERT = re.compile(r"^(?P<place>\S+:\d+): .*\bAssertion `(?P<check>.+?)` failed")
 _GLOO_RANK = re.compile(r"\[Gloo\] Rank (?P<rank>\d+) is connected to [1-9]")
 
+LinesAboveOf = Callable[[int], tuple[tuple[str, int | None], ...]]
 _LETTERS = re.compile(r"[A-Za-z]{2,}")
 _WITHOUT_DIGITS = str.maketrans("", "", "0123456789")
 ERROR_WORDS = ("rror: ", "rror[", "xception: ", "command not found", "open file", "No module named")
@@ -161,13 +162,14 @@ class Observations:
     exits: dict[Hashable, Exit] = field(default_factory=dict)
     deaths: dict[Hashable, Death] = field(default_factory=dict)
     stops: dict[str, Stop] = field(default_factory=dict)
+    above: dict[int, tuple[tuple[str, int | None], ...]] = field(default_factory=dict)
     device_asserts: dict[str, tuple[str, int | None]] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)
     workers: dict[str, Process] = field(default_factory=dict)
     last_line: tuple[str, int | None] | None = None
     _advice_until: int = 0
 
-    def observe(self, line: Line, raw: str, process: Process = Process()) -> None:  # noqa: B008
+    def observe(self, line: Line, raw: str, process: Process, lines_above: LinesAboveOf) -> None:
         """Look at a line for everything but milestones; ``raw`` is the line with its prefixes."""
         text, number = line.text, line.number
         self._advice(number, text)
@@ -178,7 +180,8 @@ class Observations:
             self.free_memory = (free["free"], number)
         self._files(text)
         self.keep_error(line, raw)
-        self._ending(text, number, process)
+        if self._ending(text, number, process) and len(self.above) < MAX_KEPT:
+            self.above[number] = lines_above(number)
         rank = _GLOO_RANK.search(text)
         if rank is not None and len(self.ranks) < MAX_RANKS:
             self.ranks.add(int(rank["rank"]))
@@ -197,13 +200,14 @@ class Observations:
     def keep_error(self, line: Line, raw: str) -> None:
         """Keep a line if it is an error: the first of each wording, and the last few."""
         text = line.text.strip()[:MAX_ERROR]
-        if not text or not is_error(line, raw):
+        if not text or not is_error(line, raw) or _exit_of_line(text, line.number) is not None:
             return
         self.last_errors.append((text, line.number))
         if len(self.errors) < MAX_KEPT:
             self.errors.setdefault(mask(text), (text, line.number))
 
-    def _ending(self, text: str, number: int, process: Process) -> None:
+    def _ending(self, text: str, number: int, process: Process) -> bool:
+        """Keep what a line tells of an end; whether it is one that somebody told of a process."""
         ended = _exit_of_line(text, number)
         if ended is not None:
             self.keep_exit(ended)
@@ -218,6 +222,7 @@ class Observations:
         if failed is not None and len(self.device_asserts) < MAX_KEPT:
             place = failed["place"].replace("\\", "/").rpartition("/")[2]
             self.device_asserts.setdefault(f"{place}: assertion `{failed['check']}` failed", (text, number))
+        return ended is not None or death is not None
 
     def is_listing(self, number: int) -> bool:
         """Whether advice was announced a few lines above, so that every line counts."""

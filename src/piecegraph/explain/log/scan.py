@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from piecegraph.explain.evidence import Evidence, Failure, Process
+from piecegraph.explain.log.above import lines_above
 from piecegraph.explain.log.clock import latest_seconds
 from piecegraph.explain.log.collected import CollectedRun
 from piecegraph.explain.log.deaths import tells_death
@@ -272,6 +273,14 @@ class Scanner:
         """When a line of the present block was printed."""
         return latest_seconds(self._block, number - self._block_first)
 
+    def _lines_above(self, number: int) -> tuple[tuple[str, int | None], ...]:
+        return lines_above(
+            self._block,
+            number - self._block_first,
+            self._block_first,
+            lambda at, raw: self._reader.read(at, raw)[-1][1].text,
+        )
+
     def _observe(self, process: Process, line: Line, raw: str) -> None:
         if self._may_say_something(raw):
             self._take_note(process, line, raw)
@@ -291,7 +300,7 @@ class Scanner:
                 seen = self._run.seen
         if milestone is not None:
             seen.keep(milestone)
-        seen.observe(line, raw, self._named(process))
+        seen.observe(line, raw, self._named(process), self._lines_above)
 
     def _is_first_line_again(self, line: Line, raw: str) -> bool:
         if not self._first_line or self._first_line not in raw or line.number <= self._run.first_line:
