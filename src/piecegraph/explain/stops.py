@@ -9,19 +9,23 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from piecegraph.explain.evidence import Evidence, Failure, Process, Stop
+from piecegraph.explain.evidence import Evidence, Failure, Process, Raised, Stop
 
 _SRUN_TASK = re.compile(r"^task \d")
 _SHELL_SIGNALS = 128
 """Exit codes from here on are those of shells, for signals."""
-_INTERRUPTS = re.compile(r"(?:KeyboardInterrupt|elastic\.multiprocessing\.api\.SignalException)$")
-"""The second is raised by torchelastic's launcher, when it is asked to end itself."""
+_ELASTIC_STOP = re.compile(r"elastic\S*\.SignalException: .* got signal: (?:2|15)$")
+"""Raised by torchelastic's launcher when it is asked to end itself; a terminal that goes away asks nobody."""
 _NUMBER = re.compile(r"\d+$")
 
 
 def is_interrupt(failure: Failure) -> bool:
     """Whether a person stopped it: every exception of the chain says so."""
-    return bool(failure.chain) and all(_INTERRUPTS.search(raised.type) for raised in failure.chain)
+    return bool(failure.chain) and all(map(_interrupts, failure.chain))
+
+
+def _interrupts(raised: Raised) -> bool:
+    return raised.type.endswith("KeyboardInterrupt") or bool(_ELASTIC_STOP.search(f"{raised.type}: {raised.message}"))
 
 
 def is_by_scheduler(failure: Failure) -> bool:
@@ -56,7 +60,7 @@ def _is_unasked(failure: Failure, stops: Sequence[Stop]) -> bool:
     if failure.line is None or is_by_scheduler(failure):
         return True
     if not stops:
-        return not _INTERRUPTS.search(failure.chain[0].type)
+        return not _interrupts(failure.chain[0])
     return failure.line < min(stop.line or 0 for stop in stops)
 
 

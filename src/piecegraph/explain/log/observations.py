@@ -86,7 +86,7 @@ _BARE_ERROR = re.compile(
 _STOP = re.compile(
     r"(?i:\b(?:received|caught|got|trigger received)(?: an?)? (?:signal[= ]|exit signal )?(?:SIGTERM|SIGINT|SIGHUP)"
     r"|\bSIG(?:TERM|INT|HUP)\b(?:/SIG\w+)? (?:was )?(?:received|caught)|received signal (?:2|15)\b"
-    r"|\breceived (?:Signals\.SIG(?:TERM|INT|HUP)|1|2|15) death signal"
+    r"|\breceived (?:Signals\.SIG(?:TERM|INT)|2|15) death signal"
     r"|shutdown triggered|keyboard ?interrupt (?:received|detected)|interrupted by (?:the )?user)"
     r"|^\^C|\] KeyboardInterrupt|Detected KeyboardInterrupt"
 )
