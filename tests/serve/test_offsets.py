@@ -16,11 +16,12 @@ from tests.cases.tiny_llm import tiny_tokenizer
 
 SAID = "añ日 b😀"
 PROMPT = "é日本x"
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
-@pytest.fixture(scope="module")
-def bytewise(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = write_byte_llm(tmp_path_factory.mktemp("bytes"))
+@pytest.fixture(scope="module", params=[False, True], ids=["byte-level", "byte-fallback"])
+def bytewise(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = write_byte_llm(tmp_path_factory.mktemp("bytes"), chat_template=TEMPLATE, falls_back=request.param)
     with piecegraph.LLM(folder, backend="eager", device="cpu", max_num_seqs=4, options={"progress": False}) as llm:
         with served(llm) as found:
             yield found
@@ -48,6 +49,21 @@ def test_offsets_are_those_of_characters_in_the_text(bytewise: Served) -> None:
             assert set(choice["logprobs"]["text_offset"][len(expected) :]) <= {len(choice["text"])}  # what ended it
 
 
+def test_texts_are_the_same_in_a_stream(bytewise: Served) -> None:
+    form = {"choice": ["😀😀é€日"]}
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "é"}], "max_tokens": 40, "n": 2}
+    for path, body in (("/v1/completions", asked()), ("/v1/chat/completions", chat)):
+        for stop, expected in ([], "😀😀é€日"), (["€x", "é€"], "😀😀"), (["日"], "😀😀é€"):
+            _, answer, _ = bytewise.post(path, {**body, "structured_outputs": form, "stop": stop})
+            _, events, _ = bytewise.post(path, {**body, "structured_outputs": form, "stop": stop, "stream": True})
+            found = ["", ""]
+            for line in events.splitlines():
+                for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+                    found[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            texts = [choice.get("text") or choice["message"]["content"] for choice in answer["choices"]]
+            assert found == texts == [expected] * 2
+
+
 def test_offsets_are_the_same_in_a_stream(bytewise: Served) -> None:
     for more in ({}, {"stop": ["日 b"]}, {"structured_outputs": {"regex": "[ab]{30}"}}):
         _, answer, _ = bytewise.post("/v1/completions", asked(seed=1, **more))
@@ -72,8 +88,17 @@ def test_a_character_that_the_prompt_begins_is_told_once(bytewise: Served, new: 
         _, events, _ = bytewise.post("/v1/completions", {**body, "echo": echo, "stream": True})
         streamed = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
         (choice,) = answer["choices"]
-        assert choice["text"] == "".join(each["choices"][0]["text"] for each in streamed) == expected
-        assert choice["logprobs"]["text_offset"][-1] == len(expected) - 1
+        assert choice["text"] == "".join(each["choices"][0]["text"] for each in streamed)
+        assert choice["text"].replace("\ufffd" * 2, "\ufffd") == expected  # of two bytes, one or two are made
+        assert choice["logprobs"]["text_offset"][-1] == len(choice["text"]) - 1
+
+
+def test_texts_of_tokens_are_those_they_have_behind_others() -> None:
+    words = tiny_tokenizer(chat=False)
+    tokens = words("ax by ax")["input_ids"]
+    assert "".join(map(TokenTexts(words), tokens)) == " ax by ax"
+    texts = TokenTexts(byte_tokenizer(falls_back=True))
+    assert [texts(4 + byte) for byte in b" a\n\xe2"] == [" ", "a", "\n", "\ufffd"]
 
 
 def test_offsets_of_prompts_that_are_written_otherwise() -> None:

@@ -118,10 +118,11 @@ def test_log_probabilities_of_a_chat(client: openai.OpenAI, tiny: piecegraph.LLM
     assert answer.choices[0].logprobs is not None
     content = answer.choices[0].logprobs.content
     assert content is not None
+    assert "".join(entry.token for entry in content) == expected.text
     assert [(entry.token, entry.logprob) for entry in content] == [(each.token, each.logprob) for each in streamed]
     assert expected.logprobs is not None
     for entry, known in zip(content, expected.logprobs, strict=True):
-        assert entry.token == tiny.tokenizer.decode([known.token_id])
+        assert entry.token == f" {tiny.tokenizer.decode([known.token_id])}"
         assert entry.logprob == pytest.approx(known.logprob, abs=1e-4)
         assert [top.logprob for top in entry.top_logprobs] == pytest.approx([p for _, p in known.top], abs=1e-4)
         assert bytes(entry.bytes or []).decode() == entry.token

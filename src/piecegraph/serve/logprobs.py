@@ -18,7 +18,12 @@ class TokenTexts:
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens=False)
 
     def __call__(self, token: int) -> str:
-        return str(self._tokenizer.decode([token])) if self._tokenizer is not None else f"token_id:{token}"
+        """As it is behind others: alone, as the first of a text, it may lack the space before it."""
+        if self._detokenizer is None:
+            return f"token_id:{token}"
+        alone = self.of_all([token])
+        # Two parts of characters may be one.
+        return alone if "\ufffd" in alone else self.of_all([token, token])[len(alone) :]
 
     def of_all(self, tokens: Sequence[int]) -> str:
         """Of all of them together: a character may have several."""
