@@ -190,6 +190,8 @@ class Evidence:
     """Of each process the first that it says."""
     device_asserts: tuple[tuple[str, int | None], ...] = ()
     """Checks that failed inside kernels, each once."""
+    xids: tuple[tuple[str, int | None], ...] = ()
+    """What the driver reported of a GPU."""
     error_lines: tuple[tuple[str, int | None], ...] = ()
     """The first lines logged as errors outside of any traceback."""
     above: tuple[LinesAbove, ...] = ()

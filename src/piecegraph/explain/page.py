@@ -155,6 +155,8 @@ class Page:
     stop: tuple[str, int | None] | None
     """The line that asked the run to end."""
     device_asserts: tuple[tuple[str, int | None], ...]
+    xids: tuple[tuple[str, int | None], ...]
+    """What the driver reported of a GPU."""
     notes: tuple[str, ...]
 
 
@@ -197,6 +199,7 @@ def compose(
         run_number=1 + sum(run.first_line < evidence.first_line for run in other_runs),
         stop=next(((stop.text, stop.line) for stop in evidence.stops), None),
         device_asserts=evidence.device_asserts,
+        xids=evidence.xids,
         notes=evidence.notes,
     )
 

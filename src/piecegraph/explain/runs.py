@@ -12,7 +12,7 @@ from piecegraph.explain.root_cause import triage
 
 _JOINED = (
     *("processes", "milestones", "suggestions", "memory_signs", "artefacts", "call_chains", "exits", "stops", "above"),
-    *("device_asserts", "error_lines", "known_issue_lines", "tree", "notes"),
+    *("device_asserts", "xids", "error_lines", "known_issue_lines", "tree", "notes"),
 )
 """What both halves of a run hold several of."""
 

@@ -53,6 +53,7 @@ _DECIDERS: dict[str, dict[str, tuple[str, ...]]] = {
                 "error line",
                 "error before",
                 "line before",
+                "driver said",
                 "last line",
                 "last printed",
                 "told by",

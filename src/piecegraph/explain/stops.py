@@ -29,8 +29,9 @@ def _interrupts(raised: Raised) -> bool:
 
 
 def is_by_scheduler(failure: Failure) -> bool:
-    """Whether a scheduler or the kernel ended it, of which a limit is no request."""
-    return failure.death is not None and failure.death.teller in ("scheduler", "kernel")
+    """Whether a scheduler, the kernel or a limit of time ended it, which is no request."""
+    death = failure.death
+    return death is not None and (death.teller in ("scheduler", "kernel") or death.name == "TIMEOUT")
 
 
 def was_asked_to_end(evidence: Evidence, interrupts: Sequence[Failure], candidates: Sequence[Failure]) -> bool:

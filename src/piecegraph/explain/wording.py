@@ -100,6 +100,7 @@ def _root_rows(page: Page) -> list[PageRow]:
     rows.append(PageRow("", f"{root.type}: {root.message}" if root.message else root.type, tone))
     rows += [PageRow("", detail, is_detail=True) for detail in root.details]
     rows += [PageRow("kernel said", f"{text}  ({_line(line)})") for text, line in _kernel_words(page)]
+    rows += [PageRow("driver said", f"{text}  ({_line(line)})") for text, line in page.xids[:3]]
     rows += _death_rows(page)
     is_guess = page.who.groups[0].certainty == "reconstructed"
     if root.frame is not None:

@@ -58,6 +58,8 @@ def test_torchelastic_tells_of_a_rank_that_was_killed(tmp_path: Path) -> None:
 
 
 SCHEDULERS = {
+    "Message: The node was low on resource: memory. Threshold quantity: 100Mi, available: 62856Ki.": "EVICTED",
+    "Reason: Evicted": "EVICTED",
     "slurmstepd: error: *** JOB 83 ON nid1 CANCELLED AT 2025-05-02T03:58:46 DUE TO TIME LIMIT ***": "TIMEOUT",
     " 0: slurmstepd: error: *** STEP 83.1 ON nid1 CANCELLED AT 2025-05-02T03:58:46 DUE TO TIME LIMIT ***": "TIMEOUT",
     "slurmstepd: error: *** JOB 83 ON nid1 CANCELLED AT 2025-05-02T03:58:46 DUE TO PREEMPTION ***": "PREEMPTED",
@@ -241,3 +243,60 @@ def test_what_was_printed_right_before_an_end_without_an_exception() -> None:
 def test_lines_before_an_end_are_left_out_where_an_exception_tells_why() -> None:
     assert lines_before(f"step 1\n{TRACEBACK}\nsrun: error: node7: task 3: Exited with exit code 1\n") == []
     assert lines_before("    at the end of a source\nAborted (core dumped)\n") == []
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("May 04 10:05:00 n7 systemd[1]: a.service: Main process exited, code=killed, status=9/KILL", "SIGKILL"),
+        ("May 04 10:05:00 n7 systemd[1]: a.service: Main process exited, code=dumped, status=11/SEGV", "SIGSEGV"),
+        ("a.service: A process of this unit has been killed by the OOM killer.", "OUT_OF_MEMORY"),
+        ('Thread 1 "python3" received signal SIGSEGV, Segmentation fault.', "SIGSEGV"),
+        ("Program received signal SIGABRT, Aborted.", "SIGABRT"),
+        ("timeout: sending signal TERM to command 'python'", "TIMEOUT"),
+    ],
+)
+def test_deaths_as_services_and_debuggers_tell_them(line: str, name: str) -> None:
+    page = page_of(f"step 1\n{line}\n")
+    assert (page.outcome, page.root.type if page.root else "") == ("failure", name)
+
+
+def test_a_limit_of_time_is_no_request() -> None:
+    page = page_of(
+        "timeout: sending signal TERM to command 'python'\nSIGTERM received, saving a checkpoint\nTerminated\n"
+    )
+    assert page.outcome == "failure"
+    assert page.root is not None
+    assert page.root.type == "TIMEOUT"
+
+
+def test_a_unit_that_exits_with_a_code_of_its_own() -> None:
+    page = page_of("n7 systemd[1]: a.service: Main process exited, code=exited, status=1/FAILURE\n")
+    assert (page.outcome, [ended.code for ended in page.who.exits]) == ("exits", [1])
+
+
+@pytest.mark.parametrize(
+    "panic",
+    [
+        "thread 'main' panicked at src/server.rs:210:9:\nindex out of bounds: the len is 3 but the index is 7",
+        "thread 'main' (77) panicked at src/server.rs:210:9:\nindex out of bounds: the len is 3 but the index is 7",
+        "thread 'main' panicked at 'index out of bounds: the len is 3 but the index is 7', src/server.rs:210:9",
+    ],
+)
+def test_a_panic_of_rust(panic: str) -> None:
+    page = page_of(
+        f"starting\n{panic}\nnote: run with `RUST_BACKTRACE=1` environment variable to display a backtrace\n"
+    )
+    assert page.root is not None
+    assert page.root.message == "index out of bounds: the len is 3 but the index is 7"
+    assert page.root.frame is not None
+    assert (page.root.frame.file, page.root.frame.line) == ("src/server.rs", 210)
+    lived = page_of(panic.replace("main", "worker-3") + "\nstep 1\nstep 2\nstep 3\n")
+    assert lived.outcome == "nothing"
+
+
+def test_what_the_driver_said_stands_beside_the_failure() -> None:
+    said = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python, GPU has fallen off the bus."
+    text = to_text(page_of(f"[ 8123.551] {said}\n{TRACEBACK}\n"))
+    assert f"driver said   {said}" in text.replace("\n" + " " * 16, " ")
+    assert page_of(f"May 04 10:00:00 n7 kernel: {said}\n").error_lines[0][1] == 1

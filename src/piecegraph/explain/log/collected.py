@@ -142,6 +142,7 @@ class CollectedRun:
             stops=tuple(seen.stops.values()),
             above=tuple(LinesAbove(line, lines) for line, lines in seen.above.items()),
             device_asserts=tuple((text, line) for text, (_, line) in seen.device_asserts.items()),
+            xids=tuple(seen.xids.values()),
             error_lines=tuple(dict.fromkeys((*list(seen.errors.values())[:3], *seen.last_errors))),
             known_issue_lines=tuple(self.known_issue_lines),
             last_line=seen.last_line,

@@ -47,6 +47,11 @@ _RULES: tuple[tuple[Teller, str], ...] = (
                   r"|exceeded memory limit \(\d+ > \d+\), being killed)"),
     ("scheduler", r"srun: error: (?P<host>\S+): tasks? (?P<task>[\d,-]+): (?P<srun_oom>Out Of Memory)"),
     ("scheduler", r"srun: error: (?P<host>\S+): tasks? (?P<task>[\d,-]+): (?P<words>{words})\b"),
+    ("scheduler", r"(?P<evicted>^(?:Message: +)?The node was low on resource: \S|^Reason: +Evicted$)"),
+    ("launcher", r"^timeout: sending signal (?P<timeout>TERM|KILL) to command "),
+    ("launcher", r"Main process exited, code=(?:killed|dumped), status=(?P<number>\d+)/"
+                 r"|(?P<unit_oom>A process of this unit has been killed by the OOM killer)"),
+    ("process", r"^(?:Program|Thread .{{1,80}}) received signal (?P<sig>SIG[A-Z]+), "),
     ("kernel", r"[Oo]ut of memory: [Kk]illed process (?P<pid>\d+)|oom-kill:.*\bpid=(?P<pid2>\d+)"),
     ("launcher", r"(?P<raylet>[Ww]orkers? \(tasks / actors\) killed due to memory pressure)"),
     ("launcher", r"(?P<lost>A worker died or was killed while executing a task)"
@@ -88,6 +93,8 @@ WORDS = (
     *(
         "xit",
         "eturn code",
+        "low on resource",
+        "Evicted",
         "eturncode",
         "EXIT",
         "erminated",
@@ -103,7 +110,7 @@ WORDS = (
 """A line that tells of a death holds one of these."""
 _BY_GROUP = {
     "oom": "OUT_OF_MEMORY", "k8s": "OUT_OF_MEMORY", "raylet": "OUT_OF_MEMORY", "limit": "OUT_OF_MEMORY",
-    "srun_oom": "OUT_OF_MEMORY",
+    "srun_oom": "OUT_OF_MEMORY", "unit_oom": "OUT_OF_MEMORY", "evicted": "EVICTED", "timeout": "TIMEOUT",
     "segfault": "SIGSEGV", "segv": "SIGSEGV", "glibc": "SIGABRT", "bus": "SIGBUS",
 }  # fmt: skip
 _SCHEDULER_WORDS = {

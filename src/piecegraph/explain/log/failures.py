@@ -26,7 +26,12 @@ _FATAL = re.compile(r"^(?P<type>Fatal Python error|Windows fatal exception): (?P
 _THREAD = re.compile(r"^(?:(?P<which>Current thread|Thread) 0x[0-9a-fA-F]+.*|Stack) \(most recent call first\):\s*$")
 _TERMINATE = re.compile(r"terminate called after throwing an instance of '(?P<type>[^']+)'")
 _WHAT = re.compile(r"^\s*what\(\):\s+(?P<message>.*)$")
-_WORDS = ("atal ", "(most recent call first)", "terminate called")
+_PANIC = re.compile(
+    r"^thread '(?P<thread>[^']{0,200})'(?: \(\d+\))? panicked at (?:'(?P<message>.*)', )?"
+    r"(?P<file>[^\s:']+\.rs):(?P<line>\d+):\d+:?$"
+)
+"""Of Rust: the message in the line itself, or as of 1.73 in the next."""
+_WORDS = ("panicked at", "atal ", "(most recent call first)", "terminate called")
 _KINDS: dict[str, FailureKind] = {"thread": "thread", "ignored": "ignored", "logging": "ignored", "logged": "logged"}
 _REACH = 4
 """How many lines below "terminate called" its message may stand."""
@@ -240,6 +245,8 @@ def _take_crashes(lines: Sequence[Line], process: Process) -> _Crashes:
                 chains.append(frames)
         elif terminate is not None:
             failures.append(_crash(terminate["type"], _what(lines, at), (), process, line.number))
+        elif (panic := _PANIC.match(line.text)) is not None:
+            failures.append(_panic(panic, lines[at].text if at < len(lines) else "", process, line.number))
         else:
             rest.append(line)
     if reason:
@@ -264,6 +271,14 @@ def _what(lines: Sequence[Line], at: int) -> str:
         if found is not None:
             return found["message"]
     return ""
+
+
+def _panic(panic: re.Match[str], below: str, process: Process, line: int) -> Failure:
+    """A panic of Rust, which ends the program where it is of the main thread."""
+    frame = Frame(panic["file"], int(panic["line"]), "")
+    message = panic["message"] if panic["message"] is not None else below.strip()
+    crash = _crash("Rust panic", message, (frame,), process, line)
+    return replace(crash, kind="exception" if panic["thread"] == "main" else "thread")
 
 
 def _crash(name: str, message: str, frames: tuple[Frame, ...], process: Process, line: int) -> Failure:

@@ -60,7 +60,8 @@ _RECORD_PREFIX = re.compile(
   | \[?[DIWEF]\d{{3,4}}[ ]\d\d:\d\d:\d\d\.\d+[ ](?:\d+[ ])?(?P<source>[\w./<>-]+:\d+)\][ ]?   # glog, torch
         (?:\[\d+/\d+(?:_\d+)?\][ ]?)?                                                # compile id
   | \d{{4}}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?                                  # logging
-        (?:[ ]?[-|:]?[ ](?![\w.]*(?:Error|Exception):)[\w.]+)?(?:[ ]?[-|:]?[ ](?:{_LEVELS})\b)?(?:[ ]?[-|:]|(?=[ ]))[ ]?
+        (?:[ ]?[-|:]?[ ](?![\w.]*(?:Error|Exception):)[\w.]+(?:-[\w.]+)*)?
+        (?:[ ]?[-|:]?[ ](?:{_LEVELS})\b)?(?:[ ]?[-|:]|(?=[ ]))[ ]?
   | (?:{_LEVELS}):[\w.]+:                                                             # logging.basicConfig
     """,
     re.VERBOSE,

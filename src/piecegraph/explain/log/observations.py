@@ -56,7 +56,7 @@ _SIZE = re.compile(r"\b(?:bs=\d+|num_tokens=\d+)|\bbs \[(?P<one>\d+)\]|batch siz
 _EXIT_LINE = re.compile(
     r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)"
     r"|srun: error: (?P<host>\S+): tasks? (?P<task>[\d,-]+): Exited with exit code (?P<srun>\d+)"
-    r"| exits with return code = (?P<returned>-?\d+)"
+    r"| exits with return code = (?P<returned>-?\d+)|Main process exited, code=exited, status=(?P<unit>\d+)/"
 )
 _MEMORY = re.compile(
     r"(?i:out of memory|outofmemory|out_of_memory|cannot allocate memory|oom.?kill|memory cgroup|bad_alloc)"
@@ -77,12 +77,16 @@ _LISTED = re.compile(r"^\s+- (?P<name>[\w./-]+\.\w+) \([\d,]+ bytes\)$")
 _ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b|(?:^|[ :])\[?[EF]\d{3,4} \d\d:\d\d:\d\d\.")
 _LEVEL = re.compile(r"\b(?:DEBUG|INFO|WARN|WARNING)\b|(?:^|[ :])\[?[DIW]\d{3,4} \d\d:\d\d:\d\d\.")
 _BARE_ERROR = re.compile(
-    r"^\s*(?:\S{1,200}: )?(?:fatal )?(?:[Ee]rror|ERROR|FATAL)(?:\[[\w-]+\]| [A-Z]{1,3}\d+)?: \S"
+    r"^\s*(?:\S{1,200}: )?(?:fatal )?(?:[Ee]rror|ERROR|FATAL)(?:\[[\w-]+\]| [A-Z]{1,3}\d+)?: {1,8}\S"
     r"|: command not found$|^\S+: can't open file |^\S*python\S*: No module named |^\[ERROR\] "
     r"|(?:^|\| )!!! Exception during processing ?!!! \S|\] \S+:\d+ NCCL WARN \S|\[TensorRT-LLM\]\[ERROR\] "
-    r"|\[TRT-LLM\](?: \[RANK \d+\])? \[E\] "
+    r"|\[TRT-LLM\](?: \[RANK \d+\])? \[E\] |^(?:\S+: )?Error response from daemon: "
+    r"|^There are not enough slots available|^ErrorMessage \""
+    r"|^(?:srv +\w+|main|\w*(?:llama|ggml|gguf|clip|common|whisper)\w*): .*\b(?:error|failed)\b"
+    r"|^(?:E {3,}|FAILED |ERROR )\S*(?:Error|Exception|::)|^E {3,}assert |NVRM: Xid "
 )
-"""What programs print that do not log as Python does: argparse, shells, compilers, pip, ComfyUI, NCCL, TensorRT-LLM."""
+"""What programs print that do not log as Python does: argparse, shells, compilers, pip, ComfyUI, NCCL, TensorRT-LLM,
+docker, mpirun, llama.cpp, SageMaker, pytest, the driver of NVIDIA."""
 _STOP = re.compile(
     r"(?i:\b(?:received|caught|got|trigger received)(?: an?)? (?:signal[= ]|exit signal )?(?:SIGTERM|SIGINT|SIGHUP)"
     r"|\bSIG(?:TERM|INT|HUP)\b(?:/SIG\w+)? (?:was )?(?:received|caught)|received signal (?:2|15)\b"
@@ -98,7 +102,9 @@ _GLOO_RANK = re.compile(r"\[Gloo\] Rank (?P<rank>\d+) is connected to [1-9]")
 LinesAboveOf = Callable[[int], tuple[tuple[str, int | None], ...]]
 _LETTERS = re.compile(r"[A-Za-z]{2,}")
 _WITHOUT_DIGITS = str.maketrans("", "", "0123456789")
-ERROR_WORDS = ("rror: ", "rror[", "xception: ", "command not found", "open file", "No module named")
+ERROR_WORDS = ("rror: ", "rror[", "xception: ", "command not found", "open file", "No module named",
+    "from daemon", "not enough slots", "failed", "rror loading", "ErrorMessage", "E   ", "FAILED ", "NVRM: Xid ",
+)  # fmt: skip
 """Beside those below; of interest as long as nothing has failed."""
 WORDS = (
     *_MARK_WORDS,
@@ -117,6 +123,7 @@ WORDS = (
         "[TensorRT-LLM]",
         "[Gloo] Rank",
         "Assertion `",
+        "NVRM: Xid ",
     ),
     *("ohup: ignoring", "Setting OMP_NUM", "values were not passed", "startup time", "runner.py"),
     *("shutdown triggered", "nterrupt", "^C"),
@@ -164,6 +171,7 @@ class Observations:
     stops: dict[str, Stop] = field(default_factory=dict)
     above: dict[int, tuple[tuple[str, int | None], ...]] = field(default_factory=dict)
     device_asserts: dict[str, tuple[str, int | None]] = field(default_factory=dict)
+    xids: dict[str, tuple[str, int | None]] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)
     workers: dict[str, Process] = field(default_factory=dict)
     last_line: tuple[str, int | None] | None = None
@@ -218,6 +226,9 @@ class Observations:
         if death is not None and len(self.deaths) < MAX_KEPT:
             who = death.process
             self.deaths.setdefault((death.name, who.pid or (who.label, who.host)), death)
+        if "NVRM: Xid " in text and len(self.xids) < MAX_KEPT:
+            said = text[text.index("NVRM: ") :].strip()[:MAX_TEXT]
+            self.xids.setdefault(mask(said), (said, number))
         failed = _DEVICE_ASSERT.search(text) if "Assertion `" in text else None
         if failed is not None and len(self.device_asserts) < MAX_KEPT:
             place = failed["place"].replace("\\", "/").rpartition("/")[2]
@@ -307,8 +318,9 @@ def _exit_of_line(text: str, line: int | None) -> Exit | None:
         return None
     if found["task"]:
         return Exit(process=Process(f"task {found['task']}", host=found["host"]), code=int(found["srun"]), line=line)
-    if found["returned"]:
-        return Exit(process=Process("a process of the launcher"), code=int(found["returned"]), line=line)
+    if found["returned"] or found["unit"]:
+        who = Process("a process of the launcher" if found["returned"] else "the main process of the unit")
+        return Exit(process=who, code=int(found["returned"] or found["unit"]), line=line)
     return Exit(
         process=Process(f"local rank {found['local']}", pid=int(found["pid"])), code=int(found["code"]), line=line
     )

@@ -57,7 +57,15 @@ MAX_GATHERED_LINES = 60_000
 
 OPENING = (
     *('File "', "(most recent call", "Process ", "Exception i", " above exception"),
-    *("Fatal Python error", "Windows fatal exc", "terminate called after", "--- Logging error", " In[", "mIn["),
+    *(
+        "Fatal Python error",
+        "Windows fatal exc",
+        "terminate called after",
+        "panicked at",
+        "--- Logging error",
+        " In[",
+        "mIn[",
+    ),
     *("ray::", "-- Process "),
     *("File /", "File ~", "mFile ", "\u2771"),
 )
