@@ -444,10 +444,10 @@ def _describe_code(code: int) -> str:
 
     >>> _describe_code(-9)
     'killed by SIGKILL'
-    >>> _describe_code(1)
-    'exit code 1'
+    >>> _describe_code(1), _describe_code(-1)
+    ('exit code 1', 'exit code -1')
     """
-    if code >= 0:
+    if code >= -1:  # hardly ever SIGHUP, and what many programs exit with
         return f"exit code {code}"
     return f"killed by {signal_name(-code)}"
 

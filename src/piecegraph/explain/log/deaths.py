@@ -19,6 +19,7 @@ _BY_DESCRIPTION = {
     "illegal instruction": signal.SIGILL,
     "trace/breakpoint trap": signal.SIGTRAP,
     "aborted": signal.SIGABRT,
+    "abort trap": signal.SIGABRT,
     "abort": signal.SIGABRT,
     "bus error": signal.SIGBUS,
     "floating point exception": signal.SIGFPE,
@@ -29,6 +30,10 @@ _BY_DESCRIPTION = {
     "terminated": signal.SIGTERM,
 }
 _DESCRIPTIONS = "|".join(sorted((re.escape(words) for words in _BY_DESCRIPTION), key=len, reverse=True))
+_FROM_A_SHELL = "|".join(
+    re.escape(words[0].upper() + words[1:]) for words in sorted(_BY_DESCRIPTION, key=len, reverse=True)
+)
+"""Capitalised, as shells print them: a small word alone in a line may be anything."""
 _STATES = {"TIME LIMIT": "TIMEOUT", "PREEMPTION": "PREEMPTED", "NODE FAILURE": "NODE_FAIL", "JOB REQUEUE": "REQUEUED"}
 _BAR_END = r"<[\d:?]{1,12}, {1,3}[^<]{1,200}\]"
 """Of a progress bar of tqdm: ``[02:31<03:05, 2.97it/s, loss=2.31]``, whatever the unit and the postfix."""
@@ -56,8 +61,8 @@ _RULES: tuple[tuple[Teller, str], ...] = (
     ("launcher", r"(?P<raylet>[Ww]orkers? \(tasks / actors\) killed due to memory pressure)"),
     ("launcher", r"(?P<lost>A worker died or was killed while executing a task)"
                  r"(?:.{{0,600}}?Worker PID: (?P<pid>\d+))?"),
-    ("shell", r"^(?:\S.{{0,200}}?: line \d+: +)?(?:(?P<pid>\d+) )?(?P<words>{words})"
-              r"(?: +\(core dumped\))?(?:  +\S.*)?$"),
+    ("shell", r"^(?:\S.{{0,200}}?: line \d+: +)?(?:(?P<pid>\d+) )?(?P<words>{shell})"
+              r"(?:: \d{{1,2}})?(?: +\(core dumped\))?(?:  +\S.*)?$"),
     ("shell", r"^(?:zsh: (?:\S+ )?|\[\d+\][+-]? +)(?:(?P<pid>\d+) +)?(?:exit \d+ +)?(?P<words>{words})\b(?! by)"),
     ("shell", rf"{_BAR_END.replace('{', '{{').replace('}', '}}')}(?P<words>{{words}})(?: +\(core dumped\))?$"),
     ("launcher", r"failed \(exitcode: (?P<code>-\d+)\)(?: local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\))?"),
@@ -67,9 +72,10 @@ _RULES: tuple[tuple[Teller, str], ...] = (
     ("launcher", r"EXIT STRING: (?:{words}) \(signal (?P<number>\d+)\)"),
     ("launcher", r"died with <Signals\.(?P<sig>SIG[A-Z]+)"),
     ("launcher", r"Failed core proc\(s\): \{{'(?P<who>\w+)': (?P<code>-\d+)"),
-    ("launcher", r"(?:terminated|killed|died|exited|ended|crashed) (?:\w+ )?(?:with|by|on|of|from|due to) signal:? "
-                 r"(?:(?P<sig>SIG[A-Z]+)|(?P<number>\d+)|(?P<words>{words}))"),
-    ("launcher", r"(?i:exit(?:ed|s)?(?: with)?(?: an)?(?: exit)?[ _]?(?:status|code)|return ?code)"
+    # "said": the words are anybody's, so what stands around them is looked at
+    ("launcher", r"(?P<said>)(?:terminated|killed|died|exited|ended|crashed) (?:\w+ )?(?:with|by|on|of|from|due to) "
+                 r"signal:? (?:(?P<sig>SIG[A-Z]+)|(?P<number>\d+)|(?P<words>{words}))"),
+    ("launcher", r"(?P<said>)(?i:exit(?:ed|s)?(?: with)?(?: an)?(?: exit)?[ _]?(?:status|code)|return ?code)"
                  r"\s*(?:is|of|:|=)?\s*(?P<code>-\d{{1,2}}|1[2-5]\d)\b(?!\.\d)"),
     ("launcher", r"(?i:exit(?:ed with)?(?: exit)? code):? (?P<ntstatus>-1073\d{{6}}|3221\d{{6}})\b"),
     ("process", r"Exception Code: (?P<hex_status>0xC[0-9A-F]{{7}})(?![0-9A-Fa-f])"),
@@ -86,7 +92,14 @@ _RULES: tuple[tuple[Teller, str], ...] = (
     ("process", r"(?P<bus>ERROR: Unexpected bus error encountered in worker)"
                 r"|(?P<segv>ERROR: Unexpected segmentation fault encountered in worker)"),
 )  # fmt: skip
-_COMPILED = tuple((teller, re.compile(pattern.format(words=rf"(?i:{_DESCRIPTIONS})"))) for teller, pattern in _RULES)
+_COMPILED = tuple(
+    (teller, re.compile(pattern.format(words=rf"(?i:{_DESCRIPTIONS})", shell=_FROM_A_SHELL)))
+    for teller, pattern in _RULES
+)
+_IN_GENERAL = re.compile(
+    r"(?i)\b(?:if|when|whenever|why|how|may|might|could|would|should|answer|question|prompt|generated|completion|assistant)\b"
+)
+_EXPLAINED = re.compile(r"(?i)[\s\"'`,]*(?:usually |typically |often )?(?:means?|meaning|is|are|indicates?|stands)\b")
 WORDS = (
     *("*** JOB", "*** STEP", "srun: ", "PBS: job", "TERM_", "oom", "OOM", "illed", "memory pressure", "SIG", "ignal"),
     *("memory limit", "Out Of Memory", "worker died or", "Exception Code: 0xC"),
@@ -131,7 +144,8 @@ def death_of(text: str, line: int | None) -> Death | None:
     for teller, pattern in _COMPILED:
         found = pattern.search(text)
         if found is not None:
-            death = _read(teller, found, text, line)
+            is_prose = "said" in found.re.groupindex and _is_prose(text[: found.start()], text[found.end() :])
+            death = _read(teller, found, text, line) if not is_prose else None
             if death is not None:
                 return death
     return None
@@ -143,6 +157,11 @@ def tells_death(text: str) -> bool:
         if word in text:
             return death_of(text, None) is not None
     return False
+
+
+def _is_prose(before: str, behind: str) -> bool:
+    """Whether words that anybody may write are about deaths in general, or an answer of a model."""
+    return bool(_IN_GENERAL.search(before.rpartition(". ")[2]) or _EXPLAINED.match(behind))
 
 
 def _read(teller: Teller, found: re.Match[str], text: str, line: int | None) -> Death | None:
@@ -180,6 +199,8 @@ def _signal_of(parts: dict[str, str]) -> int | None:
         return int(_BY_DESCRIPTION[parts["words"].lower()])
     if "code" in parts:
         code = int(parts["code"])
+        if code == -1:
+            return None  # what many programs exit with, and hardly ever SIGHUP
         number = -code if code < 0 else code - _SHELL_LIMIT
         return number if 0 < number <= signal.SIGSYS else None
     if "lost" in parts:
