@@ -311,6 +311,18 @@ def test_a_log_that_ends_with_an_error_line_shows_it() -> None:
     assert "error line" not in to_text(page_of("the error rate is 3 %\nbye"))
 
 
+def test_memory_that_another_process_holds_is_named() -> None:
+    message = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+        "79.15 GiB of which 1.20 GiB is free. Process 4711 has 60.00 GiB memory in use. Including non-PyTorch memory, "
+        "this process has 17.95 GiB memory in use."
+    )
+    page = page_of(TRACEBACK.replace("ValueError: loss is nan", message))
+    assert page.root is not None
+    assert page.root.details == ("process 4711 held 60.00 GiB of this GPU",)
+    assert "process 4711 held 60.00 GiB of this GPU\n" in to_text(page)
+
+
 # -- several runs
 
 

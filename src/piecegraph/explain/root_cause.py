@@ -31,6 +31,7 @@ _MAX_QUOTED = 60
 _MAX_DETAILS = 4
 _MAX_DETAIL = 220
 _LONG_MESSAGE = 8
+_HELD = re.compile(r"\bProcess (\d+) has ([\d.]+ [KMG]iB) memory in use")
 _FIELDS = re.compile(r"\bvalidation errors? for\b")
 _ERROR_INSIDE = re.compile(r"\b(?:fatal )?error(?: [A-Z]{1,3}\d+)?: ")
 _COMMAND_FAILED = re.compile(r"(?:^|\.)CalledProcessError$")
@@ -227,7 +228,7 @@ def find_root_cause(failure: Failure) -> RootCause:
         reached if reached != frame else None,
         tuple(shown),
         bool(_ASYNC.search(origin.message)) and "NotSupported" not in origin.message,
-        _details(origin.message) or _quoted_errors(origin, failure),
+        (*_held_by_others(origin.message), *(_details(origin.message) or _quoted_errors(origin, failure))),
         next(filter(None, (_user_code(raised.message) for raised in failure.chain)), None),
     )
 
@@ -282,6 +283,12 @@ def _details(message: str) -> tuple[str, ...]:
     if not found and len(lines) >= _LONG_MESSAGE:
         found = [line.strip()[:_MAX_DETAIL] for line in lines if _ERROR_INSIDE.search(line)][:2]
     return tuple(line for line in found if line and line not in first)
+
+
+def _held_by_others(message: str) -> tuple[str, ...]:
+    """The other processes that torch names where the memory of a GPU is used up: they may be the whole reason."""
+    found = dict.fromkeys(_HELD.findall(message))
+    return tuple(f"process {number} held {size} of this GPU" for number, size in found)[:_MAX_DETAILS]
 
 
 def _quoted_errors(origin: Raised, failure: Failure) -> tuple[str, ...]:
