@@ -18,6 +18,7 @@ from piecegraph.errors import RequestError
 from piecegraph.llm.run.detokenizer import CleanedText, Detokenizer
 from piecegraph.llm.run.generation import text_behind
 from piecegraph.llm.run.request import SamplingParams
+from piecegraph.llm.run.stop import IncrementalText
 from tests.cases.byte_llm import byte_tokenizer
 from tests.cases.checkpoints import make_tokenizer
 
@@ -153,6 +154,28 @@ def test_a_character_that_the_answer_completes_is_its_own(kind: str, size: int) 
         prompt, answer = tokens[: 4 + begun], tokens[4 + begun :]
         assert read(kind, prompt, answer, size)[0] == "😀é!"
         assert read(kind, prompt, said(kind, "é!"), size)[0] == "é!", "it stays broken, in the prompt"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_bytes_that_are_no_text_are_not_decoded_again_and_again(kind: str, data: st.DataObject) -> None:
+    broken = st.sampled_from([b"\x80", b"\xf0", b"\xf0\x9f\x98", b"\xe2\x82", "€".encode(), b""])
+    parts = data.draw(st.lists(broken, min_size=100, max_size=200))
+    mark = tokenizer_of(kind).bos_token_id
+    tokens = [token for part in parts for token in ([tokens_of_byte(kind)[byte] for byte in part] or [mark])]
+    detokenizer = Detokenizer(tokenizer_of(kind))
+    longest = 0
+
+    def decode(ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return detokenizer(ids)
+
+    text = IncrementalText(decode, prompt=tokens[:1])
+    told = [text.add([token]) for token in tokens[1:]]
+    assert longest < 150
+    assert "".join(told) + text.finish() == read(kind, tokens[:1], tokens[1:], 9999)[0]
 
 
 def test_what_clean_up_takes_out_is_never_told() -> None:

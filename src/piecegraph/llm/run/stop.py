@@ -20,6 +20,8 @@ from piecegraph.llm.run.detokenizer import CleanedText
 _UNFINISHED = "\ufffd"
 _MOST_UNFINISHED = 3
 """So many bytes a character can lack its last one for, each shown as U+FFFD; those before are what the model meant."""
+_NUM_NEAR = 32
+"""Tokens that are enough to see some whole characters, if only such as are U+FFFD."""
 
 
 class IncrementalText:
@@ -103,7 +105,23 @@ class IncrementalText:
             return text[start:]
         end = max(start, len(text) - num_unfinished)
         self._num_taken += end - start
+        if len(self._tokens) - self._read > 2 * _NUM_NEAR:
+            self._move_on(len(text) - end)
         return text[start:end]
+
+    def _move_on(self, num_open: int) -> None:
+        """Decode fewer tokens from here on. Of bytes that are no text the last are never finished, and to decode all
+        of them with every new one would take longer and longer.
+
+        Args:
+            num_open: characters at the end that were not taken.
+        """
+        read = len(self._tokens) - _NUM_NEAR
+        first = read - _NUM_NEAR
+        before, text = self._decode(self._tokens[first:read]), self._decode(self._tokens[first:])
+        num_taken = len(text) - num_open - num_common(before, text)
+        if num_taken > _MOST_UNFINISHED:  # otherwise most have no text, and what is open may begin before them
+            self._first, self._read, self._num_taken = first, read, num_taken
 
     def _release(self, new: str, *, is_last: bool) -> str:
         if not self._stop:  # as most are, and there is a call a token
