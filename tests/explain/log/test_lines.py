@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -195,3 +196,14 @@ def test_records_that_name_a_rank() -> None:
     (failure,) = scan("\n".join(lines)).failures
     assert shape(failure) == WHOLE
     assert [process.rank for process in failure.processes] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["a.cu:1: x Assertion `x ", "a:1", "_llama", "error: ", "killed by ", "exit with exit code ", "<1:1, ", "'x\\n"],
+)
+def test_a_long_line_that_nearly_says_something_takes_no_long_time(piece: str) -> None:
+    line = piece * (60_000 // len(piece))
+    begun = time.perf_counter()
+    scan(f"{line}\n{line} (most recent call last):\\n{line}\nAssertion `{line} Killed ERROR")
+    assert time.perf_counter() - begun < 5, "a quadratic pattern takes minutes"

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from piecegraph.explain.evidence import Death, Exit, Milestone, Phase, Process, Stop
 from piecegraph.explain.log.deaths import WORDS as DEATH_WORDS
@@ -82,7 +83,7 @@ _BARE_ERROR = re.compile(
     r"|(?:^|\| )!!! Exception during processing ?!!! \S|\] \S+:\d+ NCCL WARN \S|\[TensorRT-LLM\]\[ERROR\] "
     r"|\[TRT-LLM\](?: \[RANK \d+\])? \[E\] |^(?:\S+: )?Error response from daemon: "
     r"|^There are not enough slots available|^ErrorMessage \""
-    r"|^(?:srv +\w+|main|\w*(?:llama|ggml|gguf|clip|common|whisper)\w*): .*\b(?:error|failed)\b"
+    r"|^(?:srv +\w+|main|\w{0,60}(?:llama|ggml|gguf|clip|common|whisper)\w{0,60}): .*\b(?:error|failed)\b"
     r"|^(?:E {3,}|FAILED |ERROR )\S*(?:Error|Exception|::)|^E {3,}assert |NVRM: Xid "
 )
 """What programs print that do not log as Python does: argparse, shells, compilers, pip, ComfyUI, NCCL, TensorRT-LLM,
@@ -96,7 +97,7 @@ _STOP = re.compile(
 )
 """How programs say that they were asked to end."""
 _STOP_WORDS = ("SIG", "shutdown triggered", "nterrupt", "^C", "eceived signal ", " death signal")
-_DEVICE_ASSERT = re.compile(r"^(?P<place>\S+:\d+): .*\bAssertion `(?P<check>.+?)` failed")
+_DEVICE_ASSERT = re.compile(r"^(?P<place>\S{1,300}?:\d+): .{0,300}?\bAssertion `(?P<check>[^`]{1,1000})` failed")
 _GLOO_RANK = re.compile(r"\[Gloo\] Rank (?P<rank>\d+) is connected to [1-9]")
 
 LinesAboveOf = Callable[[int], tuple[tuple[str, int | None], ...]]
@@ -106,30 +107,49 @@ ERROR_WORDS = ("rror: ", "rror[", "xception: ", "command not found", "open file"
     "from daemon", "not enough slots", "failed", "rror loading", "ErrorMessage", "E   ", "FAILED ", "NVRM: Xid ",
 )  # fmt: skip
 """Beside those below; of interest as long as nothing has failed."""
-WORDS = (
-    *_MARK_WORDS,
-    *("memory", "OutOfMemory", "OUT_OF_MEMORY", "bad_alloc", "avail"),
-    *("olution", "uggestion", "can try", "ry setting", "Try ", "onsider ", "Please ", "VERBOSE=1", "NCCL_DEBUG"),
-    *("aved", "ritten", "rote ", "riting ", "tored", "error_file", "minifier", "bytes)"),
+_START_WORDS = ("ohup: ignoring", "Setting OMP_NUM", "values were not passed", "startup time", "runner.py")
+_MEMORY_WORDS = ("memory", "Memory", "MEMORY", "OutOfMemory", "bad_alloc", "avail", "oom", "OOM", "Killed process")
+_ADVICE_WORDS = (
     *(
-        "ERROR",
-        "CRITICAL",
-        "FATAL",
-        "[E",
-        "[F",
-        "during processing",
-        "NCCL WARN",
-        "TRT-LLM",
-        "[TensorRT-LLM]",
-        "[Gloo] Rank",
-        "Assertion `",
-        "NVRM: Xid ",
+        "olution",
+        "uggestion",
+        "can try",
+        "try ",
+        "ry setting",
+        "Try ",
+        "onsider ",
+        "Please ",
+        "VERBOSE=1",
+        "NCCL_DEBUG",
     ),
-    *("ohup: ignoring", "Setting OMP_NUM", "values were not passed", "startup time", "runner.py"),
-    *("shutdown triggered", "nterrupt", "^C"),
-    *DEATH_WORDS,
+)
+_FILE_WORDS = (*("aved", "ritten", "rote ", "riting ", "tored", "umped", "umping", "error_file", "minifier", "bytes)"),)
+WORDS = (
+    *(*_MARK_WORDS, *_START_WORDS, *_MEMORY_WORDS, *_ADVICE_WORDS, *_FILE_WORDS, *_STOP_WORDS, *DEATH_WORDS),
+    *("ERROR", "CRITICAL", "FATAL", "[E", "[F", "during processing", "NCCL WARN", "TRT-LLM", "[TensorRT-LLM]"),
+    *("[Gloo] Rank", "Assertion `", "NVRM: Xid "),
 )
 """A line that says something observed here holds one of these: looking for them is far cheaper than the patterns."""
+
+
+class Watched(NamedTuple):
+    """The words that a block of a log holds, by what they may announce: few patterns need be tried."""
+
+    all: tuple[str, ...] = ()
+    mark: tuple[str, ...] = ()
+    start: tuple[str, ...] = ()
+    memory: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+    death: tuple[str, ...] = ()
+
+
+def watched_in(text: str, vocabulary: str, further: Iterable[str] = ()) -> Watched:
+    """What to look for in a block; ``further`` words are of interest to the caller."""
+    found = words_in(text, vocabulary, (*WORDS, *further))
+    groups = (_MARK_WORDS, _START_WORDS, _MEMORY_WORDS, _ADVICE_WORDS, _FILE_WORDS, _STOP_WORDS, DEATH_WORDS)
+    return Watched(found, *(tuple(word for word in group if word in found) for group in groups))
 
 
 def vocabulary_of(text: str) -> str:
@@ -177,24 +197,30 @@ class Observations:
     last_line: tuple[str, int | None] | None = None
     _advice_until: int = 0
 
-    def observe(self, line: Line, raw: str, process: Process, lines_above: LinesAboveOf) -> None:
+    def observe(self, line: Line, raw: str, process: Process, watched: Watched, lines_above: LinesAboveOf) -> None:
         """Look at a line for everything but milestones; ``raw`` is the line with its prefixes."""
         text, number = line.text, line.number
-        self._advice(number, text)
-        if _MEMORY.search(text) and len(self.memory_signs) < MAX_KEPT:
-            self.memory_signs.append((text.strip()[:MAX_TEXT], number))
-        free = _FREE_MEMORY.search(text)
-        if free is not None:
-            self.free_memory = (free["free"], number)
-        self._files(text)
+        if self.is_listing(number) or has_any(text, watched.advice):
+            self._advice(number, text)
+        if has_any(text, watched.memory):
+            self._memory(number, text)
+        if has_any(text, watched.files):
+            self._files(text)
         self.keep_error(line, raw)
-        if self._ending(text, number, process) and len(self.above) < MAX_KEPT:
+        if self._ending(text, number, process, watched) and len(self.above) < MAX_KEPT:
             self.above[number] = lines_above(number)
         rank = _GLOO_RANK.search(text)
         if rank is not None and len(self.ranks) < MAX_RANKS:
             self.ranks.add(int(rank["rank"]))
         if line.claim and len(self.workers) < MAX_RANKS:
             self.workers.setdefault(line.claim, Process(line.claim))
+
+    def _memory(self, number: int, text: str) -> None:
+        if len(self.memory_signs) < MAX_KEPT and _MEMORY.search(text):
+            self.memory_signs.append((text.strip()[:MAX_TEXT], number))
+        free = _FREE_MEMORY.search(text)
+        if free is not None:
+            self.free_memory = (free["free"], number)
 
     def keep_exit(self, ended: Exit) -> None:
         """Keep how a process ended, once: launchers say it in a line and in a table, which names the rank."""
@@ -214,15 +240,15 @@ class Observations:
         if len(self.errors) < MAX_KEPT:
             self.errors.setdefault(mask(text), (text, line.number))
 
-    def _ending(self, text: str, number: int, process: Process) -> bool:
+    def _ending(self, text: str, number: int, process: Process, watched: Watched) -> bool:
         """Keep what a line tells of an end; whether it is one that somebody told of a process."""
         ended = _exit_of_line(text, number)
         if ended is not None:
             self.keep_exit(ended)
-        if has_any(text, _STOP_WORDS) and len(self.stops) < MAX_KEPT and _STOP.search(text):
+        if has_any(text, watched.stop) and len(self.stops) < MAX_KEPT and _STOP.search(text):
             stop = Stop(text=text.strip()[:MAX_TEXT], line=number, process=process)
             self.stops.setdefault(process.label, stop)
-        death = death_of(text, number) if has_any(text, DEATH_WORDS) else None
+        death = death_of(text, number) if has_any(text, watched.death) else None
         if death is not None and len(self.deaths) < MAX_KEPT:
             who = death.process
             self.deaths.setdefault((death.name, who.pid or (who.label, who.host)), death)
@@ -275,8 +301,11 @@ class Observations:
 
 def is_error(line: Line, raw: str) -> bool:
     """Whether a line is logged as an error, or printed as one."""
-    if line.record and (_ERROR.search(raw) or _LEVEL.search(raw)):
-        return _ERROR.search(raw) is not None
+    if line.record:
+        if _ERROR.search(raw):
+            return True
+        if _LEVEL.search(raw):
+            return False
     if _BARE_ERROR.search(line.text):
         return True
     read = exception_of(line.text)

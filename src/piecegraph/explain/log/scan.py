@@ -24,12 +24,13 @@ from piecegraph.explain.log.json_records import unwrapped
 from piecegraph.explain.log.lines import Line, PrefixReader
 from piecegraph.explain.log.observations import (
     ERROR_WORDS,
-    WORDS,
+    Watched,
     has_any,
     is_error,
     is_start,
     milestone_of,
     vocabulary_of,
+    watched_in,
     words_in,
 )
 from piecegraph.explain.log.syntax import kind_of, mask
@@ -118,7 +119,7 @@ class Scanner:
         self._streams: dict[Process, _Stream] = {}
         self._num_searched = self._num_read = 0
         self._tail: Tail | None = None
-        self._watched: tuple[str, ...] = ()  # the words in the present block
+        self._watched = Watched()  # the words in the present block
         self._known: tuple[str, ...] = ()
         self._errors: tuple[str, ...] = ()
         self._opening: tuple[str, ...] = ()
@@ -162,8 +163,7 @@ class Scanner:
             outside = "\n".join(line for line in lines if not line.startswith(("    ", '  File "')))
         self._fold = self._fold or (folded_at(lines) if 'File "' in self._opening else 0)
         self._first_line = self._known_first_line(lines)
-        watched = (*WORDS, self._first_line) if self._first_line else WORDS
-        self._watched = words_in(outside, vocabulary, watched)
+        self._watched = watched_in(outside, vocabulary, (self._first_line,) if self._first_line else ())
         self._known = words_in(outside, vocabulary, self._known_words)
         self._errors = () if self._run.failures else words_in(whole, vocabulary, ERROR_WORDS)
         self._block, self._block_first = lines, self._number + 1
@@ -243,7 +243,7 @@ class Scanner:
         return has_any(raw, self._known) or self._may_say_something(raw)
 
     def _may_say_something(self, raw: str) -> bool:
-        if has_any(raw, self._watched) or self._run.seen.is_listing(self._number):
+        if has_any(raw, self._watched.all) or self._run.seen.is_listing(self._number):
             return True
         return bool(self._errors) and not self._streams and not self._run.failures and has_any(raw, self._errors)
 
@@ -292,15 +292,16 @@ class Scanner:
     def _observe(self, process: Process, line: Line, raw: str) -> None:
         if self._may_say_something(raw):
             self._take_note(process, line, raw)
-        found = self._is_known_issue(line.text)
+        found = has_any(line.text, self._known) and self._is_known_issue(line.text)
         if found:
             self._run.keep_known_issue(found, line)
 
     def _take_note(self, process: Process, line: Line, raw: str) -> None:
         seen = self._run.seen
-        milestone = milestone_of(line.text, line.number)
+        watched = self._watched
+        milestone = milestone_of(line.text, line.number) if has_any(line.text, watched.mark) else None
         is_begun = milestone is not None and (milestone.phase, milestone.state) == ("init", "begun")
-        is_sure = is_begun or is_start(line.text)
+        is_sure = is_begun or (has_any(line.text, watched.start) and is_start(line.text))
         if self._is_one_log and (is_sure or self._is_first_line_again(line, raw)):
             self._close_streams()
             if self._run.failures or seen.deaths:
@@ -308,7 +309,7 @@ class Scanner:
                 seen = self._run.seen
         if milestone is not None:
             seen.keep(milestone)
-        seen.observe(line, raw, self._named(process), self._lines_above)
+        seen.observe(line, raw, self._named(process), watched, self._lines_above)
 
     def _is_first_line_again(self, line: Line, raw: str) -> bool:
         if not self._first_line or self._first_line not in raw or line.number <= self._run.first_line:
