@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import random
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +106,25 @@ def test_unusable_input_is_a_clear_error(content: bytes | None, code: str, tmp_p
     assert "run.log" in done.stderr
     assert done.stderr.count("\n") == 1
     assert "hint: " in done.stderr
+
+
+@pytest.mark.parametrize("place", [0, 30, 200_000])
+def test_zeros_that_a_file_system_left_are_read_past(place: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.log"
+    before = b"step 1 of 3000\n" * (place // 15)
+    path.write_bytes(before + bytes(5000) + TRACEBACK.encode() + b"\n")
+    page = explain_logs([path])
+    assert page.root is not None
+    assert page.root.message == "loss is nan"
+    assert page.who.groups[0].line == place // 15 + TRACEBACK.count("\n") + 1
+
+
+def test_a_database_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "profile.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE kernels (name TEXT)")
+    with pytest.raises(InputError, match="PG603"):
+        explain_logs([path])
 
 
 def test_a_folder_is_unreadable(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import codecs
 import gzip
 import io
 import os
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -28,6 +29,9 @@ _WIDE = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
          (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"), (codecs.BOM_UTF8, "utf-8-sig"))  # fmt: skip
 _CONTROL = bytes(set(range(32)) - set(b"\t\n\r\x08\x0c\x1b"))
 _BINARY_SHARE = 0.05
+_NULS = re.compile(rb"\0{64,}")
+"""What a file system leaves where a log was cut while it was written, or where a machine went down; a database, too."""
+_DATABASE = b"SQLite format 3\0"
 _BINARY_HINT = "give the text that the run printed; a profile or a core file is none"
 
 
@@ -60,7 +64,7 @@ class Log:
             decoder = self._decoder(first)
             splitter = _Splitter()
             while first:
-                lines = splitter.split(decoder.decode(first))
+                lines = splitter.split(decoder.decode(first).replace("\0", ""))
                 self.num_lines += len(lines)
                 yield lines
                 if raw.seekable():
@@ -105,8 +109,8 @@ class Log:
         for mark, encoding in _WIDE:
             if first.startswith(mark):
                 return codecs.getincrementaldecoder(encoding)("replace")
-        head = first[:MAX_LINE]
-        if head and len(head) - len(head.translate(None, _CONTROL)) > _BINARY_SHARE * len(head):
+        head = _NULS.sub(b"", first[:MAX_LINE])
+        if first.startswith(_DATABASE) or len(head) - len(head.translate(None, _CONTROL)) > _BINARY_SHARE * len(head):
             raise InputError("PG603", f"{self.name} is no text", why="it holds binary data", hint=_BINARY_HINT)
         return codecs.getincrementaldecoder("utf-8")("replace")
 
