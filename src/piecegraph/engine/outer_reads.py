@@ -14,10 +14,12 @@ import enum
 import functools
 import gc
 import inspect
+import logging
 import re
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -31,7 +33,7 @@ from piecegraph.graph.asked import MEMORY, SEEDING, Question, questions_in, read
 from piecegraph.graph.code_used import classes_at
 from piecegraph.graph.signature import has_attributes, is_constant
 
-MAX_VALUES = 2_000
+MAX_VALUES = 10_000
 _CACHED = type(functools.cache(lambda: None))
 _BY_OTHERS = (functools.partialmethod, functools.singledispatchmethod)
 """What of the standard library makes methods of functions that a class does not show."""
@@ -313,6 +315,9 @@ class _Reader:
             return
         if isinstance(value, torch.Tensor):
             self.tensors.append(path)
+            for name in vars(value):
+                if self._is_any or name in self._names:
+                    self._walk(f"{path}.{name}", vars(value)[name], (*above, id(value)))
         elif is_constant(value):
             self.constants.append(path)
             if isinstance(value, FunctionType):
@@ -362,6 +367,8 @@ class _Reader:
             yield _Part(f"{path}.__self__", value.__self__)
         elif isinstance(value, _CACHED) and isinstance(value.__wrapped__, FunctionType):
             self._walk_cached(path, value)
+        elif isinstance(value, logging.Logger):  # it leads to all others, which tell a model nothing
+            yield _Part(f"{path}.level", value.level)
         elif isinstance(value, weakref.ref):
             if (target := value()) is not None:
                 yield _Part(f"{path}()", target)
@@ -392,7 +399,7 @@ class _Reader:
         skipped = _EVERY_MODULE - {"training"} if isinstance(value, torch.nn.Module) else frozenset()
         names = dict.fromkeys(name for name in own if isinstance(name, str) and name not in skipped)
         names |= dict.fromkeys(() if isinstance(value, ModuleType) else _data_of(type(value)))
-        is_any = self._is_any and not isinstance(value, ModuleType)
+        is_any = (self._is_any and not isinstance(value, ModuleType)) or _is_read_by_methods(value)
         if isinstance(value, ModuleType) and self._is_any and not is_installed(own):
             for name in _plain_values(own):
                 yield _Part(f"{path}.{name}", own[name])
@@ -418,6 +425,15 @@ class _Reader:
 class _Part(NamedTuple):
     path: str
     value: Any
+
+
+def _is_read_by_methods(value: Any) -> bool:
+    """Whether a class of the standard library reads its objects, whose code is not seen to run: a ``UserDict``, an
+    ``Event``. What is in others (a logger, an executor) changes all the time and tells a model nothing.
+    """
+    module = type(value).__module__
+    is_theirs = module.partition(".")[0] in sys.stdlib_module_names and not isinstance(value, threading.Thread)
+    return is_theirs and (isinstance(value, Collection) or module == "threading")
 
 
 def _data_of(cls: type) -> list[str]:

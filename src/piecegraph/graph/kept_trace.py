@@ -169,6 +169,8 @@ def _attributes(traced: Traced) -> dict[str, torch.Tensor]:
 
 
 def _described(outside: OutsideValues) -> dict[str, str]:
+    for name, value in outside.objects.items():
+        raise UnkeepableError(f"nothing tells whether {name} is the same {type(value).__name__} in another process")
     describer = Describer()
     return {name: _described_value(describer, value, name) for name, value in outside.constants.items()}
 

@@ -14,12 +14,15 @@ import ast
 import collections
 import contextlib
 import contextvars
+import ctypes
 import functools
+import io
 import itertools
 import operator
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -75,7 +78,7 @@ class OutsideValues:
         self._scopes = dict(scopes)
         named = dict.fromkeys((*(each for name in constants for each in self._expand(name)), *tensors))
         known = [name for name in named if _is_comparable(self._try(name)) and not self._is_torchs(name)]
-        held = [name for name in named if isinstance(self._try(name), _BY_IDENTITY)]
+        held = [name for name in named if self._is_one_object(name)]
         if any(_takes_in_others(self._try(name)) for name in known):
             self._scopes["registrations"] = abc.get_cache_token
             known.append("registrations()")
@@ -160,9 +163,9 @@ class OutsideValues:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Those that are no tensors or arrays, as they were, by their expressions."""
+        """Those that are compared by value, as they were, by their expressions."""
         named = zip(self.names, self._values, strict=True)
-        return {name: value for name, value in named if not isinstance(value, _BY_IDENTITY)}
+        return {name: value for name, value in named if _is_comparable(value)}
 
     @property
     def classes(self) -> list[type]:
@@ -174,6 +177,15 @@ class OutsideValues:
         """Those that are, by their names."""
         named = zip(map(_readable, self.names), self._values, strict=True)
         return {name: value for name, value in named if isinstance(value, torch.Tensor)}
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """Those that are none of these, nor ops, and compared by identity."""
+        named = zip(self.names, self._values, strict=True)
+        objects = {
+            name: each for name, each in named if not _is_comparable(each) and not isinstance(each, _BY_IDENTITY)
+        }
+        return {name: each for name, each in objects.items() if not torch_compat.qualified_name(each)}
 
     def find(self, expression: str) -> Any:
         """What an expression leads to now; the object itself if to nothing."""
@@ -216,6 +228,15 @@ class OutsideValues:
         with contextlib.suppress(Exception):  # a name that only Dynamo can read
             return eval(_compiled(name), self._scopes)
         return self
+
+    def _is_one_object(self, name: str) -> bool:
+        """Whether an expression leads to something that is no constant, and to the same each time: a bound method is
+        made where it is asked for. What is read in Python's modules has names of its own, and nobody reads hints.
+        """
+        value = self._try(name)
+        is_left_out = value is self or isinstance(value, ModuleType) or type(value).__module__ == "typing"
+        is_compared = is_left_out or _is_comparable(value) or self._is_torchs(name)
+        return not is_compared and value is self._try(name)
 
     def _is_torchs(self, name: str) -> bool:
         """Whether it is a function or class that torch has: nobody replaces those, and every model reads many."""
@@ -354,7 +375,7 @@ def _tuple_of(expressions: Iterable[str]) -> CodeType:
 
 
 def _is_same(now: Any, then: Any) -> bool:
-    if isinstance(then, _BY_IDENTITY) or type(now) is not type(then):
+    if type(now) is not type(then) or not _is_comparable(then):
         return now is then
     if isinstance(then, np.generic):
         return bool(now.dtype == then.dtype and now.tobytes() == then.tobytes())
@@ -395,5 +416,10 @@ def _has_value(variable: contextvars.ContextVar[Any]) -> bool:
 _READ_AS: dict[type, str] = {
     collections.deque: "list({0})",
     bytearray: "bytes({0})",
+    memoryview: "bytes({0})",
     array.array: "{0}.tobytes()",
+    ctypes.c_int.__mro__[-2]: "bytes({0})",  # the class of all of C's values, which has no public name
+    io.StringIO: "({0}.getvalue(), {0}.tell())",
+    io.BytesIO: "({0}.getvalue(), {0}.tell())",
+    type(threading.Lock()): "{0}.locked()",
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import inspect
 import operator
+import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ _MAX_KNOWN = 4096
 _CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, type, types.FunctionType,
     types.BuiltinFunctionType, types.CodeType, torch.dtype, torch.device, torch.layout, torch.memory_format,
-    torch.nn.Module,
+    torch.nn.Module, re.Pattern,
 )  # fmt: skip
 _BY_VALUE = (int, float, complex, str, bytes)
 
