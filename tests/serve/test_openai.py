@@ -238,6 +238,21 @@ def test_a_prompt_alone_says_the_same_streamed_or_not(client: openai.OpenAI) -> 
     assert last.choices[0].finish_reason == "length"
 
 
+def test_null_is_what_is_not_said(running: Served) -> None:
+    for path, body, nulls in (
+        ("/v1/completions", {"prompt": "ax", "temperature": 0}, ["max_tokens", "echo", "priority", "logprobs"]),
+        ("/v1/responses", {"input": "ax", "temperature": 0, "max_output_tokens": 2}, ["text", "reasoning", "tools"]),
+        ("/v1/embeddings", {"input": "ax"}, ["encoding_format", "pooling"]),
+    ):
+        answers = [running.post(path, {"model": "tiny", **body, **said}) for said in ({}, dict.fromkeys(nulls))]
+        found = [
+            next(answer[name] for name in ("choices", "output", "data") if name in answer) for _, answer, _ in answers
+        ]
+        assert len(str(found[0])) == len(str(found[1]))  # but for the id of a message
+    for name in ("prompt", "bogus"):
+        assert running.post("/v1/completions", {"model": "tiny", "prompt": "ax", name: None})[0] == 400
+
+
 def test_what_completions_refuse(client: openai.OpenAI) -> None:
     for arguments, why in (
         ({"best_of": 2}, "best_of is not supported: answers would be generated to be thrown away"),

@@ -1,4 +1,4 @@
-"""What the bodies of requests hold. A field that is not here is refused by name, never ignored.
+"""What the bodies of requests hold. A field that is not here is refused by name, never ignored. Null says nothing.
 
 Fields that vLLM's server knows beside OpenAI's have the same names here.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from piecegraph.llm.run.request import SamplingParams
 from piecegraph.serve.conversation import past_call, wrong_role
@@ -49,6 +49,15 @@ class Body(BaseModel):
     """A body, or a part of one."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Clients write null for what they do not say, also where the default is something else."""
+        if not isinstance(given, dict):
+            return given
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: value for name, value in given.items() if value is not None or name not in optional}
 
 
 class StreamOptions(Body):
