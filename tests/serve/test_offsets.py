@@ -64,6 +64,11 @@ def test_texts_are_the_same_in_a_stream(bytewise: Served) -> None:
             assert found == texts == [expected] * 2
 
 
+def test_tokens_that_are_no_text_are_told_apart_from_others(bytewise: Served) -> None:
+    tokens = bytewise.llm.tokenizer("é😀日")["input_ids"][:-1]
+    assert bytewise.post("/detokenize", {"tokens": tokens})[1]["prompt"].rstrip("\ufffd") == "é😀"
+
+
 def test_offsets_are_the_same_in_a_stream(bytewise: Served) -> None:
     for more in ({}, {"stop": ["日 b"]}, {"structured_outputs": {"regex": "[ab]{30}"}}):
         _, answer, _ = bytewise.post("/v1/completions", asked(seed=1, **more))

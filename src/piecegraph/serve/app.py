@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from piecegraph.base.version import VERSION
 from piecegraph.errors import PiecegraphError
+from piecegraph.llm.run.detokenizer import Detokenizer
 from piecegraph.serve.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, conversation_of
 from piecegraph.serve.catalog import Catalog, ModelSpec
 from piecegraph.serve.chat import ChatCall
@@ -145,7 +146,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
     if not all(0 <= token < vocab_size for token in body.tokens):
         message = f"the vocabulary has tokens 0 to {vocab_size - 1}"
         raise ApiError(400, message, code="invalid_value", param="tokens")
-    return {"prompt": service.llm.tokenizer.decode(body.tokens)}
+    return {"prompt": Detokenizer(service.llm.tokenizer, skip_special_tokens=False).whole(body.tokens)}
 
 
 # -- of whoever runs the server
