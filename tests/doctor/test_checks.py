@@ -264,6 +264,13 @@ CASES: list[tuple[Check, Machine, str, str]] = [
     (check_system.variables, H200, "ok", "HF_HOME=/home/me"),
     (check_system.variables, CPU, "ok", "none set that matter"),
     (check_system.variables, HIDDEN, "warn", "unset CUDA_VISIBLE_DEVICES"),
+    (
+        check_system.variables,
+        replace(CPU, refused_preloads=("/no/a.so: cannot open shared object file",)),
+        "warn",
+        "LD_PRELOAD has /no/a.so",
+    ),
+    (check_system.cache_folders, with_folder(CPU, variable="TMPDIR", exists=False), "warn", "is not there"),
     *(
         (check_system.variables, replace(H200, variables={name: value}), state, "")
         for name, value, state in [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from piecegraph.doctor import read_host, read_packages, read_programs
-from piecegraph.doctor.commands import Shell
+from piecegraph.doctor.commands import Shell, refused_preloads
 from piecegraph.doctor.machine import Gpu, InstalledProgram
 from piecegraph.doctor.read import VARIABLES, read_machine
 
@@ -280,6 +280,7 @@ def test_exact_requirements() -> None:
 
 
 def test_folders_follow_their_variables(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
     environ = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path / "tmp"), "TRITON_HOME": "/big", "HF_HOME": "/models"}
     folders = {folder.what: folder for folder in read_host.read_folders(environ, {"flashinfer-python": "0.6"})}
     assert {what: folder.path for what, folder in folders.items()} == {
@@ -290,6 +291,25 @@ def test_folders_follow_their_variables(tmp_path: Path) -> None:
         "FlashInfer cache": f"{tmp_path}/.cache/flashinfer",
     }
     assert len(read_host.read_folders(environ, {})) == 4
+
+
+def test_a_folder_for_temporary_files_that_is_not_there_is_told_once(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    program(tmp_path, "needy", 'echo "TMPDIR=${TMPDIR-none}"')
+    assert shell(tmp_path, TMPDIR=missing).run(["needy"]).out == "TMPDIR=none\n"
+    assert shell(tmp_path, TMPDIR=str(tmp_path)).run(["needy"]).out == f"TMPDIR={tmp_path}\n"
+    folders = {folder.what: folder for folder in read_host.read_folders({"TMPDIR": missing}, {})}
+    assert not folders["temporary files"].exists
+    assert folders["Inductor cache"].path.startswith("/tmp/"), "Python does not use it either"
+
+
+def test_libraries_that_the_loader_refuses(tmp_path: Path) -> None:
+    program(tmp_path, "failing", "echo why >&2; exit 3")
+    preloading = shell(tmp_path, LD_PRELOAD="/no/a.so")
+    assert refused_preloads(preloading) == ("/no/a.so: cannot open shared object file",)
+    assert refused_preloads(shell(tmp_path)) == ()
+    found = preloading.run(["failing"])
+    assert (found.err, found.trouble) == ("why\n", "failed with code 3: why")
 
 
 def test_who_may_write_to_a_folder(tmp_path: Path) -> None:

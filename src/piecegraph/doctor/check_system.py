@@ -70,7 +70,8 @@ def cache_folders(machine: Machine) -> Finding:
 def disk_space(machine: Machine) -> Finding:
     """Room where caches, models and temporary files go."""
     name = "disk space"
-    known = [folder for folder in machine.folders if folder.free_bytes is not None and folder.is_writable]
+    used = [folder for folder in machine.folders if folder.variable != "TMPDIR" or folder.exists]
+    known = [folder for folder in used if folder.free_bytes is not None and folder.is_writable]
     if not known:
         return not_applicable(name, "it cannot be read")
     tightest = min(known, key=lambda folder: folder.free_bytes or 0)
@@ -92,7 +93,7 @@ def variables(machine: Machine) -> Finding:
         for variable, is_suspect, state, lost in SUSPECT
         if variable in machine.variables and is_suspect(machine.variables[variable])
     ]
-    found += [*_library_path(name, machine), *_two_allocators(name, machine)]
+    found += [*_library_path(name, machine), *_preloads(name, machine), *_two_allocators(name, machine)]
     if found:
         return joined(name, found)
     return ok(name, " ".join(f"{key}={value}" for key, value in machine.variables.items()) or "none set that matter")
@@ -143,6 +144,14 @@ def _library_path(name: str, machine: Machine) -> list[Finding]:
     return []
 
 
+def _preloads(name: str, machine: Machine) -> list[Finding]:
+    lost = "it is not loaded, and every program says so on standard error"
+    return [
+        warn(name, f"LD_PRELOAD has {refused}", lost, "name a library that is there, or unset LD_PRELOAD")
+        for refused in machine.refused_preloads
+    ]
+
+
 def _two_allocators(name: str, machine: Machine) -> list[Finding]:
     new, old = (machine.variables.get(key) for key in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if new is None or old is None or new == old:
@@ -154,6 +163,9 @@ def _two_allocators(name: str, machine: Machine) -> list[Finding]:
 def _judge(name: str, folder: Folder) -> Finding:
     where = f"{folder.what} {folder.path}"
     mend = f"export {folder.variable}=$HOME/.cache/{folder.what.lower().replace(' ', '-')}"
+    if folder.variable == "TMPDIR" and not folder.exists:
+        lost = "nvcc and others fail to compile; Python takes /tmp in its place"
+        return warn(name, f"TMPDIR={folder.path} is not there", lost, f"mkdir -p {folder.path}, or unset TMPDIR")
     if not folder.is_writable and folder.what == MODELS:
         return warn(name, f"{where} is not writable", "models that are not there yet cannot be fetched", mend)
     if not folder.is_writable:

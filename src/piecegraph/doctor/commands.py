@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+_OF_LOADER = re.compile(
+    r"^ERROR: ld\.so: object '(?P<object>[^']+)' .*?cannot be preloaded(?: \((?P<why>.*?)\))?.*\n?", re.M
+)
+"""What the loader prints for LD_PRELOAD in the name of every program; none of them says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +27,8 @@ class CommandResult:
     """``None`` where it did not end by itself; negative for a signal."""
     trouble: str = ""
     """Why the output is not to be relied on; empty if it is."""
+    refused: tuple[str, ...] = ()
+    """The libraries of LD_PRELOAD that the loader would not load for it, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +42,20 @@ class Shell:
         """The path of a program, empty if there is none."""
         return shutil.which(name, path=self.environ.get("PATH", os.defpath)) or ""
 
+    def _environ_of_programs(self) -> dict[str, str]:
+        """Without a TMPDIR that is not there, which is told once, and not by every program that fails for it."""
+        environ = dict(self.environ)
+        if not os.path.isdir(environ.get("TMPDIR", "/")):
+            del environ["TMPDIR"]
+        return environ
+
     def run(self, command: Sequence[str], limit_s: float | None = None) -> CommandResult:
         """Run a program to its end, or to the end of its time."""
         limit_s = limit_s or self.limit_s
         try:
             process = subprocess.Popen(
                 command,
-                env=dict(self.environ),
+                env=self._environ_of_programs(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -55,8 +70,15 @@ class Shell:
         except subprocess.TimeoutExpired:
             out, err = _end(process)
             return CommandResult(out, err, None, f"did not end within {limit_s:g} s")
+        refused = tuple(f"{one['object']}: {one['why'] or 'cannot be loaded'}" for one in _OF_LOADER.finditer(err))
+        err = _OF_LOADER.sub("", err)
         trouble = "" if process.returncode == 0 else _failure(process.returncode, out + err)
-        return CommandResult(out, err, process.returncode, trouble)
+        return CommandResult(out, err, process.returncode, trouble, tuple(dict.fromkeys(refused)))
+
+
+def refused_preloads(shell: Shell) -> tuple[str, ...]:
+    """The libraries of LD_PRELOAD that cannot be loaded, with the reason."""
+    return shell.run(["true"]).refused if shell.environ.get("LD_PRELOAD") else ()
 
 
 def _end(process: subprocess.Popen[str]) -> tuple[str, str]:

@@ -147,6 +147,8 @@ class Machine:
     """Of the machine, or of the container where that is less."""
     open_files: int | None = None
     folders: tuple[Folder, ...] = ()
+    refused_preloads: tuple[str, ...] = ()
+    """Libraries that LD_PRELOAD names and the loader refuses, with the reason."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that are set and matter here."""
     scripts_folder: str = ""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from piecegraph.base.progress import Progress
 from piecegraph.doctor import read_host, read_packages, read_programs
-from piecegraph.doctor.commands import Shell
+from piecegraph.doctor.commands import Shell, refused_preloads
 from piecegraph.doctor.machine import Machine
 
 TOOL_LIMIT_S = 30.0
@@ -105,6 +105,7 @@ def read_machine(
             memory_bytes=read_host.read_memory_bytes(),
             open_files=read_host.read_open_files(),
             folders=read_host.read_folders(environ, packages),
+            refused_preloads=refused_preloads(shell),
             variables={name: environ[name] for name in VARIABLES if environ.get(name) is not None},
             scripts_folder=str(Path(sys.executable).parent),
         )

@@ -77,10 +77,11 @@ def read_folders(environ: Mapping[str, str], packages: Mapping[str, str]) -> tup
     home = Path(environ.get("HOME", "~")).expanduser()
     caches = Path(environ.get("XDG_CACHE_HOME", home / ".cache"))
     temporary = Path(environ.get("TMPDIR", tempfile.gettempdir()))
+    used = temporary if temporary.is_dir() else Path("/tmp")  # as Python falls back
     triton_home = Path(environ.get("TRITON_HOME", home))
     usual = {
         "TMPDIR": ("temporary files", temporary),
-        "TORCHINDUCTOR_CACHE_DIR": ("Inductor cache", temporary / f"torchinductor_{_user()}"),
+        "TORCHINDUCTOR_CACHE_DIR": ("Inductor cache", used / f"torchinductor_{_user()}"),
         "TRITON_CACHE_DIR": ("Triton cache", triton_home / ".triton" / "cache"),
         "HF_HOME": (MODELS, caches / "huggingface"),
     }
