@@ -128,3 +128,24 @@ def test_an_error_is_told_with_its_notes(monkeypatch: pytest.MonkeyPatch, capsys
     with pytest.raises(SystemExit, match="1"):
         main()
     assert capsys.readouterr().err.endswith("there is no model\nwhat was dumped of it:\n  /tmp/look/index.md\n")
+
+
+@pytest.mark.parametrize("command", ["env", "explain --list"])
+def test_a_reader_that_stops_early_is_no_failure(command: str) -> None:
+    shell = f"set -o pipefail; {sys.executable} -m piecegraph {command} | (exec < /dev/null; sleep 1)"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=90, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["doctor", "explain {log}"])
+def test_a_terminal_that_knows_ascii_alone(command: str, tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    log.write_text('Traceback (most recent call last):\n  File "/srv/\u00e4.py", line 3, in f\nValueError: n\u00f6\n')
+    done = subprocess.run(
+        [sys.executable, "-m", "piecegraph", *command.format(log=log).split()],
+        env={**os.environ, "COLUMNS": "10", "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, timeout=90,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode in (0, 1)
+    assert "UnicodeEncodeError" not in done.stderr
+    assert "check" in done.stdout or "ValueError: n?" in done.stdout

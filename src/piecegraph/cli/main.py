@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
+from typing import Any
 
 import click
 
@@ -24,7 +26,20 @@ from piecegraph.cli.warm import warm
 from piecegraph.errors import InputError, PiecegraphError, RankError
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Group(click.Group):
+    """Commands whose output somebody may stop reading (``| head``), which is no failure of theirs."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            if not _is_of_output(error):
+                raise
+            _close_output()
+            ctx.exit(0)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(VERSION, prog_name="piecegraph")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def group(debug: bool) -> None:
@@ -47,6 +62,9 @@ group.add_command(warm)
 
 def main() -> None:
     """Run the command. Our own errors are one line on standard error; the exit code is 1, or 2 for a wrong call."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None where it is closed
+            stream.reconfigure(errors="replace")  # a terminal that knows ASCII alone shows question marks
     try:
         group()
     except PiecegraphError as error:
@@ -54,7 +72,7 @@ def main() -> None:
     except OSError as error:
         if not _is_of_output(error):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail once more when it ends
+        _close_output()
         why, hint = (error.strerror or str(error)).lower(), "write to another place"
         _end(InputError("PG601", "standard output cannot be written", why=why, hint=hint))
     finally:
@@ -68,6 +86,11 @@ def _end(error: PiecegraphError) -> None:
     if this_rank() == (1 if isinstance(error, RankError) and error.rank == 0 else 0):
         click.echo("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), err=True)
     sys.exit(error.exit_code)
+
+
+def _close_output() -> None:
+    """Let what is still to be written go nowhere, or Python would fail once more when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_of_output(error: OSError) -> bool:
