@@ -7,8 +7,10 @@ import socket
 import struct
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 import piecegraph
+from piecegraph.serve.guards import Guards
 from tests.cases.serving import Served, http
 from tests.serve.test_server import BODY, held, wait_until
 
@@ -129,6 +131,21 @@ def test_a_client_that_waits_to_be_asked_for_its_body(running: Served) -> None:
             if found[0] == 100:
                 client.sendall(DATA)
             assert statuses(text + answered(client)) == found
+
+
+def test_headers_behind_a_body_are_not_kept(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    scopes: list[Scope] = []
+    call = Guards.__call__
+
+    async def noted(self: Guards, scope: Scope, receive: Receive, send: Send) -> None:
+        scopes.append(scope)
+        await call(self, scope, receive, send)
+
+    monkeypatch.setattr(Guards, "__call__", noted)
+    with running.connect() as client:
+        client.sendall(CHUNKED + chunk(DATA) + b"0\r\n" + b"Host: site.example\r\n" * 9000 + b"\r\n")
+        assert statuses(client.recv(4096)) == [200]
+    assert len(scopes[0]["headers"]) == 3
 
 
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])

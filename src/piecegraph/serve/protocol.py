@@ -89,6 +89,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_head, self._num_head_bytes = True, 0
         self._expect_within(_HEAD_S)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # those behind a body are nobody's, and have no limit
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._expect_nothing()
