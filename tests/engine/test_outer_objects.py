@@ -9,6 +9,7 @@ import io
 import logging
 import re
 import threading
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,6 +68,11 @@ KEPT = {
         lambda: [re.compile("ab")],
         lambda kept: kept.__setitem__(0, re.compile("abcde")),
         lambda kept, x: x * len(kept[0].pattern),
+    ),
+    "deep": Kept(
+        lambda: {"a": [{"b": (types.SimpleNamespace(scale=2.0),)}]},
+        lambda kept: setattr(kept["a"][0]["b"][0], "scale", 5.0),
+        lambda kept, x: x * kept["a"][0]["b"][0].scale,
     ),
     "logger": Kept(
         lambda: logging.Logger("piecegraph.tests", level=2),

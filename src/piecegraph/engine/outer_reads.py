@@ -37,8 +37,9 @@ MAX_VALUES = 10_000
 _CACHED = type(functools.cache(lambda: None))
 _BY_OTHERS = (functools.partialmethod, functools.singledispatchmethod)
 """What of the standard library makes methods of functions that a class does not show."""
-_MAX_DEPTH = 4
-"""Where walking ends: a global may hold a whole data set, or a library's own state."""
+_MAX_DEPTH = 8
+"""Where walking ends: a global may hold a library's own state. An object is as deep as two containers."""
+_CONTAINERS = (list, tuple, dict)
 _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter", "hasattr"}
 """What reads attributes whose names are not in the code."""
 _BY_TEXT = {"globals", "eval", "exec"}
@@ -306,9 +307,9 @@ class _Reader:
         for name, value in held.items():
             self._walk(name, value)
 
-    def _walk(self, path: str, value: Any, above: tuple[int, ...] = ()) -> None:
+    def _walk(self, path: str, value: Any, above: tuple[int, ...] = (), depth: int = 0) -> None:
         """Write down a value, or what it holds."""
-        if len(above) > _MAX_DEPTH or id(value) in above:
+        if depth > _MAX_DEPTH or id(value) in above:
             return
         if len(self.constants) + len(self.tensors) >= MAX_VALUES:
             self.is_full = True
@@ -317,7 +318,7 @@ class _Reader:
             self.tensors.append(path)
             for name in vars(value):
                 if self._is_any or name in self._names:
-                    self._walk(f"{path}.{name}", vars(value)[name], (*above, id(value)))
+                    self._walk(f"{path}.{name}", vars(value)[name], (*above, id(value)), depth + 2)
         elif is_constant(value):
             self.constants.append(path)
             if isinstance(value, FunctionType):
@@ -325,16 +326,17 @@ class _Reader:
                 if isinstance(getattr(value, "registry", None), MappingProxyType):  # of functools.singledispatch
                     self.constants += [f"tuple({path}.registry)", f"tuple({path}.registry.values())"]
             for name in self._names_in(path, value):
-                self._walk(f"{path}.{name}", getattr(value, name), (*above, id(value)))
+                self._walk(f"{path}.{name}", getattr(value, name), (*above, id(value)), depth + 2)
         else:
-            first, depth, _ = self._walked.get(id(value), ("", _MAX_DEPTH, None))
-            if first and depth <= len(above):  # all layers of a model have one configuration
+            first, first_depth, _ = self._walked.get(id(value), ("", _MAX_DEPTH, None))
+            if first and first_depth <= depth:  # all layers of a model have one configuration
                 self.constants.append(f"({path}) is ({first})")
                 return
-            self._walked[id(value)] = path, len(above), value
+            self._walked[id(value)] = path, depth, value
             self.constants += [f"type({path})"] if not isinstance(value, ModuleType) else []
+            below = depth + (1 if isinstance(value, _CONTAINERS) else 2)
             for part in self._parts(path, value):
-                self._walk(part.path, part.value, (*above, id(value)))
+                self._walk(part.path, part.value, (*above, id(value)), below)
 
     def _names_in(self, path: str, value: Any) -> list[str]:
         """The attributes of a constant that the code may read: a function of the user's, a class, a member of an
@@ -352,10 +354,10 @@ class _Reader:
 
     def _walk_attributes(self, path: str, module: torch.nn.Module) -> None:
         for part in self._attributes(path, module):
-            self._walk(part.path, part.value, (id(module),))
+            self._walk(part.path, part.value, (id(module),), 2)
 
     def _parts(self, path: str, value: Any) -> Iterator[_Part]:
-        if isinstance(value, list | tuple | dict):
+        if isinstance(value, _CONTAINERS):
             self.constants.append(f"{'tuple' if isinstance(value, dict) else 'len'}({path})")
             items = dict.items(value) if isinstance(value, dict) else enumerate(value)
             for key, part in list(items):
