@@ -21,6 +21,7 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from piecegraph.errors import RequestError
 
@@ -31,6 +32,9 @@ _OPEN_END = re.compile(r"(?: [ ']*(?:n[ ']*)?[vr]?)?\Z")
 """What clean-up may yet change, of a space and what it changes behind one: ``.?!,``, ``'``, ``n't``, ``'m``, ``'s``,
 ``'ve``, ``'re``.
 """
+
+_tokens_of_bytes: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+"""Of tokenizers: to look for them takes a millisecond, and there is a detokenizer for each request."""
 
 
 class Detokenizer:
@@ -81,6 +85,12 @@ class Detokenizer:
     @functools.cached_property
     def _token_of_byte(self) -> list[int]:
         """Of all 256; empty if the tokenizer has none, or does not make characters of them."""
+        found = _tokens_of_bytes.get(self._tokenizer)
+        if found is None:
+            found = _tokens_of_bytes[self._tokenizer] = self._find_bytes()
+        return found
+
+    def _find_bytes(self) -> list[int]:
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         found = self._tokenizer.convert_tokens_to_ids(names)
         if None in found or self._tokenizer.convert_ids_to_tokens(found) != names:
