@@ -92,6 +92,12 @@ class Failure:
     certainty: Certainty = "printed"
     line: int | None = None
     """The line of the log at which the first of them was complete; None for a record."""
+    last_line: int | None = None
+    """The same of the last of them."""
+    is_caught: bool = False
+    """Whether every print begins where the exception was caught, and not at the start of a program."""
+    went_on: bool = False
+    """Whether it was caught and the run printed what it had printed before."""
     time_ns: int | None = None
     clock_s: int | None = None
     """When the first of them was printed, in seconds since the year began, as times in the log say."""

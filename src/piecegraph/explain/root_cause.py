@@ -89,7 +89,7 @@ class RootCause:
 def triage(evidence: Evidence) -> Triage:
     """The root is the first failure that is no echo and after which the run made no further progress."""
     failures = in_order_of_time(evidence.failures)
-    unserious = [failure for failure in failures if _is_lived_with(failure, evidence)]
+    unserious = _lived_with(failures, evidence)
     serious = [failure for failure in failures if failure not in unserious]
     candidates = [failure for failure in serious if not echo_of(failure)]
     candidates = candidates or [failure for failure in serious if echo_of(failure) == "maybe"]
@@ -144,9 +144,19 @@ def notice_of(found: Triage) -> Failure | None:
     return next((failure for failure in found.echoes if tells_death(failure)), None)
 
 
+def _lived_with(failures: Sequence[Failure], evidence: Evidence) -> list[Failure]:
+    """Those after which the run went on, unless something ended it that nothing else explains."""
+    found = [failure for failure in failures if _is_lived_with(failure, evidence)]
+    rest = [failure for failure in failures if failure not in found]
+    has_ended = bool(rest) or any(ended.code for ended in evidence.exits)
+    if has_ended and all(echo_of(failure) == "sure" for failure in rest):
+        return [failure for failure in found if not failure.went_on]  # other ranks may have printed what followed
+    return found
+
+
 def _is_lived_with(failure: Failure, evidence: Evidence) -> bool:
-    """Whether the process went on: Python says so, or a logger or a side thread printed it and output followed."""
-    if failure.kind == "ignored":
+    """Whether the process went on: Python or its usual output says so, or a side thread printed it and more came."""
+    if failure.kind == "ignored" or failure.went_on:
         return True
     last = evidence.last_line[1] if evidence.last_line is not None else None
     went_on = last is not None and failure.line is not None and last - failure.line >= _WENT_ON_LINES

@@ -217,7 +217,9 @@ def _no_root_rows(page: Page) -> list[PageRow]:
 
 
 def _survived_row(group: FailureGroup) -> PageRow:
-    how = {"logged": "logged as less than an error", "thread": "in a side thread"}.get(group.kind, "ignored by Python")
+    how = {"logged": "logged as less than an error", "thread": "in a side thread", "exception": "caught"}.get(
+        group.kind, "ignored by Python"
+    )
     return PageRow("went on after", f"{group.type}: {group.message}, {how}, {_line(group.line)}")
 
 

@@ -26,12 +26,14 @@ from piecegraph.explain.log.failures import StreamFailures
 from piecegraph.explain.log.lines import Line
 from piecegraph.explain.log.observations import Observations
 from piecegraph.explain.log.syntax import mask
+from piecegraph.explain.log.usual import UsualLines, went_on
 
 MAX_DISTINCT_FAILURES = 200
 """More are counted and not kept."""
 MAX_PROCESSES = 4096
 MAX_CALL_CHAINS = 20
 MAX_LINES_OF_AN_ISSUE = 3
+MAX_USUAL = 2000
 
 
 class DistinctFailures:
@@ -85,6 +87,8 @@ class CollectedRun:
     tree: tuple[TreeLine, ...] = ()
     known_issue_lines: list[tuple[str, int | None]] = field(default_factory=list)
     known_issues: Counter[Hashable] = field(default_factory=Counter)
+    usual: list[UsualLines] = field(default_factory=list)
+    """Above tracebacks, and above the end of the run."""
     notes: Counter[str] = field(default_factory=Counter)
 
     def add_failure(self, failure: Failure) -> None:
@@ -110,6 +114,10 @@ class CollectedRun:
         if self.known_issues[found] <= MAX_LINES_OF_AN_ISSUE:
             self.known_issue_lines.append((line.text, line.number))
 
+    def keep_usual(self, lines: UsualLines) -> None:
+        if len(self.usual) < MAX_USUAL:
+            self.usual.append(lines)
+
     def add_processes(self, processes: Iterable[Process]) -> None:
         for process in processes:
             if len(self.processes) < MAX_PROCESSES:
@@ -122,6 +130,7 @@ class CollectedRun:
                 f"more than {MAX_DISTINCT_FAILURES} distinct failures: {self.failures.num_not_kept} further tracebacks "
                 "were counted and not kept"
             )
+        failures = tuple(replace(one, went_on=went_on(one, self.usual)) for one in self.failures.in_order())
         ranks = (Process(f"rank{rank}", rank=rank) for rank in sorted(seen.ranks))
         return Evidence(
             sources=sources,
@@ -129,7 +138,7 @@ class CollectedRun:
             first_line=self.first_line,
             may_go_on=self.may_go_on,
             processes=tuple(dict.fromkeys((*self.processes, *seen.workers.values(), *ranks))),
-            failures=_with_deaths(self.failures.in_order(), tuple(seen.deaths.values())),
+            failures=_with_deaths(failures, tuple(seen.deaths.values())),
             milestones=tuple(seen.milestones.values()),
             suggestions=tuple(seen.suggestions.items()),
             memory_signs=tuple(seen.memory_signs),
@@ -228,6 +237,7 @@ def _merged(known: Failure, other: Failure) -> Failure:
     if len(processes) < MAX_PROCESSES:
         processes = tuple(dict.fromkeys((*processes, *other.processes)))
     lines = [line for line in (known.line, other.line) if line is not None]
+    last_lines = [line for line in (known.last_line, other.last_line) if line is not None]
     clocks = [clock for clock in (known.clock_s, other.clock_s) if clock is not None]
     named = {process for process in processes if process.label}
     return replace(
@@ -239,5 +249,7 @@ def _merged(known: Failure, other: Failure) -> Failure:
         processes=processes,
         certainty=certainty,
         line=min(lines) if lines else None,
+        last_line=max(last_lines) if last_lines else None,
+        is_caught=known.is_caught and other.is_caught,
         clock_s=min(clocks) if clocks else None,
     )

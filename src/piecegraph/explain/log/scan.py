@@ -36,6 +36,7 @@ from piecegraph.explain.log.observations import (
 from piecegraph.explain.log.syntax import kind_of, mask
 from piecegraph.explain.log.tail import Tail
 from piecegraph.explain.log.torn import folded_at
+from piecegraph.explain.log.usual import NUM_LINES, is_caught, usual_lines
 
 MAX_STREAM_LINES = 20_000
 """A stream is resolved when it holds as many lines, even if it goes on."""
@@ -147,6 +148,7 @@ class Scanner:
         self._collect_processes()
         self._sources.append(name)
         self._label, self._number, self._num_counted = label, 0, 0
+        self._block, self._block_first = [], 0
         self._before, self._fold, self._folded, self._first_line = "", 0, "", None
         self._reader = PrefixReader()
 
@@ -166,7 +168,8 @@ class Scanner:
         self._watched = watched_in(outside, vocabulary, (self._first_line,) if self._first_line else ())
         self._known = words_in(outside, vocabulary, self._known_words)
         self._errors = () if self._run.failures else words_in(whole, vocabulary, ERROR_WORDS)
-        self._block, self._block_first = lines, self._number + 1
+        above = self._block[-NUM_LINES:]
+        self._block, self._block_first = [*above, *lines], self._number + 1 - len(above)
         for at, raw in enumerate(lines):
             if self._num_read > MAX_READ_PARTS:
                 self._pass_by(lines[at:])
@@ -270,6 +273,7 @@ class Scanner:
                 self._num_read += 1
                 if kind_of(line.text) == "header" or not stream.clock:
                     stream.clock.append((line.number, self._seconds(line.number)))
+                    self._keep_usual(line.number)
             if len(stream.lines) >= MAX_STREAM_LINES:
                 stream.lines = self._resolve(stream, named, is_open=True)
 
@@ -280,6 +284,12 @@ class Scanner:
     def _seconds(self, number: int) -> int | None:
         """When a line of the present block was printed."""
         return latest_seconds(self._block, number - self._block_first)
+
+    def _keep_usual(self, number: int) -> None:
+        """Remember what stands above a traceback or the end of the run; logs of several processes have no one end."""
+        at = number - self._block_first
+        if self._is_one_log and 0 < at <= len(self._block):
+            self._run.keep_usual(usual_lines(self._block, at, number))
 
     def _lines_above(self, number: int) -> tuple[tuple[str, int | None], ...]:
         return lines_above(
@@ -344,7 +354,10 @@ class Scanner:
             if self._is_one_log and _never_started(failure) and self._run.failures.has_other_than(failure):
                 self._end_run(at=failure.line)
             begun = [seconds for number, seconds in stream.clock if number <= (failure.line or 0)]
-            self._run.add_failure(replace(failure, clock_s=begun[-1] if begun else None))
+            seconds = begun[-1] if begun else None
+            self._run.add_failure(
+                replace(failure, clock_s=seconds, last_line=failure.line, is_caught=is_caught(failure))
+            )
         self._run.add_rest(found)
         if found.rest_from is None:
             return []
@@ -367,6 +380,7 @@ class Scanner:
 
     def _end_run(self, at: int | None = None, *, may_go_on: bool = False) -> None:
         self._collect_processes()
+        self._keep_usual(at or self._number + 1)
         self._count_lines()
         self._finished.append(self._run.evidence(tuple(self._sources)))
         self._run = CollectedRun(first_line=at or self._number, may_go_on=may_go_on)
