@@ -48,8 +48,13 @@ _LINE_PREFIX = re.compile(
     """,
     re.VERBOSE,
 )
-_WEAK_PREFIX = re.compile(r"[ ]{0,4}(?P<task>\d{1,5}):[ ]|(?P<service>[A-Za-z][\w.-]{0,62})[ ]+\|[ ]")
-"""srun --label and docker compose. Ordinary text may look the same, so see :class:`PrefixReader`."""
+_WEAK_PREFIX = re.compile(
+    r"[ ]{0,4}(?P<task>\d{1,5}):[ ]|(?P<service>[A-Za-z][\w.-]{0,62})[ ]+\|[ ]"
+    r"|\[(?P<bare>\d{1,5})\](?::[ ]?|[ ])|(?P<replica>[A-Za-z][\w-]{0,62}/\d{1,5})[ ]"
+)
+"""srun --label, docker compose, MPICH's and Intel's mpirun, torchx. Ordinary text may look the same: see
+:class:`PrefixReader`.
+"""
 
 _LEVELS = "DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL"
 _RECORD_PREFIX = re.compile(
@@ -170,7 +175,8 @@ class PrefixReader:
         if found is None:
             return None
         kind = found.lastgroup or ""
-        if kind not in self._weak and _PROOF.match(text, found.end()):
+        inner = _WEAK_PREFIX.match(text, found.end())  # torchx puts its own in front of torchrun's
+        if kind not in self._weak and _PROOF.match(text, inner.end() if inner is not None else found.end()):
             self._weak.add(kind)
         return found if kind in self._weak else None
 
@@ -216,7 +222,9 @@ def _describe(found: re.Match[str]) -> Process:
         return Process(name, int(rank["rank"]) if rank else None, int(parts["pid"]), parts["ip"])
     if parts.get("task"):
         return Process(f"task {parts['task']}")
-    return Process(parts.get("role") or parts.get("pod") or parts.get("service") or "")
+    if parts.get("bare"):
+        return Process(f"rank{parts['bare']}", rank=int(parts["bare"]))
+    return Process(parts.get("replica") or parts.get("role") or parts.get("pod") or parts.get("service") or "")
 
 
 def _inside(outer: Process, inner: Process) -> Process:
