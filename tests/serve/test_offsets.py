@@ -114,5 +114,12 @@ def test_offsets_of_prompts_that_are_written_otherwise() -> None:
     tokens = slow(PROMPT)["input_ids"]
     expected = begins(PROMPT)
     assert TokenTexts(slow).offsets_in_prompt(PROMPT, tokens) == expected
+    broken = [
+        *tokens[:1],
+        *tokens[-1:],
+        *tokens[2:4],
+        *tokens[-1:],
+    ]  # of two characters the beginnings, each with an x behind it
+    assert TokenTexts(slow).offsets_in_prompt(broken, broken)[1::3] == [1, 3]
     slow.__class__ = type("Slow", (type(slow),), {"is_fast": False})
     assert TokenTexts(slow).offsets_in_prompt(PROMPT, tokens) == expected

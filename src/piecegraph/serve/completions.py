@@ -100,9 +100,9 @@ class CompletionCall:
         """Of new tokens; those of a stop text have one, too."""
         tokenizer = self._service.llm.tokenizer_if_any
         if tokenizer is None:
-            return TextOffsets(IncrementalText(lambda _: ""), begin)
+            return TextOffsets(IncrementalText(lambda _: ""), self._texts, begin)
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=self._params.skip_special_tokens)
-        return TextOffsets(text_behind(prompt, replace(self._params, stop=()), detokenizer), begin)
+        return TextOffsets(text_behind(prompt, replace(self._params, stop=()), detokenizer), self._texts, begin)
 
     def _part(self, index: int, chunk: Chunk, offsets: dict[int, TextOffsets | None]) -> dict[str, Any]:
         logprobs = None

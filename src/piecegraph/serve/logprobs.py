@@ -78,10 +78,10 @@ class TokenTexts:
             tokens: of it, also such as the tokenizer adds.
         """
         if not isinstance(prompt, str):
-            return TextOffsets(IncrementalText(self.of_all)).of(tokens)
+            return TextOffsets(IncrementalText(self.of_all), self).of(tokens)
         if not getattr(self._tokenizer, "is_fast", False):  # it does not say; what it makes of them is most like it
             decode = Detokenizer(self._tokenizer)
-            return [min(offset, len(prompt)) for offset in TextOffsets(IncrementalText(decode)).of(tokens)]
+            return [min(offset, len(prompt)) for offset in TextOffsets(IncrementalText(decode), self).of(tokens)]
         spans = self._tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
         found, end = [], 0
         for first, last in spans:
@@ -96,16 +96,19 @@ class TextOffsets:
 
     Args:
         text: what makes text of the tokens. It holds back characters of which a part is missing.
+        texts: those of the tokens one by one.
         begin: how long the text before is.
     """
 
-    def __init__(self, text: IncrementalText, begin: int = 0) -> None:
-        self._text, self._begin = text, begin
+    def __init__(self, text: IncrementalText, texts: TokenTexts, begin: int = 0) -> None:
+        self._text, self._texts, self._begin = text, texts, begin
 
     def of(self, tokens: Sequence[int]) -> list[int]:
         """Of tokens that come behind those before."""
-        found = []
-        for token in tokens:
-            found.append(self._begin + len(self._text.text))
-            self._text.add([token])
-        return found
+        return [self._begin + self._next(token) for token in tokens]
+
+    def _next(self, token: int) -> int:
+        begin = len(self._text.text)
+        new, own = self._text.add([token]), self._texts(token)
+        # What was held back, and is not completed by this token, is before it.
+        return begin + len(new) - len(own) if len(new) > len(own) and new.endswith(own) else begin
