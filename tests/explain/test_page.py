@@ -384,6 +384,20 @@ def test_the_headline_says_that_no_later_run_failed() -> None:
     assert end not in to_text(compose(second, (), other_runs=[first]))
 
 
+def test_the_progress_of_another_rank_says_nothing_of_the_one_that_failed() -> None:
+    failed, begun = prefixed("[rank0]: "), "Load weight end. type=LlamaForCausalLM"
+    late = prefixed("[rank1]: ", TRACEBACK.replace("ValueError", "KeyError").replace("line 30", "line 31"))
+
+    def root_behind(said: str) -> str:
+        page = page_of(f"{failed}\n{said}\n{late}")
+        assert page.root is not None
+        return page.root.type
+
+    assert root_behind(f"[rank1]: {begun}") == "ValueError"
+    assert root_behind(f"[rank0]: {begun}") == "KeyError"
+    assert root_behind(begun) == "KeyError", "it may be of any of them"
+
+
 # -- recorded runs, formats
 
 

@@ -117,6 +117,8 @@ class Milestone:
     line: int | None = None
     size: str = ""
     """The size being captured or compiled, as printed: ``bs=1``."""
+    process: Process = Process()
+    """Who says it, as far as a prefix proves it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +179,8 @@ class Evidence:
     failures: tuple[Failure, ...] = ()
     """In the order in which they were complete."""
     milestones: tuple[Milestone, ...] = ()
+    progress: tuple[Milestone, ...] = ()
+    """Of each process the last."""
     suggestions: tuple[tuple[str, int | None], ...] = ()
     """What the framework itself advised, with the line it stands at."""
     memory_signs: tuple[tuple[str, int | None], ...] = ()

@@ -17,7 +17,7 @@ from piecegraph.explain.evidence import Evidence, Failure, Frame, Raised
 from piecegraph.explain.frames import place_of
 from piecegraph.explain.log.clock import are_comparable
 from piecegraph.explain.log.syntax import COMMAND_END, exception_of, frame_of
-from piecegraph.explain.stops import is_by_scheduler, is_interrupt, was_asked_to_end
+from piecegraph.explain.stops import is_by_scheduler, is_interrupt, says_of, was_asked_to_end
 
 _AFTERMATH = (signal.SIGTERM, signal.SIGABRT, signal.SIGINT, signal.SIGHUP)
 """Signals that follow from a failure: an abort in the same process, the end of its peers."""
@@ -111,8 +111,7 @@ def triage(evidence: Evidence) -> Triage:
     consequences = _deaths_behind(candidates, serious)
     candidates = [failure for failure in candidates if failure not in consequences]
     echoes += consequences
-    progress = max((milestone.line for milestone in evidence.milestones if milestone.line is not None), default=0)
-    late = [failure for failure in candidates if failure.line is None or failure.line > progress]
+    late = [failure for failure in candidates if failure.line is None or failure.line > _progress(failure, evidence)]
     survived = [failure for failure in candidates if failure not in late] if late else []
     root = next(iter(late or candidates or echoes), None)
     # Another process's output may come late: what is printed again at the end was not survived.
@@ -142,6 +141,13 @@ def notice_of(found: Triage) -> Failure | None:
     if found.root is None or (found.root.death is None and not _is_death(found.root)):
         return None
     return next((failure for failure in found.echoes if tells_death(failure)), None)
+
+
+def _progress(failure: Failure, evidence: Evidence) -> int:
+    """The line up to which the run had come, as far as it says something about the process that failed."""
+    num_logs = len(evidence.sources)
+    marks = (mark for mark in (*evidence.milestones, *evidence.progress) if says_of(mark.process, failure, num_logs))
+    return max((mark.line for mark in marks if mark.line is not None), default=0)
 
 
 def _lived_with(failures: Sequence[Failure], evidence: Evidence) -> list[Failure]:

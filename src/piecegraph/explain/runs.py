@@ -11,7 +11,18 @@ from piecegraph.explain.log.collected import DistinctFailures
 from piecegraph.explain.root_cause import triage
 
 _JOINED = (
-    *("processes", "milestones", "suggestions", "memory_signs", "artefacts", "call_chains", "exits", "stops", "above"),
+    *(
+        "processes",
+        "milestones",
+        "progress",
+        "suggestions",
+        "memory_signs",
+        "artefacts",
+        "call_chains",
+        "exits",
+        "stops",
+        "above",
+    ),
     *("device_asserts", "xids", "error_lines", "known_issue_lines", "tree", "notes"),
 )
 """What both halves of a run hold several of."""

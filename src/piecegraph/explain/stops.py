@@ -44,7 +44,9 @@ def was_asked_to_end(evidence: Evidence, interrupts: Sequence[Failure], candidat
     if not stops or _failed_by_itself(evidence, min(stop.line or 0 for stop in stops)):
         return False
     num_logs = len(evidence.sources)
-    return not any(_is_unasked(failure, [s for s in stops if _asks(s, failure, num_logs)]) for failure in candidates)
+    return not any(
+        _is_unasked(failure, [s for s in stops if says_of(s.process, failure, num_logs)]) for failure in candidates
+    )
 
 
 def _failed_by_itself(evidence: Evidence, asked: int) -> bool:
@@ -65,13 +67,13 @@ def _is_unasked(failure: Failure, stops: Sequence[Stop]) -> bool:
     return failure.line < min(stop.line or 0 for stop in stops)
 
 
-def _asks(stop: Stop, failure: Failure, num_logs: int) -> bool:
-    """Whether what one process was asked says something about this failure: not where a peer of it failed."""
-    return not failure.processes or any(_is_one_run(stop.process, who, num_logs) for who in failure.processes)
+def says_of(process: Process, failure: Failure, num_logs: int) -> bool:
+    """Whether the lines of a process say something about this failure: not where a peer of it failed."""
+    return not failure.processes or any(_is_one_run(process, who, num_logs) for who in failure.processes)
 
 
-def _is_one_run(asked: Process, other: Process, num_logs: int) -> bool:
-    first, second = asked.label, other.label
+def _is_one_run(process: Process, other: Process, num_logs: int) -> bool:
+    first, second = process.label, other.label
     if num_logs > 1:  # labels begin with the log
         (log, _, first), (other_log, _, second) = first.partition(" "), second.partition(" ")
         if log != other_log:

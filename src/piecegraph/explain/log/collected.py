@@ -140,6 +140,7 @@ class CollectedRun:
             processes=tuple(dict.fromkeys((*self.processes, *seen.workers.values(), *ranks))),
             failures=_with_deaths(failures, tuple(seen.deaths.values())),
             milestones=tuple(seen.milestones.values()),
+            progress=tuple(seen.progress.values()),
             suggestions=tuple(seen.suggestions.items()),
             memory_signs=tuple(seen.memory_signs),
             artefacts=tuple(_listed(path, names) for path, names in seen.artefacts.items()),

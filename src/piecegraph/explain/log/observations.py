@@ -180,6 +180,7 @@ class Observations:
     """What was seen so far in one run."""
 
     milestones: dict[tuple[Phase, str], Milestone] = field(default_factory=dict)
+    progress: dict[str, Milestone] = field(default_factory=dict)
     suggestions: dict[str, int] = field(default_factory=dict)
     memory_signs: list[tuple[str, int | None]] = field(default_factory=list)
     free_memory: tuple[str, int | None] | None = None
@@ -267,6 +268,8 @@ class Observations:
 
     def keep(self, milestone: Milestone) -> None:
         """The first that says a phase has begun, the last that says it is done, and the size it had come to."""
+        if len(self.progress) < MAX_RANKS or milestone.process.label in self.progress:
+            self.progress[milestone.process.label] = milestone
         key = (milestone.phase, milestone.state)
         known = self.milestones.get(key)
         if known is None or milestone.state == "done":

@@ -318,7 +318,7 @@ class Scanner:
                 self._end_run(may_go_on=not is_sure)
                 seen = self._run.seen
         if milestone is not None:
-            seen.keep(milestone)
+            seen.keep(replace(milestone, process=self._named(process)))
         seen.observe(line, raw, self._named(process), watched, self._lines_above)
 
     def _is_first_line_again(self, line: Line, raw: str) -> bool:
