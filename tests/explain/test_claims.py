@@ -311,6 +311,15 @@ def test_a_log_that_ends_with_an_error_line_shows_it() -> None:
     assert "error line" not in to_text(page_of("the error rate is 3 %\nbye"))
 
 
+def test_the_exception_of_a_thread_explains_an_end_that_nothing_else_does() -> None:
+    thread = f"Exception in thread Thread-3 (prefetch):\n{TRACEBACK}\n" + "waiting for data\n" * 5
+    assert page_of(thread).outcome == "nothing"
+    page = page_of(f"{thread}srun: error: n7: task 0: Exited with exit code 1\n")
+    assert (page.outcome, roles(page)) == ("failure", [("ValueError", "root")])
+    lost = OTHER.replace("KeyError: loss is nan", "RuntimeError: [gloo] Connection closed by peer")
+    assert roles(page_of(thread + lost)) == [("ValueError", "root"), ("RuntimeError", "echo")]
+
+
 def test_memory_that_another_process_holds_is_named() -> None:
     message = (
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "

@@ -156,7 +156,8 @@ def _lived_with(failures: Sequence[Failure], evidence: Evidence) -> list[Failure
     rest = [failure for failure in failures if failure not in found]
     has_ended = bool(rest) or any(ended.code for ended in evidence.exits)
     if has_ended and all(echo_of(failure) == "sure" for failure in rest):
-        return [failure for failure in found if not failure.went_on]  # other ranks may have printed what followed
+        # What followed may be of other ranks, or of the main thread on its way down.
+        return [failure for failure in found if not failure.went_on and failure.kind != "thread"]
     return found
 
 
