@@ -320,6 +320,32 @@ def test_the_exception_of_a_thread_explains_an_end_that_nothing_else_does() -> N
     assert roles(page_of(thread + lost)) == [("ValueError", "root"), ("RuntimeError", "echo")]
 
 
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (
+            "triton.compiler.errors.CompilationError: at 3:11:\ndef add(x):\n    offs = tl.arange(0, 3)\n           ^\n"
+            'ValueError("arange\'s range must be a power of 2")',
+            ('ValueError("arange\'s range must be a power of 2")',),
+        ),
+        (
+            "triton.compiler.errors.CompilationError: at 3:11:\ndef add(x):\n    offs = tl.arange(0, 3)\n           ^",
+            (),
+        ),
+        (
+            "tensorflow.errors_impl.InvalidArgumentError: Graph execution error:\n\nDetected at node a\n"
+            "\nMatrix size-incompatible: In[0]: [32,10], In[1]: [12,4]\n\t [[{{node a/MatMul}}]] [Op:__inference_5]",
+            ("Matrix size-incompatible: In[0]: [32,10], In[1]: [12,4]",),
+        ),
+    ],
+    ids=["Triton", "Triton, told elsewhere", "TensorFlow"],
+)
+def test_what_a_message_says_at_its_end(message: str, told: tuple[str, ...]) -> None:
+    page = page_of(TRACEBACK.replace("ValueError: loss is nan", message))
+    assert page.root is not None
+    assert page.root.details == told
+
+
 def test_memory_that_another_process_holds_is_named() -> None:
     message = (
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "

@@ -31,6 +31,8 @@ _MAX_QUOTED = 60
 _MAX_DETAILS = 4
 _MAX_DETAIL = 220
 _LONG_MESSAGE = 8
+_SAYS_NOTHING = re.compile(r"^(?:at \d+:\d+|Graph execution error):\s*$")
+"""The first line of what Triton's compiler and TensorFlow's graphs raise."""
 _HELD = re.compile(r"\bProcess (\d+) has ([\d.]+ [KMG]iB) memory in use")
 _FIELDS = re.compile(r"\bvalidation errors? for\b")
 _ERROR_INSIDE = re.compile(r"\b(?:fatal )?error(?: [A-Z]{1,3}\d+)?: ")
@@ -294,12 +296,23 @@ def _details(message: str) -> tuple[str, ...]:
         if not (line.startswith((" ", "\t")) or is_field) or frame_of(line) or len(found) == _MAX_DETAILS:
             break
         found.append(line.strip()[:_MAX_DETAIL])
+    if _SAYS_NOTHING.match(first):
+        found += _told_at_the_end(lines)
     if "Last error:" in lines:  # NCCL's
         found += lines[lines.index("Last error:") + 1 :][:1]
     found += [line.strip() for line in lines if COMMAND_END.search(line)][:1]
     if not found and len(lines) >= _LONG_MESSAGE:
         found = [line.strip()[:_MAX_DETAIL] for line in lines if _ERROR_INSIDE.search(line)][:2]
     return tuple(line for line in found if line and line not in first)
+
+
+def _told_at_the_end(lines: list[str]) -> list[str]:
+    """What stands behind the source that Triton quotes up to its carets, and behind TensorFlow's list of frames."""
+    carets = [at for at, line in enumerate(lines) if line.strip() == "^"]
+    told = [
+        line for line in lines[carets[-1] + 1 if carets else 0 :] if line.strip() and not line.startswith((" ", "\t"))
+    ]
+    return [line[:_MAX_DETAIL] for line in told[-1:]]
 
 
 def _held_by_others(message: str) -> tuple[str, ...]:

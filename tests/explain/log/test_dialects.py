@@ -222,6 +222,39 @@ def test_lines_that_only_happen_to_be_as_long_as_each_other() -> None:
     assert shape(only_failure(text))[2] == WHOLE[2]
 
 
+SCRIPT = """\
+Traceback (most recent call last):
+  File "/srv/infer.py", line 12, in <module>
+    model(x)
+RuntimeError: The following operation failed in the TorchScript interpreter.
+{serialized}Traceback of TorchScript{original} (most recent call last):
+  File "/srv/model.py", line 30, in forward
+    def forward(self, x):
+        return self.a(x) + self.b(x)
+               ~~~~~~~~~~~~~~~~~~~~ <--- HERE
+RuntimeError: The size of tensor a (3) must match the size of tensor b (4)
+"""
+SERIALIZED = """\
+Traceback of TorchScript, serialized code (most recent call last):
+  File "code/__torch__/model.py", line 10, in forward
+    _0 = (self).a
+    return torch.add(_0, _1)
+           ~~~~~~~~~ <--- HERE
+
+"""
+
+
+@pytest.mark.parametrize(("serialized", "original"), [("", ""), (SERIALIZED, ", original code")])
+def test_what_torchscript_quotes_is_what_was_raised_first(serialized: str, original: str) -> None:
+    (failure,) = scan(SCRIPT.format(serialized=serialized, original=original)).failures
+    first, shown = failure.chain
+    assert first.message == "The size of tensor a (3) must match the size of tensor b (4)"
+    assert [(frame.file, frame.line, frame.source) for frame in first.frames] == [
+        ("/srv/model.py", 30, "return self.a(x) + self.b(x)")
+    ]
+    assert shown.message.startswith("The following operation failed")
+
+
 def test_a_traceback_in_one_line_of_json() -> None:
     text = json.dumps({"level": "error", "stack": TRACEBACK})
     assert [frame[:2] for frame in shape(only_failure(text))[2]] == [(12, "main"), (30, "step")]

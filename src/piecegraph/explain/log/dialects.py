@@ -52,6 +52,8 @@ _BARE_FRAME = re.compile(
 )
 
 
+_SCRIPT_HEAD = "Traceback of TorchScript"
+
 _MARKS = ("(most recent call last)", "In[", "ray::", "File /", "File ~", "❱")
 
 
@@ -90,6 +92,8 @@ class _Translator:
             elif text.startswith("File ") and _JUPYTER_FRAMES[0].match(text):
                 self._at -= 1
                 yield from self._jupyter("")
+            elif text.startswith(_SCRIPT_HEAD):
+                yield from self._script()
             elif _HEAD not in text:
                 self._at += 1
                 if "ray::" in text and _RAY.search(text):
@@ -198,6 +202,21 @@ class _Translator:
         """Whether the present line and the next are padded to the width of the head."""
         beside = self._lines[self._at : self._at + 2]
         return width > len(beside[0].text.rstrip()) and all(len(line.text) == width for line in beside)
+
+    def _script(self) -> Iterator[Line]:
+        """What TorchScript's interpreter quotes: of its two forms the original code, with the lines it points at."""
+        head = self._lines[self._at]
+        if "serialized code" not in head.text:
+            yield head._replace(text=f"Original {HEADER_TEXT}")
+        source: Line | None = None
+        while (line := self._next()) is not None and (line.text.startswith(" ") or not line.text.strip()):
+            if "serialized code" in head.text:
+                continue
+            if frame_of(line.text):
+                yield line
+            elif "<--- HERE" in line.text and source is not None:
+                yield source._replace(text=f"    {source.text.strip()}")
+            source = line
 
     def _loguru(self) -> Iterator[Line]:
         """Frames with blank lines between them, an arrow at one, and the values of variables below the source."""
