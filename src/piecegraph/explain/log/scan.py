@@ -10,6 +10,7 @@ and who knows what an echo is decides.
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
@@ -353,8 +354,8 @@ class Scanner:
         for failure in found.failures:
             if self._is_one_log and _never_started(failure) and self._run.failures.has_other_than(failure):
                 self._end_run(at=failure.line)
-            begun = [seconds for number, seconds in stream.clock if number <= (failure.line or 0)]
-            seconds = begun[-1] if begun else None
+            begun = bisect.bisect_right(stream.clock, failure.line or 0, key=lambda entry: entry[0])
+            seconds = stream.clock[begun - 1][1] if begun else None
             self._run.add_failure(
                 replace(failure, clock_s=seconds, last_line=failure.line, is_caught=is_caught(failure))
             )

@@ -12,9 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from piecegraph.explain.evidence import Failure
-from piecegraph.explain.log.syntax import kind_of, mask
+from piecegraph.explain.log.syntax import HEADER_TEXT, mask
 
 NUM_LINES = 24
+MAX_TEXT = 160
+"""Of a line: long ones differ at their beginning, too, and thousands of them are kept."""
 _MIN_AGAIN = 2
 _PREFIX = re.compile(
     r"\[[A-Za-z]\w{0,40}\]:|\([^()]{0,80}pid=\d+[^()]{0,40}\)|\[[\w,@-]{1,40}\]<std\w+>:| {0,4}\d{1,5}: |"
@@ -42,9 +44,9 @@ def usual_lines(block: Sequence[str], end: int, number: int) -> UsualLines:
     counts: Counter[tuple[str, str]] = Counter()
     for raw in reversed(block[max(0, end - NUM_LINES) : end]):
         prefix, text = _split(raw)
-        if kind_of(text.removeprefix(" ")):
+        if 'File "' in text or HEADER_TEXT in text:
             break
-        counts[prefix, mask(text)] += 1
+        counts[prefix, mask(text[:MAX_TEXT])] += 1
     return UsualLines(number, counts, _split(block[end])[0] if end < len(block) else "")
 
 
