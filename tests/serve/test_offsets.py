@@ -64,6 +64,18 @@ def test_texts_are_the_same_in_a_stream(bytewise: Served) -> None:
             assert found == texts == [expected] * 2
 
 
+def test_ends_of_lines_within_texts_end_no_line_of_an_event(bytewise: Served) -> None:
+    said = "a\u2028\u2029\x85\x0b\x1cb"
+    body = {"model": "tiny", "max_tokens": 40, "structured_outputs": {"choice": [said]}, "stream": True}
+    chat = {**body, "messages": [{"role": "user", "content": "é"}]}
+    for path, asks in (("/v1/completions", {**body, "prompt": PROMPT}), ("/v1/chat/completions", chat)):
+        for more in ({}, {"logprobs": 1 if path == "/v1/completions" else True}):
+            events = bytewise.post(path, {**asks, **more})[1]
+            assert events.splitlines() == events.split("\n")[:-1], "clients cut them in either way"
+            parts = [json.loads(line[6:])["choices"][0] for line in events.splitlines() if line.startswith("data: {")]
+            assert "".join(part.get("text") or part.get("delta", {}).get("content") or "" for part in parts) == said
+
+
 def test_tokens_that_are_no_text_are_told_apart_from_others(bytewise: Served) -> None:
     tokens = bytewise.llm.tokenizer("é😀日")["input_ids"][:-1]
     assert bytewise.post("/detokenize", {"tokens": tokens})[1]["prompt"].rstrip("\ufffd") == "é😀"

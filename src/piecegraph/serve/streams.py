@@ -16,6 +16,8 @@ from piecegraph.serve.failures import ApiError
 Found = TypeVar("Found")
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_ENDS_OF_LINES = str.maketrans({mark: f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"})
+"""What JSON lets stand as it is, and ends a line for ``str.splitlines``, with which many clients read events."""
 
 
 class Json(JSONResponse):
@@ -26,8 +28,9 @@ class Json(JSONResponse):
 
 
 def _as_bytes(data: Any) -> bytes:
+    text = _encode(data)
     try:
-        return _encode(data).encode()
+        return (text if text.isascii() else text.translate(_ENDS_OF_LINES)).encode()
     except UnicodeEncodeError:
         return json.dumps(data).encode()
 
