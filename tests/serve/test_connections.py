@@ -133,6 +133,29 @@ def test_a_client_that_waits_to_be_asked_for_its_body(running: Served) -> None:
             assert statuses(text + answered(client)) == found
 
 
+def test_clients_that_know_no_chunks(running: Served) -> None:
+    """Of HTTP/1.0, as proxies speak it: the end of the connection is that of the answer."""
+    old = sized(len(DATA)).replace(b"HTTP/1.1", b"HTTP/1.0")
+    streamed = http("/v1/completions", {**BODY, "stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0")
+    kept = streamed.replace(b"Host:", b"Connection: keep-alive\r\nExpect: 100-continue\r\nHost:")
+    for sent in (streamed, kept, kept.replace(b"HTTP/1.0", b"HTTP/0.9")):
+        with running.connect() as client:
+            client.sendall(sent)
+            head, _, text = answered(client).partition(b"\r\n\r\n")
+        assert statuses(head) == [200], "and the client is not asked for its body"
+        assert b"connection: close" in head
+        assert b"transfer-encoding" not in head
+        assert text.startswith(b"data: {")
+        assert text.endswith(b"data: [DONE]\n\n")
+    with running.connect() as client:
+        client.sendall(old)
+        head, _, text = answered(client).partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(text) in head
+    with running.connect() as client:
+        client.sendall(old.replace(b"POST", b"HEAD"))
+        assert statuses(answered(client)) == [405]
+
+
 def test_headers_behind_a_body_are_not_kept(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     scopes: list[Scope] = []
     call = Guards.__call__

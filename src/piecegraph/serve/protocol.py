@@ -11,15 +11,22 @@ Note [Other protocols]
 A client may ask for another protocol in passing (``Upgrade: h2c``, as Java's does by default), and a server that has
 none goes on as if it had not. But httptools takes everything behind such headers for the other protocol, so that the
 body would be lost. A second parser reads on: it is first given a head that tells how long the body is, and no more.
+
+Note [Clients that know no chunks]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Before HTTP/1.1 an answer whose length is not told ends with the connection. uvicorn sends it in chunks to anybody; and
+without them it takes what was not announced for too long, so that the length is announced part by part. Nor is such a
+client asked for its body: it would take the question for the answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from piecegraph.serve.failures import ApiError
 from piecegraph.serve.guards import BROKEN_OFF, MOST_HEAD_BYTES, head_too_large
@@ -98,6 +105,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._expect_nothing()
         if not self._is_reading_on:
             super().on_headers_complete()
+            if self.scope["http_version"] < "1.1":
+                _send_without_chunks(self.cycle)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -157,3 +166,16 @@ class HttpProtocol(HttpToolsProtocol):
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
         self.transport.close()
+
+
+def _send_without_chunks(cycle: RequestResponseCycle) -> None:
+    """What has not been answered yet. See Note [Clients that know no chunks]."""
+    cycle.keep_alive = cycle.chunked_encoding = cycle.waiting_for_100_continue = False
+    send = cycle.send
+
+    async def send_plain(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_plain  # type: ignore[method-assign] # uvicorn has no setting for it
