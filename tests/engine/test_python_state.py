@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import collections
+import ctypes
 import functools
+import io
 import itertools
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -85,6 +89,67 @@ def test_a_change_is_refused_and_undone(name: str) -> None:
     with torch.no_grad(), pytest.raises(TraceError, match=f"PG202.*{shown}"):
         compile_as_it_is(model)(torch.ones(3, 2))
     assert (model.calls, model.log, model.table, model.part.value) == (0, [], {"deep": {"er": set()}}, 0)
+
+
+HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any], str]] = {
+    "bytes": (bytearray, lambda held: held.append(1), bytes, "data"),
+    "an array of Python's": (
+        lambda: array.array("d", [0.0]),
+        lambda held: held.append(1.0),
+        lambda held: held.tolist(),
+        "data",
+    ),
+    "a value of C": (
+        lambda: ctypes.c_double(0),
+        lambda held: setattr(held, "value", held.value + 1),
+        lambda held: held.value,
+        "data",
+    ),
+    "memory": (lambda: memoryview(bytearray(2)), lambda held: held.__setitem__(1, held[1] + 1), bytes, "data"),
+    "an array": (lambda: np.zeros(2), lambda held: held.__iadd__(1), lambda held: held.tolist(), "data"),
+    "a text": (io.StringIO, lambda held: held.write("a"), lambda held: (held.getvalue(), held.tell()), "text"),
+    "an attribute of a tensor": (
+        lambda: torch.zeros(2),
+        lambda held: setattr(held, "calls", getattr(held, "calls", 0) + 1),
+        lambda held: vars(held),
+        "calls",
+    ),
+    "what a tensor requires": (
+        lambda: torch.zeros(2),
+        lambda held: held.requires_grad_(not held.requires_grad),
+        lambda held: held.requires_grad,
+        "requires_grad",
+    ),
+    "the environment": (
+        lambda: os.environ,
+        lambda held: held.update(PIECEGRAPH_TESTS=held.get("PIECEGRAPH_TESTS", "") + "1"),
+        lambda held: held.get("PIECEGRAPH_TESTS"),
+        "environ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_change_without_attributes_is_refused_and_undone(name: str) -> None:
+    make, change, read, shown = HELD[name]
+    held, before = make(), read(make())
+
+    def function(x: Tensor) -> Tensor:
+        change(held)
+        return x + 1
+
+    with torch.no_grad(), pytest.raises(TraceError, match=f"PG202.*{shown}"):
+        compile_as_it_is(function)(torch.ones(3, 2))
+    assert read(held) == before
+
+
+def test_an_attribute_that_is_set_on_an_argument() -> None:
+    def function(x: Tensor) -> Tensor:
+        x.seen = True  # type: ignore[attr-defined]
+        return x + 1
+
+    with torch.no_grad(), pytest.raises(TraceError, match=r"PG202.*x\.seen"):
+        compile_as_it_is(function)(torch.ones(2))
 
 
 def test_an_argument_that_is_filled() -> None:

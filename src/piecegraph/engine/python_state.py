@@ -8,9 +8,13 @@ noticed.
 
 from __future__ import annotations
 
+import array
 import contextlib
+import ctypes
 import functools
+import io
 import logging
+import os
 import pickle
 import random
 import sys
@@ -40,6 +44,10 @@ _OWN = ("piecegraph.", "torch._")
 _ITERATORS = ("builtins", "itertools", "_collections")
 """Whose iterators tell how far they are, and nothing else of themselves."""
 _MANY = (list, tuple, set, frozenset, deque)
+_OF_C: Any = ctypes.c_int.__mro__[-2]
+"""The class of all of C's values, which has no public name."""
+_MEMORY: tuple[Any, ...] = (bytearray, array.array, _OF_C)
+_MAX_BYTES = 1 << 20
 
 
 class PythonState:
@@ -52,14 +60,14 @@ class PythonState:
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self._roots = roots
         self._before: list[tuple[str, Any, dict[Any, Any]]] = []
-        self._random: list[tuple[str, Any]] = []
+        self._global: list[tuple[str, Any]] = []
         self._noted: str | None = None
         self._take()
 
     def _take(self) -> None:
         with torch_compat.unseen():
             self._before = list(_walk(self._roots))
-        self._random = _random_states()
+        self._global = _global_states()
 
     @contextlib.contextmanager
     def not_inside(self) -> Iterator[None]:
@@ -76,7 +84,7 @@ class PythonState:
         """
         if self._noted is not None:
             return self._noted
-        for (name, before), (_, now) in zip(self._random, _random_states(), strict=False):
+        for (name, before), (_, now) in zip(self._global, _global_states(), strict=False):
             if before != now:
                 return name
         with torch_compat.unseen():
@@ -105,9 +113,12 @@ class PythonState:
 
     def restore(self) -> None:
         """Put containers and attributes back to what they were."""
-        random.setstate(self._random[0][1])
+        random.setstate(self._global[0][1])
+        if os.environ != (before := self._global[1][1]):
+            os.environ.clear()
+            os.environ.update(before)
         for _, value, before in self._before:
-            if not isinstance(value, torch.Tensor) and _differing(before, _parts(value)):
+            if _differing(before, _parts(value)):
                 _refill(value, before)
 
 
@@ -167,7 +178,9 @@ def _parts(value: Any) -> dict[Any, Any]:
     if isinstance(value, types.FunctionType):
         return _outer_values(value)
     if isinstance(value, torch.Tensor):
-        return {"layout": _layout(value)}
+        own = vars(value) if type(value) in (torch.Tensor, torch.nn.Parameter) else {}
+        known = {name: part for name, part in own.items() if not name.startswith("_dynamo_")}  # its marks
+        return {"layout": _layout(value), "requires_grad": value.requires_grad, **known}
     if _draws_numbers(value):
         return {"state": pickle.dumps(_number_state(value))}
     if isinstance(value, Iterator) and type(value).__module__ in _ITERATORS:
@@ -176,11 +189,19 @@ def _parts(value: Any) -> dict[Any, Any]:
         return {**dict(builtin_kind(value, TABLES).items(value)), **getattr(value, "__dict__", {})}
     if isinstance(value, _MANY):
         return dict(enumerate(builtin_kind(value, _MANY).__iter__(value)))
-    # An array. Its class is asked: some objects have whatever attribute they are asked for.
-    if hasattr(type(value), "tobytes") and hasattr(type(value), "nbytes"):
-        return {"data": value.tobytes()} if value.nbytes <= 1 << 20 else {}
+    if isinstance(value, io.StringIO | io.BytesIO):
+        return {} if value.closed else {"text": value.getvalue(), "place": value.tell()}
+    if isinstance(value, _MEMORY):
+        return {"data": bytes(value)} if memoryview(value).nbytes <= _MAX_BYTES else {}
+    if _is_array(value):
+        return {"data": value.tobytes()} if value.nbytes <= _MAX_BYTES else {}
     slots = [name for cls in type(value).__mro__ for name in _slots_of(cls) if hasattr(value, name)]
     return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
+
+
+def _is_array(value: Any) -> bool:
+    """Its class is asked: some objects have whatever attribute they are asked for."""
+    return hasattr(type(value), "tobytes") and hasattr(type(value), "nbytes")
 
 
 def _is_users(cls: type) -> bool:
@@ -278,12 +299,21 @@ def _is(old: Any, new: Any) -> bool:
 
 
 def _refill(value: Any, before: Mapping[Any, Any]) -> None:
-    if isinstance(value, types.FunctionType):
+    if isinstance(value, torch.Tensor):
+        _reset_tensor(value, before)
+    elif isinstance(value, types.FunctionType):
         _reset_variables(value, before)
     elif isinstance(value, type):
         _reset_attributes(value, before)
     elif _draws_numbers(value):
         _set_number_state(value, pickle.loads(before["state"]))
+    elif isinstance(value, io.StringIO | io.BytesIO):
+        value.seek(0)
+        value.truncate()
+        value.write(before["text"])
+        value.seek(before["place"])
+    elif isinstance(value, _MEMORY) or _is_array(value):
+        _refill_memory(value, before["data"])
     elif isinstance(value, (list, deque)):
         kind = builtin_kind(value, _MANY)
         kind.clear(value)
@@ -305,6 +335,30 @@ def _refill(value: Any, before: Mapping[Any, Any]) -> None:
             setattr(value, name, part)
 
 
+def _refill_memory(value: Any, data: bytes) -> None:
+    if isinstance(value, bytearray):
+        value[:] = data
+    elif isinstance(value, array.array):
+        del value[:]
+        value.frombytes(data)
+    elif isinstance(value, _OF_C):
+        ctypes.memmove(ctypes.addressof(value), data, len(data))
+    else:
+        with contextlib.suppress(TypeError, ValueError):  # it may not be written to, or has gaps
+            memoryview(value).cast("B")[:] = data
+
+
+def _reset_tensor(value: torch.Tensor, before: Mapping[str, Any]) -> None:
+    """Its data and how it lies are put back elsewhere."""
+    if value.is_leaf:
+        value.requires_grad_(before["requires_grad"])
+    for name in _differing(before, _parts(value)):
+        if name in vars(value) and name not in before:
+            delattr(value, name)
+        elif name not in ("layout", "requires_grad"):
+            setattr(value, name, before[name])
+
+
 def _reset_variables(function: types.FunctionType, before: Mapping[str, Any]) -> None:
     """Put back what was found outside; a global that was not there stays, since others may have found it by now."""
     variables = outer_variables(function)
@@ -323,9 +377,9 @@ def _reset_attributes(cls: type, before: Mapping[str, Any]) -> None:
             delattr(cls, name)
 
 
-def _random_states() -> list[tuple[str, Any]]:
-    """Of generators that are Python's; those of torch are replayed."""
-    states: list[tuple[str, Any]] = [("the state of random", random.getstate())]
+def _global_states() -> list[tuple[str, Any]]:
+    """What no object holds: of generators that are Python's, as those of torch are replayed, and of the environment."""
+    states: list[tuple[str, Any]] = [("the state of random", random.getstate()), ("os.environ", dict(os.environ))]
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         states.append(("the state of numpy.random", (kind, keys.tobytes(), *rest)))
