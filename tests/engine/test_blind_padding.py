@@ -198,3 +198,25 @@ def test_arguments_that_become_indices(name: str, frontend: str) -> None:
             assert torch.equal(fast(x, ids), function(x, ids))
     indices = fast._engine.plans[0].body.indices
     assert indices.shown == expected
+
+
+GROUPED: dict[str, Callable[[Tensor], Any]] = {
+    "pool": lambda x: torch.nn.functional.avg_pool1d(x.T[None], 2, ceil_mode=True)[0].T,
+    "chunks": lambda x: x.chunk(2)[-1].mean(0),
+    "steps": lambda x: x[::2].amax(0),
+    "half": lambda x: x - x[x.shape[0] // 2 :].amax(0),
+    "even": lambda x: x * 2 if x.shape[0] % 2 == 0 else x * 3,
+    "few": lambda x: x * 2 if x.shape[0] > 10 else x * 3,
+}
+
+
+@pytest.mark.parametrize("frontend", ["trace", "breakable"])
+@pytest.mark.parametrize("name", GROUPED)
+def test_sizes_at_which_rows_fall_into_other_groups(name: str, frontend: str) -> None:
+    """Each size occurs with zeros first, as it does when a program warms up."""
+    function = GROUPED[name]
+    fast = compiled(function, frontend)
+    with torch.no_grad():
+        for n in (24, 20, 13, 9, 17, 3, 1, 30, 2, 5, 16):
+            for x in (torch.zeros(n, 4), torch.rand(n, 4) - 2):
+                torch.testing.assert_close(fast(x), function(x), msg=f"{n} rows")

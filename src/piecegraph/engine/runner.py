@@ -35,7 +35,7 @@ from piecegraph.tape.buffers import preserved, rows_at, unharmed
 from piecegraph.tape.calls import SizedCalls
 from piecegraph.tape.device import GraphDevice
 from piecegraph.tape.library import TapeLibrary, TapeWatch
-from piecegraph.tape.padding import Unclear, number_of_rows_changes, padding_changes
+from piecegraph.tape.padding import Unclear, number_of_rows_changes, padding_changes, with_other_numbers
 from piecegraph.tape.tape import Addresses, Tape
 
 _MAX_ROUTES = 4096
@@ -224,9 +224,17 @@ class PlanRunner:
             return Refusal(Event("PG508", "call", f"size {SizeKey(call.sizes)} gives {reason}"))
 
     def _unless_different(self, route: Route | Refusal, call: Call, code: str) -> Route | Refusal:
-        """The route, if it gives what the function gives."""
+        """The route, if it gives what the function gives, also for other numbers."""
         if isinstance(route, Refusal):
             return route
+        reason = self._difference(route, call)
+        for tensors in with_other_numbers(self.calls, call.tensors) if reason is None else ():
+            with contextlib.suppress(Exception):  # numbers that must go together: nothing is learned
+                reason = reason or self._difference(route, self._with_tensors(call, tensors))
+        return route if reason is None else Refusal(Event(code, "call", f"size {SizeKey(call.sizes)} gives {reason}"))
+
+    def _difference(self, route: Route, call: Call) -> str | None:
+        """How a route gives something else than the function, or None."""
         state, devices = self.calls.state, self.calls.devices
         with preserved(state), unharmed(call.tensors), torch_compat.drawn_again(devices), interception.off():
             found, shape = _outcome(route.serve, call, state)
@@ -234,10 +242,15 @@ class PlanRunner:
             expected, expected_shape = _outcome(lambda c: self._function(*c.args, **c.kwargs), call, state)
             unknown = seen.first_unknown(state)
         if unknown is not None:
-            reason: str | None = f"a write to memory of {unknown.numel()} elements that other sizes do not write to"
-        else:
-            reason = first_difference(found, expected) if shape == expected_shape else "another structure"
-        return route if reason is None else Refusal(Event(code, "call", f"size {SizeKey(call.sizes)} gives {reason}"))
+            return f"a write to memory of {unknown.numel()} elements that other sizes do not write to"
+        return first_difference(found, expected) if shape == expected_shape else "another structure"
+
+    def _with_tensors(self, call: Call, tensors: list[torch.Tensor]) -> Call:
+        """A call with others in the place of its tensors."""
+        others = {id(tensor): other for tensor, other in zip(call.tensors, tensors, strict=True)}
+        leaves, _, structure = flatten_arguments((call.args, call.kwargs))
+        args, kwargs = structure.build(others.get(id(leaf), leaf) for leaf in leaves)
+        return call._replace(tensors=tensors, args=args, kwargs=kwargs)
 
     # -- a size at which what Python reads decides what runs, see Note [Paths]
 

@@ -213,8 +213,9 @@ class TracedBody:
 
     @functools.cached_property
     def computes_with_sizes(self) -> bool:
-        """Whether numbers may be made of how many rows there are. See Note [Padding]."""
-        return any(map(computes_with_sizes, self.traced.graph.nodes))
+        """Whether numbers may be made of how many rows there are, or of rows in groups. See Note [Padding]."""
+        nodes = self.traced.graph.nodes
+        return any(map(computes_with_sizes, nodes)) or torch_compat.is_any_rounded(map(torch_compat.meta_value, nodes))
 
     def _is_as_large(self, value: torch.Tensor, recorded: Sizes, sizes: Sizes) -> bool:
         shape = self._shape(value, sizes)

@@ -13,8 +13,9 @@ and the other way round. Numbers far above and far below zero in padded rows sho
 row refuses padding for that size dimension.
 
 All that is tried at one size. A number that is made of how many rows there are is another at each size, and may be
-another only at some (``max(x.shape[0], 16)``). So where such numbers may be, every size that is padded is tried once
-more when it first occurs, and what differs there refuses padding for all sizes.
+another only at some (``max(x.shape[0], 16)``); and of rows in groups, the last may be full (pooling by twos). So where
+sizes make numbers or are rounded, every size that is padded is tried once more when it first occurs, and what differs
+there refuses padding for all sizes.
 
 Random numbers refuse it wherever they go: those drawn after the call would be others. So does a result of integers or
 truth values that is made of rows and has none: no number in it would be NaN, and which numbers would make it another
@@ -93,7 +94,7 @@ def number_of_rows_changes(
     """How a call of ``sizes`` differs at the recorded ``key`` because more rows are there, or None if it does not."""
     trial = _Trial(calls, run_tape, key, sizes)
     padding = _pad_values(calls)
-    for rows in (call.tensors, _changed(calls, call.tensors, _OTHER_NUMBERS["numbers above zero"])):
+    for rows in (call.tensors, *with_other_numbers(calls, call.tensors)):
         if reason := trial.other_rows_change(rows, padding):
             return f"padding gives {reason} {trial}"
     return None
@@ -104,6 +105,11 @@ _OTHER_NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "numbers above zero": lambda rows: rows.abs().to(rows.dtype) + 1,
     "numbers below zero": lambda rows: -(rows.abs().to(rows.dtype) + 1),
 }
+
+
+def with_other_numbers(calls: SizedCalls, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors of a call with numbers above zero, and below: first calls often hold zeros, which show little."""
+    return [_changed(calls, tensors, _OTHER_NUMBERS[f"numbers {side} zero"]) for side in ("above", "below")]
 
 
 def _blind_result(calls: SizedCalls, key: SizeKey, results: Sequence[Any]) -> int | None:

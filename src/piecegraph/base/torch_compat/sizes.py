@@ -88,6 +88,13 @@ def free_symbols(value: Any) -> tuple[sympy.Symbol, ...]:
     return tuple(sorted(torch_free_symbols(value), key=str))
 
 
+def is_any_rounded(values: Iterable[Any]) -> bool:
+    """Whether a tensor has a size that follows others by steps, as that of ``x[::2]`` does."""
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    exprs = {size_expr(size) for each in tensors for size in each.shape if isinstance(size, torch.SymInt)}
+    return not all(expr.is_polynomial() for expr in exprs)
+
+
 def emit_expr(
     graph: torch.fx.Graph, expr: sympy.Expr, symbols: Mapping[sympy.Symbol, torch.fx.Node]
 ) -> torch.fx.Node | int:
