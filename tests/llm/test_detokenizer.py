@@ -156,6 +156,18 @@ def test_a_character_that_the_answer_completes_is_its_own(kind: str, size: int) 
         assert read(kind, prompt, said(kind, "é!"), size)[0] == "é!", "it stays broken, in the prompt"
 
 
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("num_special", [1, 8, 100])
+def test_special_tokens_keep_no_word_from_its_neighbour(kind: str, num_special: int) -> None:
+    """A space before the first word depends on what is before it, however many hidden tokens are between them."""
+    tokenizer = tokenizer_of(kind)
+    words, marks = [len(MARKS) + 2, len(MARKS) + 3], [tokenizer.bos_token_id, tokenizer.eos_token_id] * num_special
+    expected = tokenizer.decode(words * 2, skip_special_tokens=True)
+    before = tokenizer.decode(words, skip_special_tokens=True)
+    assert before + read(kind, words + marks, words, 1)[0] == expected
+    assert read(kind, marks, words, 1)[0] == before, "there is none before it"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)

@@ -35,6 +35,8 @@ _OPEN_END = re.compile(r"(?: [ ']*(?:n[ ']*)?[vr]?)?\Z")
 
 _tokens_of_bytes: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 """Of tokenizers: to look for them takes a millisecond, and there is a detokenizer for each request."""
+_special_tokens: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
+"""The same, of those that mark parts of a text."""
 
 
 class Detokenizer:
@@ -73,7 +75,8 @@ class Detokenizer:
     def _mended(self, tokens: list[int]) -> list[int]:
         """Tokens with the same text but for broken characters. See Note [Broken characters]."""
         found: list[int] = []
-        shown = [token for token in tokens if token not in self._skipped]
+        hidden = self.hidden
+        shown = [token for token in tokens if token not in hidden]
         for is_byte, row in itertools.groupby(shown, key=self._bytes.__contains__):
             if is_byte:
                 text = bytes(map(self._bytes.__getitem__, row)).decode(errors="surrogateescape")
@@ -101,11 +104,16 @@ class Detokenizer:
     def _bytes(self) -> dict[int, int]:
         return {token: byte for byte, token in enumerate(self._token_of_byte)}
 
-    @functools.cached_property
-    def _skipped(self) -> set[int]:
-        """Tokens without text: what stands before them and behind may be one character."""
-        added = self._tokenizer.added_tokens_decoder if self._skips else {}
-        return {number for number, token in added.items() if token.special}
+    @property
+    def hidden(self) -> frozenset[int]:
+        """Tokens that are left out: what stands before them and behind are neighbours, or even one character."""
+        if not self._skips:
+            return frozenset()
+        found = _special_tokens.get(self._tokenizer)
+        if found is None:
+            added = self._tokenizer.added_tokens_decoder.items()
+            found = _special_tokens[self._tokenizer] = frozenset(number for number, token in added if token.special)
+        return found
 
 
 class CleanedText:

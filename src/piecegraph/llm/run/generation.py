@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from piecegraph.llm.run.stop import IncrementalText
 
 MakeLogits = Callable[[torch.Tensor], torch.Tensor]
 """Rows of hidden states to rows of logits."""
+_NUM_NEIGHBOURS = 8
+"""Tokens of a prompt that the text of what is behind it may depend on."""
 
 
 @dataclass
@@ -159,10 +162,12 @@ class Generation:
 
 def text_behind(prompt: Sequence[int], params: SamplingParams, detokenizer: Detokenizer) -> IncrementalText:
     """The text of what is generated behind a prompt, up to its stop texts."""
+    hidden = detokenizer.hidden  # which may be many in a row
+    shown = itertools.islice((token for token in reversed(prompt) if token not in hidden), _NUM_NEIGHBOURS)
     return IncrementalText(
         detokenizer,
         params.stop,
-        prompt[-8:],
+        list(shown)[::-1],
         min_tokens=params.min_tokens,
         includes_stop=params.include_stop_str_in_output,
         clean=detokenizer.clean,
