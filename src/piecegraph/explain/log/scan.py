@@ -15,8 +15,9 @@ import re
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
-from piecegraph.explain.evidence import Evidence, Failure, Process
+from piecegraph.explain.evidence import Evidence, Process
 from piecegraph.explain.log.above import lines_above
+from piecegraph.explain.log.beginnings import FirstLine, never_started
 from piecegraph.explain.log.clock import latest_seconds
 from piecegraph.explain.log.collected import CollectedRun
 from piecegraph.explain.log.deaths import tells_death
@@ -27,14 +28,13 @@ from piecegraph.explain.log.observations import (
     ERROR_WORDS,
     Watched,
     has_any,
-    is_error,
     is_start,
     milestone_of,
     vocabulary_of,
     watched_in,
     words_in,
 )
-from piecegraph.explain.log.syntax import kind_of, mask
+from piecegraph.explain.log.syntax import kind_of
 from piecegraph.explain.log.tail import Tail
 from piecegraph.explain.log.torn import folded_at
 from piecegraph.explain.log.usual import NUM_LINES, is_caught, usual_lines
@@ -53,8 +53,6 @@ LINES_BEHIND_A_PART = 8
 """That a process prints before the next part: the source, marks under it, a message. Where many processes take turns,
 those of all of them have to pass.
 """
-MIN_FIRST_LINE, MAX_FIRST_LINE = 12, 400
-"""A line with fewer letters says too little to be the beginning of a run."""
 MAX_GATHERED_LINES = 60_000
 """Of all streams together; the fullest is resolved when there are more."""
 
@@ -131,7 +129,7 @@ class Scanner:
         self._block_first = 0  # the number of its first line
         self._fold = 0  # the width at which a terminal folded the lines; 0 if none did
         self._folded = ""
-        self._first_line: str | None = None  # of the run, if it may show where another one begins: see Note [Runs]
+        self._first_line = FirstLine()
 
     def add_notes(self, notes: Iterable[str]) -> None:
         """Remarks on the logs themselves."""
@@ -150,7 +148,7 @@ class Scanner:
         self._sources.append(name)
         self._label, self._number, self._num_counted = label, 0, 0
         self._block, self._block_first = [], 0
-        self._before, self._fold, self._folded, self._first_line = "", 0, "", None
+        self._before, self._fold, self._folded, self._first_line = "", 0, "", FirstLine()
         self._reader = PrefixReader()
 
     def feed(self, lines: list[str]) -> None:
@@ -165,8 +163,8 @@ class Scanner:
         if 'File "' in self._opening:
             outside = "\n".join(line for line in lines if not line.startswith(("    ", '  File "')))
         self._fold = self._fold or (folded_at(lines) if 'File "' in self._opening else 0)
-        self._first_line = self._known_first_line(lines)
-        self._watched = watched_in(outside, vocabulary, (self._first_line,) if self._first_line else ())
+        self._first_line.note(lines, OPENING)
+        self._watched = watched_in(outside, vocabulary, (self._first_line.text,) if self._first_line.text else ())
         self._known = words_in(outside, vocabulary, self._known_words)
         self._errors = () if self._run.failures else words_in(whole, vocabulary, ERROR_WORDS)
         above = self._block[-NUM_LINES:]
@@ -202,15 +200,6 @@ class Scanner:
     def _count_lines(self) -> None:
         self._run.num_lines += self._number - self._num_counted
         self._num_counted = self._number
-
-    def _known_first_line(self, lines: list[str]) -> str | None:
-        """The first line of the log; empty once it stands a second time before anything failed."""
-        known = self._first_line
-        if known is None:
-            known = next((line.strip() for line in lines if sum(map(str.isalpha, line)) >= MIN_FIRST_LINE), None)
-            if known is not None and (known != mask(known) or _tells_failure(known) or len(known) > MAX_FIRST_LINE):
-                known = ""
-        return known
 
     def _look_at(self, raw: str) -> None:
         is_worth_observing = self._is_worth_observing(raw)
@@ -313,7 +302,11 @@ class Scanner:
         milestone = milestone_of(line.text, line.number) if has_any(line.text, watched.mark) else None
         is_begun = milestone is not None and (milestone.phase, milestone.state) == ("init", "begun")
         is_sure = is_begun or (has_any(line.text, watched.start) and is_start(line.text))
-        if self._is_one_log and (is_sure or self._is_first_line_again(line, raw)):
+        has_failed = bool(self._run.failures or seen.deaths)
+        is_again = line.number > self._run.first_line and self._first_line.is_again(
+            raw, has_failed=has_failed or bool(self._streams)
+        )
+        if self._is_one_log and (is_sure or is_again):
             self._close_streams()
             if self._run.failures or seen.deaths:
                 self._end_run(may_go_on=not is_sure)
@@ -321,14 +314,6 @@ class Scanner:
         if milestone is not None:
             seen.keep(replace(milestone, process=self._named(process)))
         seen.observe(line, raw, self._named(process), watched, self._lines_above)
-
-    def _is_first_line_again(self, line: Line, raw: str) -> bool:
-        if not self._first_line or self._first_line not in raw or line.number <= self._run.first_line:
-            return False
-        if not self._run.failures and not self._run.seen.deaths and not self._streams:
-            self._first_line = ""  # it is said again and again
-            return False
-        return raw.strip() == self._first_line
 
     def _close_streams(self, *, only_quiet: bool = False) -> None:
         latest = max((stream.latest for stream in self._streams.values()), default=0)
@@ -352,7 +337,7 @@ class Scanner:
             if not may_search:
                 self._run.notes["interleaved tracebacks were too many to reconstruct all: exceptions were counted"] += 1
         for failure in found.failures:
-            if self._is_one_log and _never_started(failure) and self._run.failures.has_other_than(failure):
+            if self._is_one_log and never_started(failure) and self._run.failures.has_other_than(failure):
                 self._end_run(at=failure.line)
             begun = bisect.bisect_right(stream.clock, failure.line or 0, key=lambda entry: entry[0])
             seconds = stream.clock[begun - 1][1] if begun else None
@@ -390,15 +375,3 @@ class Scanner:
 def _is_inside(line: Line) -> bool:
     """Whether a line may be a part of a traceback that goes on."""
     return line.text.startswith(" ") or bool(kind_of(line.text))
-
-
-def _tells_failure(text: str) -> bool:
-    """Whether a line is about an end, and so is no beginning."""
-    return has_any(text, OPENING) or tells_death(text) or is_error(Line(0, text), text)
-
-
-def _never_started(failure: Failure) -> bool:
-    """Whether Python could not even read the program: nothing that stands above is of the same process."""
-    only = failure.chain[0]
-    is_main = len(failure.chain) == 1 and not any(frame.function for frame in only.frames)
-    return is_main and only.type in ("SyntaxError", "IndentationError", "TabError")
