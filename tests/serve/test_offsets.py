@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tokenizers
+import transformers as hf
+from tokenizers import decoders, models, pre_tokenizers
 
 import piecegraph
 from piecegraph.serve.logprobs import TokenTexts
@@ -112,10 +115,54 @@ def test_a_character_that_the_prompt_begins_is_told_once(bytewise: Served, new: 
 
 def test_texts_of_tokens_are_those_they_have_behind_others() -> None:
     words = tiny_tokenizer(chat=False)
-    tokens = words("ax by ax")["input_ids"]
-    assert "".join(map(TokenTexts(words), tokens)) == " ax by ax"
+    first, second = words("ax by")["input_ids"]
+    texts = TokenTexts(words)
+    assert (texts(first), texts(second, first), texts(first, first)) == ("ax", " by", " ax")
     texts = TokenTexts(byte_tokenizer(falls_back=True))
-    assert [texts(4 + byte) for byte in b" a\n\xe2"] == [" ", "a", "\n", "\ufffd"]
+    assert [texts(4 + byte, 4 + 0xE2) for byte in b" a\n\xe2"] == [" ", "a", "\n", "\ufffd"]
+
+
+@pytest.fixture(scope="module")
+def spaced_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Of which the end of a word is in a token (``b</w>``), as BPE was first written, and CLIP has it."""
+    folder = write_byte_llm(tmp_path_factory.mktemp("suffix"), chat_template=TEMPLATE)
+    names = ["<pad>", "<s>", "</s>", "<unk>", *(f"{name}{end}" for name in "abcdefgh" for end in ("", "</w>"))]
+    names += [f"{number}</w>" for number in range(260 - len(names))]
+    model = models.BPE({name: number for number, name in enumerate(names)}, [], end_of_word_suffix="</w>")
+    raw = tokenizers.Tokenizer(model)
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.WhitespaceSplit(), decoders.BPEDecoder()
+    wrapped = hf.PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
+    wrapped.chat_template = TEMPLATE
+    wrapped.save_pretrained(folder)
+    with piecegraph.LLM(folder, backend="eager", device="cpu", max_num_seqs=4, options={"progress": False}) as llm:
+        with served(llm) as found:
+            yield found
+
+
+@pytest.mark.parametrize("more", [{}, {"echo": True}, {"skip_special_tokens": False}, {"prompt": [1, 1]}])
+def test_texts_of_tokens_make_up_the_text(spaced_behind: Served, more: dict[str, Any]) -> None:
+    """Also where a space belongs to the token that it is behind."""
+    body = {"model": "tiny", "prompt": "ab cd e", "max_tokens": 20, "seed": 3, "temperature": 1.5}
+    _, answer, _ = spaced_behind.post("/v1/completions", {**body, "logprobs": 2, **more})
+    (choice,) = answer["choices"]
+    told = choice["logprobs"]
+    assert "".join(told["tokens"]) == choice["text"]
+    places = zip(told["text_offset"], told["tokens"], strict=True)
+    assert all(choice["text"][offset:].startswith(text) for offset, text in places)
+    if more == {"echo": True}:
+        return
+    _, events, _ = spaced_behind.post("/v1/completions", {**body, "logprobs": 2, **more, "stream": True})
+    parts = [json.loads(line[6:])["choices"][0]["logprobs"] for line in events.splitlines() if line[6:7] == "{"]
+    for name in ("tokens", "text_offset", "top_logprobs"):
+        assert [each for part in parts if part for each in part[name]] == told[name]
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": body.pop("prompt")}], "logprobs": True, **body}
+    _, answer, _ = spaced_behind.post("/v1/chat/completions", chat)
+    (choice,) = answer["choices"]
+    assert "".join(each["token"] for each in choice["logprobs"]["content"]) == choice["message"]["content"]
+    _, events, _ = spaced_behind.post("/v1/chat/completions", {**chat, "stream": True})
+    parts = [json.loads(line[6:])["choices"][0] for line in events.splitlines() if line[6:7] == "{"]
+    told = [each["token"] for part in parts if part["logprobs"] for each in part["logprobs"]["content"]]
+    assert told == [each["token"] for each in choice["logprobs"]["content"]]
 
 
 def test_offsets_of_prompts_that_are_written_otherwise() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from piecegraph.llm.run.answers import Answers
-from piecegraph.llm.run.results import Chunk, Completion
+from piecegraph.llm.run.results import Chunk, Completion, TokenLogprob
 from piecegraph.serve.bodies import ChatBody, conversation_of
 from piecegraph.serve.failures import ApiError
 from piecegraph.serve.logprobs import TokenTexts
@@ -21,11 +21,14 @@ from piecegraph.serve.usage import Usage
 class ChatCall:
     """One call, once its conversation is asked for."""
 
-    def __init__(self, service: Service, record: Record, body: ChatBody, asked: Answers, prompt: list[int]) -> None:
-        self._service, self._body, self._record = service, body, record
+    def __init__(
+        self, service: Service, record: Record, body: ChatBody, asked: Answers, prompt: list[int], texts: TokenTexts
+    ) -> None:
+        self._service, self._body, self._record, self._texts = service, body, record, texts
         self.asked = [asked]
         self._each = body.n or 1
-        self._texts = TokenTexts(service.llm.tokenizer)
+        self._before = [texts.last_of(prompt)] * self._each
+        """What the next token of each answer is behind."""
         use, has_form = body.tool_use(), body.form() is not None
         self._parsers = [service.reader(use, prompt, has_form=has_form) for _ in range(self._each)]
         self._head = {
@@ -48,7 +51,8 @@ class ChatCall:
             **service.marks_are_text(body.skip_special_tokens),
         )
         asked = service.ask(prompt, params, record, streams=body.stream, priority=body.priority)
-        return ChatCall(service, record, body, asked, prompt)
+        texts = TokenTexts(service.llm.tokenizer, skip_special_tokens=params.skip_special_tokens)
+        return ChatCall(service, record, body, asked, prompt, texts)
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one."""
@@ -64,10 +68,16 @@ class ChatCall:
         return {
             "index": index,
             "message": parsed.message(),
-            "logprobs": None if answer.logprobs is None else self._texts.for_chat(answer.logprobs),
+            "logprobs": None if answer.logprobs is None else self._logprobs(index, answer.logprobs),
             "finish_reason": self._finish_reason(index, answer),
             "stop_reason": answer.stop_reason,
         }
+
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Of the next tokens of an answer."""
+        before = self._before[index]
+        self._before[index] = self._texts.last_of([entry.token_id for entry in entries], before)
+        return self._texts.for_chat(entries, before)
 
     def _finish_reason(self, index: int, answer: Completion) -> str:
         parser = self._parsers[index]
@@ -104,7 +114,7 @@ class ChatCall:
         """What a chunk tells of its answer."""
         answer = chunk.finished
         found = deltas(self._parsers[index], chunk.text, is_last=answer is not None)
-        logprobs = None if chunk.logprobs is None else self._texts.for_chat(chunk.logprobs)
+        logprobs = None if chunk.logprobs is None else self._logprobs(index, chunk.logprobs)
         if logprobs is not None and not found:
             found = [{"content": ""}]
         parts = [_part(index, delta) for delta in found]

@@ -36,7 +36,7 @@ class CompletionCall:
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
-        self._texts = TokenTexts(service.llm.tokenizer_if_any)
+        self._texts = TokenTexts(service.llm.tokenizer_if_any, skip_special_tokens=self._params.skip_special_tokens)
         self._prompts = prompts_of(body.prompt)
         self._unechoed: dict[int, list[int]] = {n: [] for n in range(len(self._prompts) * self._each) if body.echo}
         """What is known of answers whose prompt the stream has not had yet."""
@@ -89,12 +89,13 @@ class CompletionCall:
 
     def _logprobs(self, index: int, answer: Completion, begin: int) -> dict[str, Any]:
         tokens, entries = answer.token_ids, list[Any](answer.logprobs or ())
-        offsets = self._offsets(answer.prompt_token_ids, begin).of(tokens)
+        behind = self._offsets(answer.prompt_token_ids, begin)
+        before, offsets = behind.before, behind.of(tokens)
         if self._body.echo:
             of_prompt = self._texts.offsets_in_prompt(self._prompt(index), answer.prompt_token_ids)
             tokens, entries = answer.prompt_token_ids + tokens, [*(answer.prompt_logprobs or ()), *entries]
-            offsets = of_prompt + offsets
-        return self._texts.for_completions(tokens, entries, offsets)
+            before, offsets = None, of_prompt + offsets
+        return self._texts.for_completions(tokens, entries, offsets, before)
 
     def _offsets(self, prompt: list[int], begin: int = 0) -> TextOffsets:
         """Of new tokens; those of a stop text have one, too."""
@@ -102,7 +103,8 @@ class CompletionCall:
         if tokenizer is None:
             return TextOffsets(IncrementalText(lambda _: ""), self._texts, begin)
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=self._params.skip_special_tokens)
-        return TextOffsets(text_behind(prompt, replace(self._params, stop=()), detokenizer), self._texts, begin)
+        text = text_behind(prompt, replace(self._params, stop=()), detokenizer)
+        return TextOffsets(text, self._texts, begin, self._texts.last_of(prompt))
 
     def _part(self, index: int, chunk: Chunk, offsets: dict[int, TextOffsets | None]) -> dict[str, Any]:
         logprobs = None
@@ -110,7 +112,8 @@ class CompletionCall:
             prompt = self.asked[index // self._each].prompt_token_ids
             offsets[index] = None if chunk.logprobs is None else self._offsets(prompt)
         if chunk.logprobs is not None and (behind := offsets[index]) is not None:
-            logprobs = self._texts.for_completions(chunk.token_ids, chunk.logprobs, behind.of(chunk.token_ids))
+            tokens, before = chunk.token_ids, behind.before
+            logprobs = self._texts.for_completions(tokens, chunk.logprobs, behind.of(tokens), before)
         part = _choice_part(index, self._echo_before(index, chunk) + chunk.text, logprobs)
         if chunk.finished is not None:
             part |= _end(chunk.finished)
