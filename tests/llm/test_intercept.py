@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import piecegraph
-from piecegraph.errors import CallError
+from piecegraph.errors import CallError, RequestError
+from piecegraph.llm import Request, SamplingParams
 from tests.cases.llm_shelf import Shelf
 
 PROMPT, OTHER = [5, 6, 7, 8, 9], [40, 41, 42]
@@ -125,3 +127,47 @@ def test_a_closed_model_is_reached_no_more(models: Shelf) -> None:
         assert "3 cuts in " in repr(handle)
         llm.close()
         assert "cuts in " not in repr(handle)
+
+
+LONG = [(number * 7) % 50 + 1 for number in range(40)]
+
+
+def test_prefixes_are_those_of_the_model_alone(models: Shelf) -> None:
+    llm, plain = models.load("llama", **GRAPHS), models.load("llama", prefix_cache=False, **GRAPHS)
+    expected = generate(llm, LONG)
+    with piecegraph.intercept(F.silu, after=lambda result, x: -result):
+        altered = generate(plain, LONG), generate(plain, LONG[::-1])
+        assert (generate(llm, LONG), generate(llm, LONG[::-1])) == altered, "also of a beginning that was remembered"
+    assert altered[0] != expected == generate(plain, LONG)
+    assert generate(llm, LONG[::-1]) == generate(plain, LONG[::-1])
+    answer = llm.generate([LONG], max_new_tokens=NUM_NEW, ignore_eos=True)[0]
+    assert answer.token_ids == expected[0]
+    assert answer.metrics.num_cached_tokens == 32, "what was remembered before is good still"
+
+
+def test_prefixes_are_those_of_all_kernels(models: Shelf) -> None:
+    options = {"graph_device": "simulated", "provenance": True, "fuse_linears": False}
+    llm = models.load("llama", **{**GRAPHS, "options": options})
+    with llm.kernels.select(op="aten::silu").disable(), contextlib.suppress(RequestError):  # what is there may be NaN
+        generate(llm, LONG)
+    answer = llm.generate([LONG], max_new_tokens=NUM_NEW, ignore_eos=True)[0]
+    assert answer.token_ids == models.greedy("llama", LONG, NUM_NEW)
+    assert answer.metrics.num_cached_tokens == 0
+    assert llm.generate([LONG], max_new_tokens=1)[0].metrics.num_cached_tokens == 32
+
+
+def test_a_request_that_saw_an_alteration_is_nobodys_prefix(models: Shelf) -> None:
+    llm = models.load("llama", max_num_seqs=2)
+    scheduler = llm.make_scheduler()
+    scheduler.add(Request("first", LONG, SamplingParams(max_new_tokens=3)))
+    with piecegraph.intercept(F.silu, after=lambda result, x: -result):
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(plan, llm.forward(plan).tokens.tolist())
+    while plan := scheduler.schedule():
+        scheduler.commit(plan, llm.forward(plan).tokens.tolist())
+    scheduler.add(again := Request("again", LONG, SamplingParams(max_new_tokens=3)))
+    while plan := scheduler.schedule():
+        scheduler.commit(plan, llm.forward(plan).tokens.tolist())
+    assert again.num_cached == 0
+    assert list(again.tokens[len(LONG) :]) == models.greedy("llama", LONG, 3)

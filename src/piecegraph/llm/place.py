@@ -155,6 +155,8 @@ class Follower(Place):
             engine.finish(*args)
         elif name == "record_idle":
             engine.record_idle(*args)
+        elif name == "alter":
+            engine.alter(*args)
         else:
             assert name == "answers", name  # of a call that was not made here
 

@@ -182,6 +182,11 @@ class TapeLibrary(Generic[Key]):
             free = self._device.free_bytes() if self._device is not None else None
             bar.advance(self._recordable.title(key) + (f", {free / 2**30:.1f} GiB free" if free is not None else ""))
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether kernels of a tape are switched off."""
+        return any(inside.nodes.off for tape in self.tapes.values() for inside in tape.insides)
+
     def forget(self) -> None:
         """Drop every tape: memory that they read has moved."""
         self.tapes.clear()

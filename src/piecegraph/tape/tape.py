@@ -245,6 +245,9 @@ class Tape:
         """What it was recorded for, in words."""
         self.steps = tuple(steps)
         self.is_graphs_only = all(isinstance(step, GraphStep) for step in self.steps)
+        insides = (step.inside for step in self.steps if isinstance(step, GraphStep))
+        self.insides = tuple(each for each in insides if each is not None)
+        """What is known of its graphs: nothing without provenance."""
         self._outputs = tuple(outputs)
         self.devices = tuple(value.device if isinstance(value, torch.Tensor) else None for value in outputs)
         """Where each output lies."""
@@ -323,6 +326,7 @@ class DirectTape:
     """Stands in for a tape where nothing can be captured: runs the same steps on the same buffers."""
 
     steps: tuple[GraphStep | EagerStep, ...] = ()
+    insides: tuple[Inside, ...] = ()
     is_graphs_only = False
 
     def __init__(self, run: Callable[[], Sequence[Any]]) -> None:

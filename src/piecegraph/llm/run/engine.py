@@ -18,6 +18,12 @@ Note [One cache, several schedulers]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Each scheduler has block numbers of its own for the one memory. So only one of them may have requests running, and when
 another takes over, the one before forgets the prefixes it knew: their blocks are about to be overwritten.
+
+Note [Altered steps]
+~~~~~~~~~~~~~~~~~~~~
+While ops of the model are intercepted or kernels are switched off, steps compute something else, or whoever looks on
+wants to see all of it. So no prefix is taken from the cache meanwhile, and what a request has computed in such a step
+is in nobody's prefix afterwards. Of several ranks, the first says when that is: kernels are switched in one process.
 """
 
 from __future__ import annotations
@@ -149,6 +155,10 @@ class LLMEngine:
         self.failed: list[Generation] = []
         """Whose tokens the last step that failed computed. They start over, unless somebody ends them."""
         self._is_stepping = False
+        self._is_altered = False
+        """See Note [Altered steps]."""
+        engine = weakref.ref(self)  # it goes with whoever holds the model: no garbage collector need come first
+        scheduler.is_altered = lambda: (ours := engine()) is not None and ours._is_altered
         self._left_to_abort: deque[Generation] = deque()
         self._ids = itertools.count()
         self._forwards.current()
@@ -281,6 +291,8 @@ class LLMEngine:
     def step(self) -> bool:
         """Run one step; False if there is nothing to do."""
         with self._together("a step"), self._starting_over_on_failure():
+            if self._ranks is None or self.orders is not None:
+                self.alter(self.forward.is_altered)
             if self.orders is not None:
                 self.orders.tell(STEP)
             current, self._ahead = self._ahead, None
@@ -293,6 +305,13 @@ class LLMEngine:
             self._commit(current)
             self._ahead = ahead
             return True
+
+    def alter(self, is_altered: bool) -> None:
+        """Take prefixes from the cache or not: see Note [Altered steps]."""
+        if is_altered != self._is_altered:
+            self._is_altered = is_altered
+            if self.orders is not None:
+                self.orders.tell("alter", is_altered)
 
     def _together(self, subject: str) -> contextlib.AbstractContextManager[None]:
         """Around what ranks do together: what fails on one of them stops all."""
@@ -323,6 +342,9 @@ class LLMEngine:
         is_replayed = key in forward.library.tapes
         if not is_replayed and (loss := forward.why_not_recorded(key)) is not None:
             self.events.emit(loss)
+        if self._is_altered or forward.is_altered:
+            for work in plan.works:
+                work.request.cache_key = None
         result = forward.run_step(key)
         num_rows = key.bucket.num_tokens
         self.counts.add(plan.kind, plan.num_tokens, num_rows, is_replayed=is_replayed, is_larger=key != wanted)
@@ -477,7 +499,7 @@ class LLMEngine:
             block_size=ours.cache.block_size,
             prefix_cache=prefix_cache and not ours.needs_state,
         )
-        return Scheduler(
+        scheduler = Scheduler(
             ours.limits,
             cache,
             eos_token_ids=ours.eos_token_ids,
@@ -485,6 +507,9 @@ class LLMEngine:
             release_state=ours.release_state,
             text_of=text_of,
         )
+        engine = weakref.ref(self)
+        scheduler.is_altered = lambda: (theirs := engine()) is not None and theirs.forward.is_altered
+        return scheduler
 
     def _hand_over(self, cache: weakref.ref[PagedCache] | None) -> None:
         """See Note [One cache, several schedulers]."""

@@ -107,6 +107,11 @@ class Forward:
         self.num_recorded_idle = 0
 
     @property
+    def is_altered(self) -> bool:
+        """Whether steps may compute something else than the model. See Note [Altered steps]."""
+        return bool(self._interceptions) or self.library.leaves_out
+
+    @property
     def modes(self) -> Mapping[StepKind, Decision]:
         """How each kind of step is recorded."""
         return self.step.modes

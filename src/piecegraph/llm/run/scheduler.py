@@ -124,6 +124,8 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self.needs_state = needs_state
         self.release_state = release_state
+        self.is_altered: Callable[[], bool] = lambda: False
+        """Whether steps compute something else than the model, so that no prefix is taken from the cache."""
         self._endings = Endings(text_of)
         self._free_slots = self._all_slots()
         self._rows: list[Request] = []
@@ -492,7 +494,7 @@ class Scheduler:
 
     def _reusable_digests(self, request: Request) -> list[bytes]:
         """Digests of the blocks that need not be computed if they are known: the last token always is."""
-        if not self.cache.prefix_cache or request.cache_key is None:
+        if not self.cache.prefix_cache or request.cache_key is None or self.is_altered():
             return []
         end = len(request.tokens) - 1
         if request.params.wants_every_row:
