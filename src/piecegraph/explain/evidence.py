@@ -153,6 +153,39 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Collective:
+    """One operation of all ranks of a process group, as one of them entered it."""
+
+    op: str
+    """As torch names it: ``ALLREDUCE``."""
+    number: int | None
+    """Which of the group's operations it is; every rank counts them alike. None where the log does not say."""
+    num_in: int | None = None
+    num_out: int | None = None
+    """Elements of this rank's input and output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupState:
+    """What the watchdog of one rank says of a process group."""
+
+    group: str
+    """The name that is the same on all ranks of the group; empty where the log does not say."""
+    rank: int
+    """In the group."""
+    world_rank: int | None
+    """In the job, as a prefix proves it."""
+    waited: Collective | None = None
+    """The operation that took too long."""
+    waited_ms: int | None = None
+    num_enqueued: int | None = None
+    """The last operation that the rank had entered; -1 if none."""
+    num_completed: int | None = None
+    line: int | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TreeLine:
     """One line of the stacks of several processes laid on top of each other."""
 
@@ -206,6 +239,10 @@ class Evidence:
     """The first lines logged as errors outside of any traceback."""
     above: tuple[LinesAbove, ...] = ()
     """What stands above the lines that tell of deaths and exit codes."""
+    group_states: tuple[GroupState, ...] = ()
+    """What the ranks said of their process groups when a collective took too long."""
+    world_size: int | None = None
+    """How many ranks the job had, as it said itself."""
     known_issue_lines: tuple[tuple[str, int | None], ...] = ()
     """Lines outside of any traceback by which a known issue is recognised."""
     last_line: tuple[str, int | None] | None = None

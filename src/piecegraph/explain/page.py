@@ -22,6 +22,7 @@ from piecegraph.explain.evidence import (
     TreeLine,
 )
 from piecegraph.explain.frames import layers_of, phase_of, place_of
+from piecegraph.explain.hangs import Hang, find_hang
 from piecegraph.explain.known_issues import KnownIssue, find_matches
 from piecegraph.explain.log.clock import are_comparable
 from piecegraph.explain.root_cause import RootCause, Triage, find_root_cause, notice_of, triage
@@ -134,6 +135,8 @@ class Page:
     notice: RootCause | None
     """The exception by which another process noticed the death that is the root."""
     who: Who
+    hang: Hang | None
+    """The collective that ranks waited in too long."""
     phase: PhaseReport
     stack: tuple[StackPart, ...]
     tree: tuple[TreeLine, ...]
@@ -184,6 +187,7 @@ def compose(
         root=find_root_cause(failure) if failure is not None and failure.chain else None,
         notice=find_root_cause(notice) if (notice := notice_of(found)) is not None else None,
         who=_who(evidence, found),
+        hang=None if found.is_stopped else find_hang(evidence),
         phase=phase,
         stack=_stack(evidence, failure),
         tree=evidence.tree if failure is not None and failure.certainty == "reconstructed" else (),

@@ -106,7 +106,7 @@ def triage(evidence: Evidence) -> Triage:
     candidates = [failure for failure in candidates if failure not in passed_on]
     interrupts = [failure for failure in candidates if is_interrupt(failure)]
     candidates = [failure for failure in candidates if failure not in interrupts]
-    is_asked = bool(serious) and was_asked_to_end(evidence, interrupts, candidates)
+    is_asked = bool(serious) and was_asked_to_end(evidence, interrupts, candidates or echoes)
     if is_asked or (interrupts and not candidates):
         return _stopped(interrupts, serious, unserious)
     echoes += interrupts

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from piecegraph.base.text import count_of
 from piecegraph.explain.frames import place_of
+from piecegraph.explain.hang_rows import hang_rows, is_about_hang
+from piecegraph.explain.log.collectives import is_report
 from piecegraph.explain.page import FailureGroup, Page
 from piecegraph.explain.root_cause import RootCause
 from piecegraph.explain.words import describe_exits, describe_frame, describe_line, frame_rows
@@ -21,11 +23,12 @@ def root_rows(page: Page) -> list[PageRow]:
     rows = _stop_rows(page) if page.outcome == "stopped" else []
     if page.who.has_only_echoes and page.who.groups[0].certainty != "recorded":
         why = "such a failure comes when another process fails or hangs"
-        rest = "" if _before_rows(page) else "; nothing in this log reads like that"
+        rest = "" if _before_rows(page) or page.hang is not None else "; nothing in this log reads like that"
         rows.append(PageRow("only echoes", why + rest, "quiet"))
     tone: Tone = "bad" if page.outcome == "failure" else ""
     rows.append(PageRow("", f"{root.type}: {root.message}" if root.message else root.type, tone))
     rows += [PageRow("", detail, is_detail=True) for detail in root.details]
+    rows += hang_rows(page) if is_about_hang(page) else []
     rows += [PageRow("kernel said", f"{text}  ({describe_line(line)})") for text, line in _kernel_words(page)]
     rows += [PageRow("driver said", f"{text}  ({describe_line(line)})") for text, line in page.xids[:3]]
     rows += _death_rows(page)
@@ -96,12 +99,18 @@ def _death_rows(page: Page) -> list[PageRow]:
 
 def _before_rows(page: Page) -> list[PageRow]:
     errors = _errors_before(page)
-    rows = [PageRow("error before", f"{describe_line(line)}: {text}") for text, line in errors]
-    return rows + [
-        PageRow("line before", f"{describe_line(line)}: {text}")
-        for text, line in page.above
-        if (text, line) not in errors
+    lines = [("error before", *error) for error in errors]
+    lines += [("line before", *above) for above in page.above if above not in errors]
+    return [
+        PageRow(label, f"{describe_line(line)}: {text}")
+        for label, text, line in lines
+        if not (is_about_hang(page) and _tells_the_same(text, page))
     ]
+
+
+def _tells_the_same(text: str, page: Page) -> bool:
+    """Whether the rows about who waited say what is in a line."""
+    return is_report(text) or (page.root is not None and page.root.type in text)
 
 
 def _errors_before(page: Page) -> list[tuple[str, int | None]]:

@@ -22,6 +22,7 @@ _JOINED = (
         "exits",
         "stops",
         "above",
+        "group_states",
     ),
     *("device_asserts", "xids", "error_lines", "known_issue_lines", "tree", "notes"),
 )

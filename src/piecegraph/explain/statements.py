@@ -41,6 +41,7 @@ class Statement:
     """``unknown``: a statement of what the source cannot tell."""
 
 
+_HANG = ("waited", "behind", "mismatch", "never joined", "silent", "complete")
 _DECIDERS: dict[str, dict[str, tuple[str, ...]]] = {
     "ROOT CAUSE": {
         "root": ("",),
@@ -58,12 +59,13 @@ _DECIDERS: dict[str, dict[str, tuple[str, ...]]] = {
                 "last printed",
                 "told by",
                 "kernel said",
+                *_HANG,
             ),
             "asked to end",
         ),
     },
     "WHO": {
-        "certain": ("", "failed", "seen", "also seen", "launcher", "ended", "certain"),
+        "certain": ("", "failed", "seen", "also seen", "launcher", "ended", "certain", *_HANG),
         "roles": ("also failed", "echo", "survived"),
         "likely": ("likely",),
         "unknown": ("cannot tell",),

@@ -8,6 +8,7 @@ from piecegraph.base.text import count_of
 from piecegraph.explain.advice import Suggestion
 from piecegraph.explain.evidence import Death, TreeLine
 from piecegraph.explain.frames import place_of
+from piecegraph.explain.hang_rows import hang_headline, hang_rows, is_about_hang
 from piecegraph.explain.page import FailureGroup, KnownMatch, Outcome, Page, PhaseRow, StackLine
 from piecegraph.explain.root_rows import root_rows
 from piecegraph.explain.words import describe_exits, describe_frame, describe_line, describe_processes
@@ -38,6 +39,8 @@ def headline(page: Page) -> str:
         return f"no traceback in this log; its last error line: {page.error_lines[-1][0][:120]}"
     if page.root is None:
         return "no failure found in this log" if page.outcome == "nothing" else "a process died without an exception"
+    if is_about_hang(page):
+        return hang_headline(page)
     group = page.who.groups[0]
     name = page.root.type.rsplit(".", 1)[-1]
     distinct = sum(other.role in ("root", "other") for other in page.who.groups)
@@ -100,6 +103,7 @@ def _who_rows(page: Page) -> list[PageRow]:
     if who.exits and page.outcome != "exits":
         is_recorded = all(group.certainty == "recorded" for group in groups)
         rows.append(PageRow("ended" if is_recorded else "launcher", describe_exits(page.who.exits)))
+    rows += hang_rows(page) if not is_about_hang(page) else []
     rows += _certainty_rows(page)
     return rows or [PageRow("", "this log names no process")]
 

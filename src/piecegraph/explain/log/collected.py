@@ -16,6 +16,7 @@ from piecegraph.explain.evidence import (
     Failure,
     FailureKind,
     Frame,
+    GroupState,
     LinesAbove,
     Process,
     Raised,
@@ -138,7 +139,7 @@ class CollectedRun:
             first_line=self.first_line,
             may_go_on=self.may_go_on,
             processes=tuple(dict.fromkeys((*self.processes, *seen.workers.values(), *ranks))),
-            failures=_with_deaths(failures, tuple(seen.deaths.values())),
+            failures=_with_waits(_with_deaths(failures, tuple(seen.deaths.values())), seen.watchdog.states()),
             milestones=tuple(seen.milestones.values()),
             progress=tuple(seen.progress.values()),
             suggestions=tuple(seen.suggestions.items()),
@@ -154,6 +155,8 @@ class CollectedRun:
             device_asserts=tuple((text, line) for text, (_, line) in seen.device_asserts.items()),
             xids=tuple(seen.xids.values()),
             error_lines=tuple(dict.fromkeys((*list(seen.errors.values())[:3], *seen.last_errors))),
+            group_states=seen.watchdog.states(),
+            world_size=seen.watchdog.world_size,
             known_issue_lines=tuple(self.known_issue_lines),
             last_line=seen.last_line,
             tree=self.tree,
@@ -177,6 +180,23 @@ def _with_deaths(failures: tuple[Failure, ...], deaths: Sequence[Death]) -> tupl
             alike.setdefault(death.name, []).append(death)
     told = [_failure_of(group) for group in alike.values()]
     return tuple(sorted((*failures, *told), key=lambda failure: failure.line or 0))
+
+
+def _with_waits(failures: tuple[Failure, ...], states: Sequence[GroupState]) -> tuple[Failure, ...]:
+    """Collectives that took too long are a failure, also where the exception that follows is not in the log."""
+    waits = [state for state in states if state.waited is not None]
+    if not waits or any("collective operation timeout" in one.message for failure in failures for one in failure.chain):
+        return failures
+    named = dict.fromkeys(state.world_rank for state in waits if state.world_rank is not None)
+    told = Failure(
+        chain=(Raised(type="collective timeout", message=waits[0].text, frames=()),),
+        count=len(waits),
+        num_writers=len(waits),
+        num_unnamed=sum(state.world_rank is None for state in waits),
+        processes=tuple(Process(f"rank{rank}", rank=rank) for rank in named),
+        line=waits[0].line,
+    )
+    return tuple(sorted((*failures, told), key=lambda failure: failure.line or 0))
 
 
 def _failure_of(deaths: Sequence[Death]) -> Failure:

@@ -13,6 +13,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from piecegraph.explain.evidence import Death, Exit, Milestone, Phase, Process, Stop
+from piecegraph.explain.log.collectives import WORDS as COLLECTIVE_WORDS
+from piecegraph.explain.log.collectives import WatchdogReports
 from piecegraph.explain.log.deaths import WORDS as DEATH_WORDS
 from piecegraph.explain.log.deaths import death_of
 from piecegraph.explain.log.lines import Line
@@ -125,7 +127,16 @@ _ADVICE_WORDS = (
 )
 _FILE_WORDS = (*("aved", "ritten", "rote ", "riting ", "tored", "umped", "umping", "error_file", "minifier", "bytes)"),)
 WORDS = (
-    *(*_MARK_WORDS, *_START_WORDS, *_MEMORY_WORDS, *_ADVICE_WORDS, *_FILE_WORDS, *_STOP_WORDS, *DEATH_WORDS),
+    *(
+        *_MARK_WORDS,
+        *_START_WORDS,
+        *_MEMORY_WORDS,
+        *_ADVICE_WORDS,
+        *_FILE_WORDS,
+        *_STOP_WORDS,
+        *DEATH_WORDS,
+        *COLLECTIVE_WORDS,
+    ),
     *("ERROR", "CRITICAL", "FATAL", "[E", "[F", "during processing", "NCCL WARN", "TRT-LLM", "[TensorRT-LLM]"),
     *("[Gloo] Rank", "Assertion `", "NVRM: Xid "),
 )
@@ -143,13 +154,14 @@ class Watched(NamedTuple):
     files: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
     death: tuple[str, ...] = ()
+    collective: tuple[str, ...] = ()
 
 
 def watched_in(text: str, vocabulary: str, further: Iterable[str] = ()) -> Watched:
     """What to look for in a block; ``further`` words are of interest to the caller."""
     found = words_in(text, vocabulary, (*WORDS, *further))
     groups = (_MARK_WORDS, _START_WORDS, _MEMORY_WORDS, _ADVICE_WORDS, _FILE_WORDS, _STOP_WORDS, DEATH_WORDS)
-    return Watched(found, *(tuple(word for word in group if word in found) for group in groups))
+    return Watched(found, *(tuple(word for word in group if word in found) for group in (*groups, COLLECTIVE_WORDS)))
 
 
 def vocabulary_of(text: str) -> str:
@@ -193,6 +205,7 @@ class Observations:
     above: dict[int, tuple[tuple[str, int | None], ...]] = field(default_factory=dict)
     device_asserts: dict[str, tuple[str, int | None]] = field(default_factory=dict)
     xids: dict[str, tuple[str, int | None]] = field(default_factory=dict)
+    watchdog: WatchdogReports = field(default_factory=WatchdogReports)
     ranks: set[int] = field(default_factory=set)
     workers: dict[str, Process] = field(default_factory=dict)
     last_line: tuple[str, int | None] | None = None
@@ -207,6 +220,8 @@ class Observations:
             self._memory(number, text)
         if has_any(text, watched.files):
             self._files(text)
+        if has_any(text, watched.collective):
+            self.watchdog.read(text, number, process)
         self.keep_error(line, raw)
         if self._ending(text, number, process, watched) and len(self.above) < MAX_KEPT:
             self.above[number] = lines_above(number)
