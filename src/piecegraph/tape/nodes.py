@@ -6,6 +6,7 @@ Everything here goes through cuda-bindings, which CUDA builds of torch depend on
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
@@ -56,17 +57,32 @@ def node_counter(device_index: int) -> CountNodes:
     return count
 
 
-class CudaNodes:
+class SwitchedNodes:
+    """Which nodes of a graph are switched off."""
+
+    def __init__(self) -> None:
+        self.off: set[int] = set()
+
+    def _note(self, index: int, *, on: bool) -> None:
+        (self.off.discard if on else self.off.add)(index)
+        (altered.add if self.off else altered.discard)(self)
+
+
+altered: weakref.WeakSet[SwitchedNodes] = weakref.WeakSet()
+"""The graphs of which nodes are switched off: mostly none, which is asked at every step."""
+
+
+class CudaNodes(SwitchedNodes):
     """The nodes of a graph that was captured with ``keep_graph``."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        super().__init__()
         try:
             from cuda.bindings import runtime
         except ImportError as error:
             what, hint = "the nodes of a graph cannot be read", "pip install cuda-bindings, or leave out provenance"
             raise KernelError("PG732", what, why="cuda-bindings is not installed", hint=hint) from error
         self._graph = graph  # owns the nodes
-        self.off: set[int] = set()
         graph.instantiate()
         self._running = runtime.cudaGraphExec_t(graph.raw_cuda_graph_exec())
 
@@ -85,7 +101,7 @@ class CudaNodes:
         from cuda.bindings import runtime
 
         _check(runtime.cudaGraphNodeSetEnabled(self._running, self._nodes[index], int(on)))
-        (self.off.discard if on else self.off.add)(index)
+        self._note(index, on=on)
 
 
 def _describe(node: Any) -> GraphNode:

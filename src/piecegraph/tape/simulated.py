@@ -20,6 +20,7 @@ from piecegraph.base import torch_compat
 from piecegraph.base.origin import GraphNode
 from piecegraph.base.structure import flatten
 from piecegraph.tape.device import CapturedGraph
+from piecegraph.tape.nodes import SwitchedNodes
 from piecegraph.tape.reads import reads_data
 
 _POISON = 0xFF  # NaN in every floating point type, -1 in every signed integer
@@ -75,19 +76,19 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
             torch.set_default_dtype(before)
 
 
-class _CallNodes:
+class _CallNodes(SwitchedNodes):
     """The calls of a capture as the nodes of a graph."""
 
     def __init__(self, calls: list[_Call]) -> None:
+        super().__init__()
         self._calls = calls
-        self.off: set[int] = set()
 
     def describe(self) -> tuple[GraphNode, ...]:
         return tuple(GraphNode("op", _name_of(call.function), None, None, None) for call in self._calls)
 
     def switch(self, index: int, *, on: bool) -> None:
         self._calls[index].is_on = on
-        (self.off.discard if on else self.off.add)(index)
+        self._note(index, on=on)
 
 
 class SimulatedGraphs:

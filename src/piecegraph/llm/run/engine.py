@@ -342,7 +342,7 @@ class LLMEngine:
         is_replayed = key in forward.library.tapes
         if not is_replayed and (loss := forward.why_not_recorded(key)) is not None:
             self.events.emit(loss)
-        if self._is_altered or forward.is_altered:
+        if self._is_altered:
             for work in plan.works:
                 work.request.cache_key = None
         result = forward.run_step(key)
@@ -485,6 +485,7 @@ class LLMEngine:
         self._ahead = None
         # Whoever runs a model step by step sees no more than one of them wait.
         with self._together("a step"):
+            self.alter(self.forward.is_altered)
             launched = self._launch(plan, every_row=every_row, waits=True)
         num_rows = plan.num_tokens if every_row else plan.num_seqs
         return StepResult(launched.tokens, launched.result.logits[: plan.num_seqs], launched.result.hidden[:num_rows])

@@ -29,6 +29,7 @@ from piecegraph.llm.run.threads import at_most_threads, choose_threads
 from piecegraph.llm.specs import StepKind
 from piecegraph.tape.device import GraphDevice
 from piecegraph.tape.library import TapeLibrary
+from piecegraph.tape.nodes import altered
 
 MakeLibrary = Callable[[ModelStep], TapeLibrary[StepKey]]
 
@@ -109,7 +110,7 @@ class Forward:
     @property
     def is_altered(self) -> bool:
         """Whether steps may compute something else than the model. See Note [Altered steps]."""
-        return bool(self._interceptions) or self.library.leaves_out
+        return bool(self._interceptions) or (bool(altered) and self.library.leaves_out)
 
     @property
     def modes(self) -> Mapping[StepKind, Decision]:
