@@ -124,7 +124,7 @@ class CompiledModule(_Compiled, torch.nn.Module):
         for name in list(state):
             # Containers are the original's own, so every method of nn.Module works on it; all else is looked up there.
             if isinstance(state[name], (dict, set)):
-                state[name] = original.__dict__[name]
+                state[name] = getattr(original, name)  # a traced module of TorchScript passes some on
             else:
                 del state[name]
         state["_engine"] = state["forward"] = engine

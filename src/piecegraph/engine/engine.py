@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from operator import call as call_it
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -121,6 +121,11 @@ class Engine:
             )
         return getattr, (module, "forward")
 
+    @property
+    def __code__(self) -> CodeType:
+        """That of the original: Dynamo asks the ``forward`` of an ``fx.GraphModule`` for it."""
+        return self.subject.function.__code__  # type: ignore[no-any-return]
+
     # -- a call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +199,7 @@ class Engine:
     def _match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PlanRunner, Call] | None:
         names, values = self._binder.bind(args, kwargs)
         module = self.subject.module
-        training = None if module is None else module.training
+        training = None if module is None else getattr(module, "training", None)
         devices = torch_compat.num_function_modes() and torch_compat.default_devices()
         self._switches = switches = (*map(call_it, torch_compat.SWITCHES), devices)
         for kind in self._kinds:

@@ -378,7 +378,7 @@ class _Reader:
             yield from (_Part(f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
         elif isinstance(value, functools.singledispatchmethod):
             yield _Part(f"{path}.dispatcher", value.dispatcher)
-        elif not hasattr(value, "__dict__") and type(value).__module__ in sys.stdlib_module_names:  # a date, a fraction
+        elif _is_known_by_itself(value):
             self.scopes[held := f"H{len(self.scopes)}"] = value
             self.constants.append(f"({path}) is ({held})")
         elif not isinstance(value, ModuleType) or value.__name__.split(".")[0] not in FIXED:
@@ -427,6 +427,13 @@ class _Reader:
 class _Part(NamedTuple):
     path: str
     value: Any
+
+
+def _is_known_by_itself(value: Any) -> bool:
+    """A date or a fraction; or what runs a plan of its own, which looks after what its code reads."""
+    home = type(value).__module__.partition(".")[0]
+    is_plan = home == __name__.partition(".")[0] and callable(value) and not isinstance(value, torch.nn.Module)
+    return is_plan or (not hasattr(value, "__dict__") and home in sys.stdlib_module_names)
 
 
 def _is_read_by_methods(value: Any) -> bool:

@@ -67,7 +67,8 @@ class Subject:
 
     @property
     def training(self) -> bool | None:
-        return None if self.module is None else self.module.training
+        """Its module's; of TorchScript's modules, those that are frozen have none."""
+        return None if self.module is None else getattr(self.module, "training", None)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The module's parameters and buffers by name; names that share a tensor are all there."""

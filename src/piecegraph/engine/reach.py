@@ -126,7 +126,9 @@ def methods_that_run(value: Any) -> list[FunctionType]:
     while todo:
         name = todo.pop()
         method = getattr(cls, name, None)
-        if name not in found and isinstance(method, FunctionType) and not method.__module__.startswith("torch."):
+        if name in found or not isinstance(method, FunctionType):
+            continue
+        if not str(method.__module__).startswith("torch."):  # of code that was generated it is None
             found[name] = method
             todo += [named for code in _codes_in(method.__code__) for named in code.co_names]
     return list(found.values())
