@@ -22,6 +22,7 @@ from piecegraph.base.torch_compat import inductor
 from piecegraph.errors import FallbackError
 from tests.cases import modules
 from tests.cases.cached import CachedModel
+from tests.cases.decorated import pooled, scaled, scripted
 from tests.cases.forked import ForkServer
 from tests.cases.modules import Stack, attend_into
 
@@ -124,6 +125,19 @@ def test_an_entry_of_an_older_version_is_made_again(root: Path, monkeypatch: pyt
     assert "it is of format 0, and this version writes 1" in told
     assert events == {"PG674": 1}
     assert call()[0].startswith("cache: warm")
+
+
+class Decorated(nn.Module):
+    @scaled
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return pooled(scripted(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("root")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_code_that_goes_by_another_name_is_kept() -> None:
+    assert call(Decorated())[0].startswith("cache: cold (nothing is kept of ")
+    assert call(Decorated())[0].startswith("cache: warm (")
 
 
 def test_a_folder_that_others_may_write_to_is_refused(root: Path) -> None:

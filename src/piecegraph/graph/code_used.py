@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from piecegraph.base import torch_compat
 from piecegraph.base.describe import Describer, is_versioned
 
 
@@ -44,7 +45,8 @@ def code_used(codes: Iterable[types.CodeType], function: Any) -> tuple[CodeUsed,
     plain = getattr(function, "__func__", function)
     codes = list(codes)
     names = _modules_of(code.co_filename for code in codes)
-    names[plain.__code__.co_filename] = plain.__module__
+    # A decorator gives what it returns the module of what it wraps.
+    names.setdefault(plain.__code__.co_filename, plain.__globals__.get("__name__", ""))
     found: dict[CodeUsed, None] = {}
     for code in codes:
         if code.co_filename.startswith("<frozen "):
@@ -132,7 +134,7 @@ def _codes_behind(value: Any) -> Iterator[types.CodeType]:
             yield value
             waiting += [constant for constant in value.co_consts if isinstance(constant, types.CodeType)]
             continue
-        names = ("__code__", "__wrapped__", "__func__", "fget", "func")
+        names = ("__code__", "__wrapped__", "__func__", "fget", "func", torch_compat.ORIGINAL_OF_SCRIPT)
         waiting += [getattr(value, name) for name in names if hasattr(value, name)]
         cells = getattr(value, "__closure__", None) or ()
         waiting += [cell.cell_contents for cell in cells if _holds_function(cell)]

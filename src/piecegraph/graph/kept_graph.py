@@ -5,10 +5,13 @@ Written is what is known of each value. Ops are found by their names; fake tenso
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -145,16 +148,22 @@ def _make_value(value: Any, world: torch_compat.FakeWorld) -> Any:
 
 
 class _OpPickler(pickle.Pickler):
-    """Writes ops by their names."""
+    """Writes ops by their names, and functions by those that they go by: ``F.max_pool2d`` was defined as another."""
 
     def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, FunctionType) and obj.__name__ != obj.__qualname__:
+            place = obj.__module__, obj.__name__
+            return place if getattr(sys.modules.get(obj.__module__), obj.__name__, None) is obj else None
         return torch_compat.kept_op_name(obj)
 
 
 class _OpUnpickler(pickle.Unpickler):
-    """Finds ops by their names."""
+    """Finds them."""
 
     def persistent_load(self, pid: Any) -> Any:
+        if isinstance(pid, tuple):
+            module, name = pid
+            return getattr(importlib.import_module(module), name)
         found = torch_compat.find_op(pid)
         if found is None:
             raise StaleTraceError(f"there is no op {pid!r}")

@@ -211,7 +211,7 @@ def _with_class_values(names: Sequence[str], scopes: Mapping[str, Any], code: It
 def _is_value_of(cls: type, name: str) -> bool:
     """Whether a class holds something by a name that is no code."""
     held = inspect.getattr_static(cls, name, len)  # a function, if there is none
-    return not callable(held) and not hasattr(held, "__get__")
+    return name != "_abc_impl" and not callable(held) and not hasattr(held, "__get__")
 
 
 _OTHERS = frozenset({"torch", "piecegraph", "numpy", *sys.stdlib_module_names})

@@ -21,7 +21,8 @@ _BUILTIN_OPS = {
     operator.truediv: "div",
 }
 
-
+ORIGINAL_OF_SCRIPT = "_torchdynamo_inline"
+"""Where a function of TorchScript has the Python function that it was made of, which Dynamo traces."""
 _PACKED = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 TAKE_PACKED: tuple[Any, ...] = (
     *(getattr(torch, name) for name in (*_PACKED, "_pad_packed_sequence")),
