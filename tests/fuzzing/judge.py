@@ -321,6 +321,8 @@ def _first_difference(found: Run, expected: Run) -> tuple[str, str]:
 def difference(found: Any, expected: Any) -> str | None:
     """What differs between two values seen, or None."""
     if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
+        if isinstance(expected, torch.nn.Module):  # each run has a model of its own
+            found, expected = repr(found), repr(expected)
         is_same = type(found) is type(expected) and (found == expected or found != found)
         return None if is_same else f"{found!r} instead of {expected!r}"
     about = [f"{t.dtype} {tuple(t.shape)}" for t in (found, expected)]
