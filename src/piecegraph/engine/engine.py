@@ -201,7 +201,7 @@ class Engine:
         module = self.subject.module
         training = None if module is None else getattr(module, "training", None)
         devices = torch_compat.num_function_modes() and torch_compat.default_devices()
-        self._switches = switches = (*map(call_it, torch_compat.SWITCHES), devices)
+        self._switches = switches = (*map(call_it, torch_compat.SWITCHES), devices, self._tree.replaced)
         for kind in self._kinds:
             if kind.switches != switches or (kind.outside is not None and not kind.outside.hold()):
                 continue

@@ -21,6 +21,7 @@ from piecegraph.base.config import Options
 from piecegraph.base.describe import Describer, describe_tensor, digest, module_state
 from piecegraph.base.entries import Factors
 from piecegraph.base.environment import installed_version
+from piecegraph.base.torch_functions import describe_functions
 from piecegraph.graph.cut_rules import CutRules
 from piecegraph.graph.example import Example
 from piecegraph.graph.signature import TensorLeaf
@@ -151,6 +152,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "piecegraph", _own_source()
     yield "python", platform.python_version()
     yield "torch", f"{torch.__version__} {torch.version.git_version}"
+    yield "functions of torch", describe_functions()
     for package in ("triton", "transformers"):
         yield package, _installed(package)
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from piecegraph.base import torch_compat
+from piecegraph.base import torch_compat, torch_functions
 from piecegraph.base.versions import Versions, class_dict
 from piecegraph.engine.reach import modules_in_reach
 
@@ -81,6 +81,7 @@ class TreeWatch:
 
     def what_changed(self) -> str:
         """What is not as it was, in words; empty if all is, whatever was done between."""
+        self.replaced = torch_functions.replaced_functions()
         changed = f"{self.dead} was replaced" if self.dead else self._first_change()
         if not changed and torch_compat.hook_numbers.next_id != self.next_hook:  # they were somebody else's
             self._accept()
@@ -104,10 +105,14 @@ class TreeWatch:
         for each, parts in zip(self._watched, known, strict=True):
             self._looks.setdefault(id(each.holder), []).append((each, parts))
         self._hooks = self._hook_numbers()
+        self.replaced = torch_functions.replaced_functions()
+        """Functions of torch that are the program's own now: other plans, not other modules."""
         values = (self._function, *(value for parts in known for value in parts.values()))
         functions = [value for value in values if isinstance(value, FunctionType)]
         self.versions = Versions(
-            [each.holder for each in self._watched], [module for _, module in self._modules], functions
+            [*torch_functions.HOLDERS, *(each.holder for each in self._watched)],
+            [module for _, module in self._modules],
+            functions,
         )
         """Of the dictionaries that things may be added to, replaced in or removed from, of classes and of code."""
 
