@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -133,11 +133,35 @@ class Decorated(nn.Module):
         return pooled(scripted(x))  # type: ignore[no-any-return]
 
 
+class Recurrent(nn.Module):
+    """Holds weak references to its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.recurrent(x)[0]  # type: ignore[no-any-return]
+
+
+class Halves(NamedTuple):
+    """Is made by code that Python generates."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class InHalves(nn.Module):
+    def forward(self, x: torch.Tensor) -> Halves:
+        return Halves(*x.chunk(2, dim=1))
+
+
 @pytest.mark.usefixtures("root")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_code_that_goes_by_another_name_is_kept() -> None:
-    assert call(Decorated())[0].startswith("cache: cold (nothing is kept of ")
-    assert call(Decorated())[0].startswith("cache: warm (")
+@pytest.mark.parametrize("make", [Decorated, Recurrent, InHalves])
+def test_what_goes_by_other_names_is_kept(make: type[nn.Module]) -> None:
+    assert call(make(), dynamic_dims={})[0].startswith("cache: cold (nothing is kept of ")
+    assert call(make(), dynamic_dims={})[0].startswith("cache: warm (")
 
 
 def test_a_folder_that_others_may_write_to_is_refused(root: Path) -> None:

@@ -20,6 +20,7 @@ import re
 import sys
 import types
 import typing
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -119,6 +120,8 @@ class Describer:
             return f"{self._class(type(value))} [{', '.join(self.text(part, path) for part in value)}]"
         if isinstance(value, (set, frozenset)):
             return f"{type(value).__name__} {sorted(self.text(part, path) for part in value)}"
+        if isinstance(value, weakref.ref):  # an nn.GRU has some to its weights
+            return f"weak {self.text(value(), path)}"
         if type(value).__module__ == "numpy":
             return f"numpy {value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()[:16]}"
         if callable(value) and is_versioned(type(value).__module__) and (name := torch_compat.qualified_name(value)):

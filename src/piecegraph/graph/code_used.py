@@ -101,6 +101,7 @@ def _made_by_class(code: types.CodeType) -> tuple[str, str]:
     for module in modules:
         for value in list(vars(module).values()) if isinstance(module, types.ModuleType) else ():
             for name, method in list(vars(value).items()) if isinstance(value, type) else ():
+                method = getattr(method, "__func__", method)  # a named tuple's __new__ is a static method
                 if isinstance(method, types.FunctionType) and method.__code__ is code:
                     return value.__module__, f"{value.__qualname__}.{name}"
     raise UnknownCodeError(f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno}) lies in no module")

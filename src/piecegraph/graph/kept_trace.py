@@ -171,8 +171,13 @@ def _attributes(traced: Traced) -> dict[str, torch.Tensor]:
 def _described(outside: OutsideValues) -> dict[str, str]:
     for name, value in outside.objects.items():
         raise UnkeepableError(f"nothing tells whether {name} is the same {type(value).__name__} in another process")
-    describer = Describer()
-    return {name: _described_value(describer, value, name) for name, value in outside.constants.items()}
+    describer, constants = Describer(), outside.constants
+    # In a scope without a name is the code that makes a named tuple: of any other code there, no trace is kept.
+    return {
+        name: _described_value(describer, value, name)
+        for name, value in constants.items()
+        if torch_compat.UNNAMED_SCOPE not in name
+    }
 
 
 def _described_value(describer: Describer, value: Any, name: str) -> str:

@@ -234,6 +234,8 @@ _LOOKS = {
 _WATCHED_ANYWAY = (".__dict__", *(f".{name}" for name in vars(torch.nn.Module()) if name != "training"))
 """In modules: their parts, hooks and code."""
 
+UNNAMED_SCOPE = "___unnamed_scope"
+"""What Dynamo calls the globals of code whose module has no name, with a number of this process."""
 _IMPORTED = re.compile(r"G\['(__import_\w+)'\]")
 
 _CALLED = re.compile(r"\b(type|dict)\(([^()]*)\)")
