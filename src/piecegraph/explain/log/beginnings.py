@@ -21,6 +21,7 @@ class FirstLine:
         self.text: str | None = None
         """None before it came; empty where it shows nothing, as one that is said a second time before anything failed.
         """
+        self._is_met = False
 
     def note(self, lines: Sequence[str], opening: Sequence[str]) -> None:
         """The next lines of the log; one with any of the words ``opening`` may be a part of a traceback."""
@@ -35,6 +36,9 @@ class FirstLine:
     def is_again(self, raw: str, *, has_failed: bool) -> bool:
         """Whether a later line is the first one again, behind a failure."""
         if not self.text or self.text not in raw:
+            return False
+        if not self._is_met:
+            self._is_met = True
             return False
         if not has_failed:
             self.text = ""  # it is said again and again

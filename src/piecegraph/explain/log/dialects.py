@@ -2,8 +2,8 @@
 
 In come the lines of one stream, out come the same lines as the ``traceback`` module would have printed them, so that
 everything behind this knows one form only. Understood are Jupyter's tracebacks (three generations of them), rich's
-boxes, Ray's quotations, tracebacks indented as a whole (pip, rich's log handler), and those that lost their indentation
-or their quotes.
+boxes, Ray's quotations, pytest's reports, tracebacks indented as a whole (pip, rich's log handler), and those that lost
+their indentation or their quotes.
 A line that is none of these is left as it is.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from piecegraph.explain.log import pytest_report
 from piecegraph.explain.log.lines import Line
 from piecegraph.explain.log.syntax import EXCEPTION_NAME, HEADER_TEXT, LINK_TEXTS, exception_of, frame_of
 
@@ -54,7 +55,7 @@ _BARE_FRAME = re.compile(
 
 _SCRIPT_HEAD = "Traceback of TorchScript"
 
-_MARKS = ("(most recent call last)", "In[", "ray::", "File /", "File ~", "❱")
+_MARKS = ("(most recent call last)", "In[", "ray::", "File /", "File ~", "❱", *pytest_report.MARKS)
 
 
 def translate(lines: Sequence[Line]) -> Sequence[Line]:
@@ -94,6 +95,8 @@ class _Translator:
                 yield from self._jupyter("")
             elif text.startswith(_SCRIPT_HEAD):
                 yield from self._script()
+            elif pytest_report.SECTION.match(text):
+                yield from self._pytest()
             elif _HEAD not in text:
                 self._at += 1
                 if "ray::" in text and _RAY.search(text):
@@ -217,6 +220,13 @@ class _Translator:
             elif "<--- HERE" in line.text and source is not None:
                 yield source._replace(text=f"    {source.text.strip()}")
             source = line
+
+    def _pytest(self) -> Iterator[Line]:
+        """A section of pytest's report, up to the next."""
+        first = self._at + 1
+        while (line := self._next()) is not None and not pytest_report.is_over(line.text.rstrip()):
+            pass
+        yield from pytest_report.read_section(self._lines[first : self._at])
 
     def _loguru(self) -> Iterator[Line]:
         """Frames with blank lines between them, an arrow at one, and the values of variables below the source."""

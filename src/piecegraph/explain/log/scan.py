@@ -67,7 +67,7 @@ OPENING = (
         " In[",
         "mIn[",
     ),
-    *("ray::", "-- Process "),
+    *("ray::", "-- Process ", "= FAILURES =", "= ERRORS ="),
     *("File /", "File ~", "mFile ", "\u2771"),
 )
 """A line that is, or announces, a part of a traceback holds one of these."""
@@ -303,9 +303,7 @@ class Scanner:
         is_begun = milestone is not None and (milestone.phase, milestone.state) == ("init", "begun")
         is_sure = is_begun or (has_any(line.text, watched.start) and is_start(line.text))
         has_failed = bool(self._run.failures or seen.deaths)
-        is_again = line.number > self._run.first_line and self._first_line.is_again(
-            raw, has_failed=has_failed or bool(self._streams)
-        )
+        is_again = self._first_line.is_again(raw, has_failed=has_failed or bool(self._streams))
         if self._is_one_log and (is_sure or is_again):
             self._close_streams()
             if self._run.failures or seen.deaths:
