@@ -335,9 +335,8 @@ class Engine:
     def _misfits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """Why no plan fits a call."""
         names, values = self._binder.bind(args, kwargs)
-        training = self.subject.training
-        reasons = [kind.signature.match(names, values, training, args, kwargs) for kind in self._live_kinds()]
-        return list(dict.fromkeys(reason for reason in reasons if isinstance(reason, str)))
+        reasons = [kind.signature.misfit(names, values, self.subject.training) for kind in self._live_kinds()]
+        return list(dict.fromkeys(filter(None, reasons)))
 
     def _needs_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if self.subject.module is not None and any(p.requires_grad for p in self.subject.module.parameters()):

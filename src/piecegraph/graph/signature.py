@@ -231,13 +231,22 @@ class Signature:
 
     def varied(self, names: tuple[str, ...], values: list[Any], training: bool | None) -> dict[str, EarlierShape]:
         """The planned shapes, if a call differs from the planned ones in sizes and in nothing else."""
+        if isinstance(self._for_any_size().match(names, values, training, (), {}), str):
+            return {}
+        return {leaf.name: EarlierShape(leaf.shape, frozenset(dim for dim, _ in leaf.dynamic)) for leaf in self.tensors}
 
+    def misfit(self, names: tuple[str, ...], values: list[Any], training: bool | None) -> str:
+        """Why a call does not fit, empty if it does. Where that is not by sizes alone, they are not what is told."""
+        found = self.match(names, values, training, (), {})
+        other = self._for_any_size().match(names, values, training, (), {})
+        is_told = isinstance(other, str) and not isinstance(other, LayoutMisfit)
+        return str(other) if is_told else found if isinstance(found, str) else ""
+
+    def _for_any_size(self) -> Signature:
         def loosen(leaf: Leaf) -> Leaf:
             return replace(leaf, fixed=(), dynamic=()) if isinstance(leaf, TensorLeaf) else leaf
 
-        if isinstance(_map_leaves(self, loosen).match(names, values, training, (), {}), str):
-            return {}
-        return {leaf.name: EarlierShape(leaf.shape, frozenset(dim for dim, _ in leaf.dynamic)) for leaf in self.tensors}
+        return _map_leaves(self, loosen)
 
     def match(
         self,
@@ -312,7 +321,8 @@ def _match_one(
 def _misfit(leaf: Leaf, value: Any, sizes: list[int]) -> str | None:
     """Why a value does not fit its leaf; fills in the sizes it carries."""
     if type(leaf) is Constant:
-        return None if leaf.fits(value) else f"{leaf.name} is {value!r:.80}, planned for {leaf.value!r:.80}"
+        shown = "a Tensor" if isinstance(value, torch.Tensor) else f"{value!r:.80}"
+        return None if leaf.fits(value) else f"{leaf.name} is {shown}, planned for {leaf.value!r:.80}"
     assert type(leaf) is TensorLeaf
     if type(value) not in _PLAIN_TENSORS:
         return f"{leaf.name} is a {type(value).__name__}, planned for a Tensor"
