@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import piecegraph
 from piecegraph.base.config import make_config
+from piecegraph.base.describe import Describer
 from piecegraph.base.events import EventLog
 from piecegraph.engine import plan_key
 from piecegraph.engine.pipeline import Pipeline
@@ -64,6 +66,21 @@ def double(module: torch.fx.GraphModule) -> None:
     """A pass."""
 
 
+@functools.wraps(torch.nn.functional.tanh)
+def twice(x: Tensor) -> Tensor:
+    """Calls itself torch's."""
+    return x.tanh() * 2
+
+
+def thrice(x: Tensor) -> Tensor:
+    return x.tanh() * 3
+
+
+def test_what_wraps_a_function_of_torchs_is_known_by_its_own_code() -> None:
+    texts = {Describer().text(each) for each in (twice, functools.wraps(torch.nn.functional.tanh)(thrice))}
+    assert len(texts) == 2
+
+
 def set_bias(model: Model) -> None:
     model.layers[0].up.bias = None  # type: ignore[union-attr]
 
@@ -80,6 +97,7 @@ CHANGES: dict[str, tuple[Callable[[Model], Any], str]] = {
     "attribute": (lambda m: setattr(m, "gain", 0.25), "configuration: gain was 0.5, is 0.25"),
     "container": (lambda m: m.sizes.update(b=3), "configuration: sizes was "),
     "function": (lambda m: setattr(m, "act", torch.sin), "configuration: act was op aten::tanh, is op aten::sin"),
+    "wrapped": (lambda m: setattr(m, "act", twice), "configuration: act was op aten::tanh, is function torch"),
     "class": (lambda m: setattr(m.layers, "1", nn.Identity()), "configuration: layers.1 was .*MLP, is .*Identity"),
     "mode": (lambda m: m.eval(), "configuration: training was True, is False"),
     "dtype": (lambda m: m.layers[0].half(), r"weights: layers.0.up.weight was float32\[24, 12\] cpu, is float16"),

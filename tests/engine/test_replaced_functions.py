@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piecegraph
-from piecegraph.base.torch_functions import replaced_functions
+from piecegraph.base.torch_functions import describe_functions, replaced_functions
 
 OPTIONS = {"graph_device": "simulated", "cache": False}
 
@@ -86,6 +87,28 @@ def test_what_is_kept_on_a_disk_depends_on_them(tmp_path: Path, monkeypatch: pyt
     again, warm = compiled()
     assert torch.equal(again, plain)
     assert "cache: warm" in warm
+
+
+class Scaled:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def relu(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_each_is_described_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_relu = functools.wraps(F.relu)
+    one, other = as_relu(lambda x: x * 9), as_relu(lambda x: x + 9)
+    double, triple = (functools.partial(torch.mul, other=number) for number in (2, 3))
+    replaced = [Scaled(1).relu, Scaled(2).relu, double, triple, functools.cache(one), other, torch.sin, F.gelu]
+    found = {describe_functions()}
+    for function in replaced:
+        monkeypatch.setattr(F, "relu", function)
+        found.add(describe_functions())
+    assert len(found) == len(replaced) + 1
+    monkeypatch.undo()
+    assert describe_functions() in found
 
 
 def test_torch_replaces_none_by_itself() -> None:

@@ -136,7 +136,8 @@ class Describer:
         if isinstance(value, types.MethodType):
             return f"{self.text(value.__func__, path)} of {self.text(value.__self__, f'{path}.__self__')}"
         name = f"{value.__module__}.{value.__qualname__}"
-        if is_versioned(value.__module__):
+        # What functools.wraps made says that it is from where the wrapped function is; its globals tell the truth.
+        if is_versioned(str(value.__globals__.get("__name__", "?"))):
             own = ""
         else:
             own = self.text((value.__defaults__, value.__kwdefaults__), f"the defaults of {name}")

@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 from collections.abc import Iterator
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ HOLDERS = tuple(_HOMES.values())
 """The dictionaries that they are in."""
 _IN_NO_GRAPH = frozenset({"torch.load", "torch.save", "torch.manual_seed"})
 """What programs, and Dynamo, replace on their way, and no graph has a call of."""
-_OF_TORCH = frozenset({"torch", "typing_extensions", "builtins", *sys.stdlib_module_names})
+_OF_TORCH = frozenset({"torch", "typing_extensions", *sys.stdlib_module_names})
+_BUILTIN = (BuiltinFunctionType, MethodDescriptorType)
+_CACHED = type(functools.cache(lambda: None))
 
 
 def _functions() -> Iterator[tuple[str, Any]]:
@@ -77,7 +79,11 @@ def _describe_all() -> str:
 
 
 def _describe(describer: Describer, name: str, value: Any) -> str:
-    """Torch's own, be they another's place, by their names: the version of torch tells what they do."""
+    """Torch's own, be they in another's place, by their names: the version of torch tells what they do."""
+    if isinstance(value, _CACHED):
+        value = value.__wrapped__
     home = value.__globals__.get("__name__", "") if isinstance(value, FunctionType) else type(value).__module__
-    is_own = str(home).partition(".")[0] in _OF_TORCH and not isinstance(value, functools.partial)
-    return getattr(value, "__qualname__", type(value).__name__) if is_own else describer.text(value, name)
+    is_own = isinstance(value, _BUILTIN) or str(home).partition(".")[0] in _OF_TORCH
+    if is_own and not isinstance(value, functools.partial | MethodType):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
+    return describer.text(value, name)
