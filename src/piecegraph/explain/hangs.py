@@ -13,12 +13,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from piecegraph.explain.evidence import Collective, Evidence, GroupState
+from piecegraph.explain.log.collectives import DEFAULT_GROUP
 
 _POINT_TO_POINT = re.compile(r"SEND|RECV|COALESCED$|^UNKNOWN$")
 """Of which two ranks alone take part, or which are counted apart."""
 _SAME_SIZE = re.compile(r"^(?:ALLREDUCE|BROADCAST|_?ALLGATHER(?:_BASE)?|_?REDUCE_SCATTER(?:_BASE)?|REDUCE|BARRIER)$")
 """Of which all ranks give the same number of elements."""
-_DEFAULT_GROUP = "default_pg"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def _not_entered(states: Sequence[GroupState], waiting: Sequence[Waiting]) -> tu
 
 def _spans_job(states: Sequence[GroupState], world_size: int | None) -> bool:
     """Whether the group is all of the job: torch says so, or its ranks are those of the job, and more than half."""
-    if all(state.group == _DEFAULT_GROUP for state in states):
+    if all(state.group == DEFAULT_GROUP for state in states):
         return True
     is_alike = all(state.world_rank in (None, state.rank) for state in states)
     return world_size is not None and is_alike and 2 * len({state.rank for state in states}) > world_size
