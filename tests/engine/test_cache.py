@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -162,6 +163,29 @@ class InHalves(nn.Module):
 def test_what_goes_by_other_names_is_kept(make: type[nn.Module]) -> None:
     assert call(make(), dynamic_dims={})[0].startswith("cache: cold (nothing is kept of ")
     assert call(make(), dynamic_dims={})[0].startswith("cache: warm (")
+
+
+class Holding(nn.Module):
+    """Reads a weight where a list holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.held: list[torch.Tensor] = [self.first.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.held[0])
+
+
+@pytest.mark.usefixtures("root")
+@pytest.mark.parametrize("find_other", [lambda model: model.second.weight, lambda model: torch.ones(12, 12)])
+def test_a_weight_that_goes_by_another_name_is_another_one(find_other: Callable[[Holding], torch.Tensor]) -> None:
+    call(Holding(), dynamic_dims={})
+    model = Holding()
+    model.held[0] = find_other(model)
+    told, events = call(model, dynamic_dims={})
+    assert told.startswith("cache: warm (")
+    assert events == {}
 
 
 def test_a_folder_that_others_may_write_to_is_refused(root: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import piecegraph
 from piecegraph.engine.runner import PlanRunner
+from piecegraph.tape.tape import WeightMovedError
 
 SETTINGS: dict[str, Any] = {"backend": "eager", "options": {"graph_device": "simulated", "cache": False}}
 
@@ -44,6 +45,19 @@ def test_what_only_planning_raises_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         assert fast(torch.zeros(2), log).tolist() == [1, 1]
     assert log.item() == 1
     assert fast.stats()["events"] == {"PG524": 1}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_weight_that_moves_as_often_as_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def arrange(self: PlanRunner, call: Any) -> Any:
+        raise WeightMovedError("PG520", "weight 'log' has moved")
+
+    monkeypatch.setattr(PlanRunner, "arrange", arrange)
+    fast, log = piecegraph.compile(counted, **SETTINGS), torch.zeros(1)
+    with torch.no_grad():
+        assert fast(torch.zeros(2), log).tolist() == [1, 1]
+    assert fast.stats()["events"] == {"PG515": 2, "PG524": 1}
+    assert fast.stats()["calls"] == 1
 
 
 @pytest.mark.parametrize("frontend", ["auto", "breakable"])

@@ -142,8 +142,10 @@ class Engine:
             return self._fall_back(served.event, args, kwargs)
         return self._call_as_written(served, args, kwargs) if type(served) is _Raised else served
 
-    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call, or why no plan can give it."""
+    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_anew: bool = False) -> Any:
+        """The result of a call, or why no plan can give it. ``is_anew``: a weight has moved since it was planned, so
+        this is the second time that it is.
+        """
         with self._lock:
             self.num_calls += 1
             if self._is_serving:
@@ -189,8 +191,10 @@ class Engine:
                 return result
             except WeightMovedError as moved:
                 self._plan_anew(f"{moved.what}: {moved.why}")
+                if is_anew:
+                    return _Raised(moved)
                 self.num_calls -= 1
-                return self._serve(args, kwargs)
+                return self._serve(args, kwargs, is_anew=True)
             except PiecegraphError as error:
                 if error.phase:  # it was planned or recorded, not replayed
                     self._on_failure(self.name, error)

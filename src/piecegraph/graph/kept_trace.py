@@ -105,7 +105,7 @@ def dump_trace(traced: Traced, function: Callable[..., Any], weights: Mapping[st
 
 def _keep(traced: Traced, used: tuple[CodeUsed, ...], weights: Mapping[str, torch.Tensor]) -> _KeptTrace:
     origin, numbers = traced.origin, node_numbers(traced.graph)
-    names = {id(tensor): name for name, tensor in weights.items()}
+    names = _names_of(weights)
     sources = dict(zip(traced.inputs, origin.sources, strict=True))
 
     def keep_weight(weight: Weight) -> _KeptWeight:
@@ -148,6 +148,10 @@ def _keep(traced: Traced, used: tuple[CodeUsed, ...], weights: Mapping[str, torc
         questions=traced.questions,
         left_out=traced.left_out,
     )
+
+
+def _names_of(weights: Mapping[str, torch.Tensor]) -> dict[int, str]:
+    return {id(tensor): name for name, tensor in weights.items()}
 
 
 def _keep_view(view: InputView, source: Any) -> _KeptView:
@@ -225,7 +229,7 @@ def load_trace(
     owner = torch.nn.Module()
     for name, value in kept.attributes.items():
         owner.register_buffer(name, value)
-    finder = _Finder(weights, outside, nodes, world)
+    finder = _Finder(weights, _names_of(weights), outside, nodes, world)
     return Traced(
         signature=signature,
         graph=graph,
@@ -265,6 +269,8 @@ class _Finder:
     """Puts what is there now in the place of what was written for it."""
 
     weights: Mapping[str, torch.Tensor]
+    names: Mapping[int, str]
+    """Of the weights, by the identity of the tensors."""
     outside: OutsideValues
     nodes: Sequence[torch.fx.Node]
     world: torch_compat.FakeWorld
@@ -273,7 +279,8 @@ class _Finder:
         found = self.outside.find(weight.expression) if weight.expression else self.weights.get(weight.name)
         if not isinstance(found, torch.Tensor) or describe_tensor(found) != weight.layout:
             raise StaleTraceError(f"{weight.name} is no {weight.layout} any more")
-        return Weight(weight.name, found)
+        # What an expression leads to may have been a weight, and be none now, or another one.
+        return Weight(self.names.get(id(found), weight.expression) if weight.expression else weight.name, found)
 
     def find(self, value: Any) -> Any:
         if isinstance(value, _KeptWeight):
