@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -163,6 +164,56 @@ class InHalves(nn.Module):
 def test_what_goes_by_other_names_is_kept(make: type[nn.Module]) -> None:
     assert call(make(), dynamic_dims={})[0].startswith("cache: cold (nothing is kept of ")
     assert call(make(), dynamic_dims={})[0].startswith("cache: warm (")
+
+
+class Touchy:
+    """Stands in for a module that is imported when it is asked for anything, and cannot be."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise ImportError(f"nobody may ask for {name}")
+
+
+class Lazy(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"nobody may ask for {name}")
+
+
+@pytest.mark.usefixtures("root")
+@pytest.mark.parametrize("make", [Decorated, InHalves])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_others_have_imported_is_asked_for_nothing(monkeypatch: pytest.MonkeyPatch, make: type[nn.Module]) -> None:
+    """As six has modules of what is not installed, and Flask a request that is there in a request alone."""
+    for number in range(2):
+        lazy = Lazy(f"lazy{number}")
+        vars(lazy).update(value=Touchy(), Holder=type("Holder", (), {"value": Touchy()}))
+        monkeypatch.setitem(sys.modules, lazy.__name__, lazy)
+        monkeypatch.setitem(sys.modules, f"touchy{number}", Touchy())  # type: ignore[arg-type]
+        assert call(make(), dynamic_dims={})[0].startswith(f"cache: {'warm' if number else 'cold'} (")
+
+
+class Held:
+    """Its text is not to be had."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+
+class Unreadable(dict[str, Any]):
+    """Cannot be walked through."""
+
+    def items(self) -> Any:
+        raise ValueError("no items")
+
+
+@pytest.mark.usefixtures("root")
+@pytest.mark.parametrize("hold", [Unreadable, Held])
+def test_a_module_that_holds_what_cannot_be_described(hold: Callable[[], Any]) -> None:
+    model = InHalves()
+    model.held = hold()
+    for _ in range(2):
+        told, events = call(model, dynamic_dims={})
+        assert told.startswith(("cache: off (there is no key: ", "cache: cold (", "cache: warm ("))
+        assert events == {}
 
 
 class Holding(nn.Module):

@@ -83,7 +83,12 @@ class Describer:
         if len(self._met) > _MOST_VALUES:
             raise IndescribableError(f"{path} holds more than {_MOST_VALUES} values")
         self.know(value, f"value {len(self._met)}")
-        return _short(self._compound(value, path))
+        try:
+            return _short(self._compound(value, path))
+        except IndescribableError:
+            raise
+        except Exception as error:  # an object of the user's may raise anything when it is looked at
+            raise IndescribableError(f"{path or 'a value'} raises {type(error).__name__}: {error}") from error
 
     def know(self, value: Any, name: str) -> None:
         """From now on a value is described by a name."""

@@ -10,8 +10,16 @@ import functools
 import os
 import re
 import sys
+import types
+from typing import Any
 
 _FILE = re.compile(r'(?<=File ")[^"\n]+(?=")')
+
+
+def file_of(module: Any) -> str | None:
+    """The file of what is in ``sys.modules``, which is not asked for it: some import others when they are asked."""
+    found = vars(module).get("__file__") if issubclass(type(module), types.ModuleType) else None
+    return found if type(found) is str else None
 
 
 def portable_name(file: str) -> str:

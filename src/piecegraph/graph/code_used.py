@@ -15,6 +15,7 @@ from typing import Any
 
 from piecegraph.base import torch_compat
 from piecegraph.base.describe import Describer, is_versioned
+from piecegraph.base.source_files import file_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,8 @@ _seen_files: list[dict[str, str]] = [{}]
 def _modules_of(files: Iterable[str]) -> dict[str, str]:
     """The names of the modules that lie in these files, where there are any."""
     wanted, seen = set(files), _seen_files[0]
-    if any(getattr(sys.modules.get(seen.get(file, "")), "__file__", None) != file for file in wanted):
-        modules = [(name, getattr(each, "__file__", None)) for name, each in list(sys.modules.items())]
+    if any(file_of(sys.modules.get(seen.get(file, ""))) != file for file in wanted):
+        modules = [(name, file_of(each)) for name, each in list(sys.modules.items())]
         _seen_files[0] = seen = {file: name for name, file in modules if file}
     return {file: seen[file] for file in wanted if file in seen}
 
@@ -96,13 +97,18 @@ def classes_at(places: Iterable[tuple[str, str]]) -> tuple[type, ...]:
 
 
 def _made_by_class(code: types.CodeType) -> tuple[str, str]:
-    """The module and the name of a method that nobody wrote, as those of a dataclass."""
+    """The module and the name of a method that nobody wrote, as those of a dataclass.
+
+    What others keep in their modules is asked for nothing, not even ``__class__``: some import, or raise, when they are
+    asked.
+    """
     modules = [module for name, module in list(sys.modules.items()) if not is_versioned(name)]
     for module in modules:
-        for value in list(vars(module).values()) if isinstance(module, types.ModuleType) else ():
-            for name, method in list(vars(value).items()) if isinstance(value, type) else ():
-                method = getattr(method, "__func__", method)  # a named tuple's __new__ is a static method
-                if isinstance(method, types.FunctionType) and method.__code__ is code:
+        for value in list(vars(module).values()) if issubclass(type(module), types.ModuleType) else ():
+            for name, method in list(vars(value).items()) if issubclass(type(value), type) else ():
+                # A named tuple's __new__ is a static method.
+                method = method.__func__ if type(method) in (staticmethod, classmethod) else method
+                if type(method) is types.FunctionType and method.__code__ is code:
                     return value.__module__, f"{value.__qualname__}.{name}"
     raise UnknownCodeError(f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno}) lies in no module")
 

@@ -99,8 +99,10 @@ def dump_trace(traced: Traced, function: Callable[..., Any], weights: Mapping[st
     try:
         used = code_used(traced.origin.code, traceable(function))
         return dump(_keep(traced, used, weights))
-    except (UnknownCodeError, IndescribableError, pickle.PicklingError, TypeError, AttributeError) as error:
+    except (UnkeepableError, UnknownCodeError, IndescribableError, pickle.PicklingError) as error:
         raise UnkeepableError(str(error)) from error
+    except Exception as error:  # objects of others are asked for much, and may raise anything
+        raise UnkeepableError(f"{type(error).__name__}: {error}") from error
 
 
 def _keep(traced: Traced, used: tuple[CodeUsed, ...], weights: Mapping[str, torch.Tensor]) -> _KeptTrace:

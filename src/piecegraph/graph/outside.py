@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from piecegraph.base import torch_compat
+from piecegraph.base.source_files import file_of
 from piecegraph.base.versions import Versions, class_dict
 from piecegraph.errors import TraceError
 from piecegraph.graph.signature import is_constant, is_same_constant
@@ -350,7 +351,7 @@ def _takes_in_others(value: Any) -> bool:
     """
     if not isinstance(value, abc.ABCMeta) or value.__module__.partition(".")[0] in sys.stdlib_module_names:
         return False
-    return f"{os.sep}site-packages{os.sep}" not in str(getattr(sys.modules.get(value.__module__), "__file__", ""))
+    return f"{os.sep}site-packages{os.sep}" not in str(file_of(sys.modules.get(value.__module__)))
 
 
 def _readable(expression: str) -> str:

@@ -13,6 +13,8 @@ import torch
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
+from piecegraph.base.source_files import file_of
+
 _BUILTIN_OPS = {
     operator.matmul: "matmul",
     operator.add: "add",
@@ -175,7 +177,7 @@ def modules_of_ops(targets: Iterable[Any]) -> list[str]:
     """
     from torch._library.simple_registry import singleton
 
-    files = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
+    files = {file_of(module): name for name, module in list(sys.modules.items())}
     found: dict[str, None] = {}
     for target in targets:
         name = kept_op_name(target)
