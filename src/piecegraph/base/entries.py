@@ -96,7 +96,10 @@ class Entry:
 
 
 def find_entry(key: str) -> Entry | None:
-    """The entry of a key, marked as used; None if there is none. Raises DamagedEntryError, CacheError."""
+    """The entry of a key, marked as used where that can be; None if there is none.
+
+    Raises DamagedEntryError, CacheError.
+    """
     with usable_root() as root:
         folder = root / _PLANS / key
         if not folder.exists():
@@ -105,9 +108,10 @@ def find_entry(key: str) -> Entry | None:
         try:
             require_ours(folder)
             entry = _read_index(folder)
-            os.utime(folder)
         except FileNotFoundError:  # another process has just removed it
             return None
+        with contextlib.suppress(OSError):  # in an image, or mounted to be read: nothing is ever removed there
+            os.utime(folder)
         if entry.key != key:
             raise DamagedEntryError(f"it is the entry of {entry.key}")
         return entry
