@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import piecegraph
+from piecegraph.engine import plan_cache
 from piecegraph.errors import ModelError
 from piecegraph.llm import startup
 from tests.cases.checkpoints import save_checkpoint
@@ -130,9 +132,24 @@ def test_what_fails_the_self_check_is_made_anew(model: Path, monkeypatch: pytest
 
     monkeypatch.setattr(startup, "self_check", fail_once)
     with load(model) as llm:
-        assert told(llm) == "cache: cold (nothing is kept of LlamaForCausalLM yet)"
+        assert re.fullmatch(r"cache: cold \(entry \w+ cannot be used: logits differ\)", told(llm))
         assert "PG674 cache entry" in llm.explain()
         assert not failures
         assert llm.generate(PROMPTS, max_new_tokens=2, ignore_eos=True)[0].token_ids
     with load(model) as llm:
         assert "cache: warm" in told(llm)
+
+
+def test_a_model_that_is_wrong_is_told_however_often_its_plan_comes_back(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process writes the plan again while this one makes it anew."""
+
+    def fail(*args: Any) -> Any:
+        raise ModelError("PG664", "it answers differently", why="logits differ")
+
+    monkeypatch.setattr(plan_cache, "_refused", {})
+    monkeypatch.setattr(plan_cache, "remove_entry", lambda key: None)
+    monkeypatch.setattr(startup, "self_check", fail)
+    with pytest.raises(ModelError, match="PG664"):
+        load(model)

@@ -52,6 +52,9 @@ _TRACE, _GUARDS, _PIECES, _COMPILED = "trace.pickle", "guards.pickle", "pieces.j
 _MEASURED = "measured.json"
 _SHOWN_CHANGES = 3
 
+_refused: dict[str, str] = {}
+"""Keys whose entries were wrong, with the reasons, until this process has written others in their place."""
+
 
 class KeptPlan:
     """One plan, as far as the cache has to do with it. See Note [A warm start].
@@ -92,6 +95,9 @@ class KeptPlan:
             self.decision = Decision("cache", "off", f"there is no key: {error}")
             return None
         self._key = key_of(self._factors)
+        if reason := _refused.get(self._key):
+            self._cannot_use(reason)
+            return None
         try:
             entry = find_entry(self._key)
             self.decision = self._miss() if entry is None else self.decision
@@ -115,8 +121,11 @@ class KeptPlan:
             self._key, self.decision = "", Decision("cache", "off", f"the trace cannot be kept: {error}")
 
     def refuse(self, reason: str) -> None:
-        """What was loaded is wrong: it goes, and the plan is to be made anew."""
+        """What was loaded is wrong: it goes, and the plan is to be made anew. It may be found again all the same, where
+        it cannot be removed or another process writes it once more, so this process looks for it no more.
+        """
         self._tell_damage(reason)
+        _refused[self._key] = reason
         with contextlib.suppress(CacheError):
             remove_entry(self._key)
 
@@ -179,6 +188,7 @@ class KeptPlan:
                 folder,
                 replaces=self._replaces or self.is_warm,
             )
+            _refused.pop(self._key, None)
         except CacheError as error:
             self._give_up(error)
 
@@ -220,8 +230,11 @@ class KeptPlan:
         return Decision("cache", "cold", f"since {entry.key} was kept: {shown}{more}")
 
     def _tell_damage(self, reason: str) -> None:
-        self._replaces = True
         self._events.emit(Event("PG674", f"cache entry {self._key}", reason))
+        self._cannot_use(reason)
+
+    def _cannot_use(self, reason: str) -> None:
+        self._replaces = True
         self.decision = Decision("cache", "cold", f"entry {self._key} cannot be used: {reason}")
 
     def _give_up(self, error: CacheError) -> None:

@@ -76,19 +76,24 @@ def start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None, c
     """Load, trace, compile, measure, allocate, record, check. The clock runs since the user's call."""
     clock.lap("load")  # a GPU that nobody used was started to ask for it
     with collector_paused():
-        try:
-            started = _start(path, config, events, ranks, clock)
-        except _WrongPlanError:
-            started = None  # what it holds of the device goes with it
-        if started is None:
-            gc.collect()
-            started = _start(path, config, events, ranks, clock)
+        while (started := _start_unless_wrong(path, config, events, ranks, clock)) is None:
+            gc.collect()  # what it held of the device
     clock.lap("compile")
     return replace(started, stages=all_stages(clock.seconds, of="piecegraph.llm.llm"))
 
 
 class _WrongPlanError(Exception):
-    """What was loaded from the cache did not pass the self check, and is there no more."""
+    """What was loaded from the cache did not pass the self check, and is refused from now on."""
+
+
+def _start_unless_wrong(
+    path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None, clock: StageClock
+) -> Started | None:
+    """None if a plan was wrong, of this process or of another rank: there is one less to be wrong the next time."""
+    try:
+        return _start(path, config, events, ranks, clock)
+    except _WrongPlanError:
+        return None
 
 
 def _start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None, clock: StageClock) -> Started:
