@@ -133,7 +133,8 @@ def _write(faults: Sequence[Fault], seed: int, folder: Path) -> None:
 
 
 def _in_short(total: Summary) -> str:
-    return f"{total.num_programs} programs, {total.num_calls} calls, {sum(total.titles.values())} faults"
+    counts = f"{total.num_programs} programs, {total.num_calls} calls, {total.num_warm} kept plans"
+    return f"{counts}, {sum(total.titles.values())} faults"
 
 
 def _tell(total: Summary, crashes: int) -> None:

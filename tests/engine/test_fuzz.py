@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import piecegraph
+from piecegraph.engine import plan_cache, planner
+from piecegraph.graph.kept_trace import load_trace
 from tests.cases.forked import ForkServer
 from tests.fuzzing.campaign import Fault, fuzz
 from tests.fuzzing.programs import Program
@@ -31,6 +34,7 @@ def test_random_programs_do_the_same_compiled(seed_number: int) -> None:
     assert summary.num_programs == 20
     assert not summary.titles, "\n\n".join(fault.program.source + str(fault.verdict) for fault in summary.faults)
     assert summary.num_replayed > 40
+    assert summary.num_warm > 5
     assert summary.verdicts["same"] > 40
 
 
@@ -58,6 +62,19 @@ def test_a_fault_is_found_and_made_smaller(monkeypatch: pytest.MonkeyPatch) -> N
     assert (program.shape, program.arguments) == ("{0}", ())
 
 
+def test_a_plan_that_is_wrong_once_it_was_kept_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_another(*args: Any) -> Any:
+        traced = load_trace(*args)
+        for node in traced.graph.find_nodes(op="call_function", target=operator.mul):
+            node.target = operator.sub
+        return traced
+
+    monkeypatch.setattr(plan_cache, "load_trace", load_another)
+    monkeypatch.setattr(planner, "check_trace", lambda *args: None)  # which would have it made anew
+    found = PROGRAM.case().judge(is_kept=True, backend="eager")
+    assert (found.kind, found.label, found.is_warm) == ("different", "kept: call 0: result b[0]", True)
+
+
 def test_a_fault_becomes_a_script_that_runs_by_itself(forked: ForkServer, tmp_path: Path) -> None:
     fault = Fault(PROGRAM, "breakable, simulated", PROGRAM.case().judge(frontend="breakable"))
     (tmp_path / "fault.py").write_text(fault.script)
@@ -70,4 +87,4 @@ def test_the_script_runs_and_tells_what_it_found(forked: ForkServer, tmp_path: P
     arguments = ["--minutes", "60", "--jobs", "2", "--rounds", "0", "--out", str(tmp_path)]
     ran = forked.run(script, *arguments, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
-    assert "0 programs, 0 calls, 0 faults, 0 crashes" in ran.stdout
+    assert "0 programs, 0 calls, 0 kept plans, 0 faults, 0 crashes" in ran.stdout

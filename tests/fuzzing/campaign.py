@@ -65,6 +65,8 @@ class Summary:
     num_calls: int = 0
     """Of compiled functions."""
     num_replayed: int = 0
+    num_warm: int = 0
+    """Of programs whose plan was found on the disk by a second run."""
     verdicts: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
@@ -78,6 +80,7 @@ class Summary:
         self.num_programs += other.num_programs
         self.num_calls += other.num_calls
         self.num_replayed += other.num_replayed
+        self.num_warm += other.num_warm
         for name in ("verdicts", "refused", "events", "titles"):
             getattr(self, name).update(getattr(other, name))
         self.faults += other.faults
@@ -85,6 +88,7 @@ class Summary:
     def count(self, verdict: judge.Verdict) -> None:
         self.num_calls += verdict.num_calls
         self.num_replayed += verdict.num_replayed
+        self.num_warm += verdict.is_warm
         self.verdicts[verdict.kind] += 1
         self.events.update(verdict.events)
         if verdict.kind == "refused":

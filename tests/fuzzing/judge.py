@@ -9,10 +9,12 @@ The text of this file is the head of every script that is written for a fault, s
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.nn.functional as F  # noqa: F401 - for programs
@@ -70,11 +72,13 @@ def variants(device: str) -> dict[str, dict[str, Any]]:
     """The ways in which every program is compiled, by name."""
     common = {"backend": "eager", "on_fallback": "ignore", "splitting_ops": CUTS}
     graphs = {"direct": "auto", "simulated": "simulated"} if device == "cpu" else {"cuda": "auto"}
-    return {
+    found: dict[str, dict[str, Any]] = {
         f"{frontend}, {name}": {**common, "frontend": frontend, "options": {"graph_device": graph_device}}
         for frontend in ("trace", "breakable")
         for name, graph_device in graphs.items()
     }
+    found["trace, simulated" if device == "cpu" else "trace, cuda"]["is_kept"] = True
+    return found
 
 
 class Layer(nn.Module):
@@ -225,10 +229,16 @@ class Verdict:
     num_replayed: int = 0
     events: Mapping[str, int] = field(default_factory=dict)
     """What was lost, by code: calls that ran eagerly, or without graphs."""
+    is_warm: bool = False
+    """Whether a plan came from the disk."""
 
     @property
     def is_fault(self) -> bool:
         return self.kind in ("different", "raised")
+
+
+_COUNTS = {"num_calls": "calls", "num_replayed": "replayed", "events": "events", "is_warm": "is_warm"}
+"""What of a compiled model's statistics goes into a verdict."""
 
 
 @dataclass(frozen=True)
@@ -264,21 +274,33 @@ class Case:
                 run.finish()
             except Exception as error:
                 run.error = error
-        return run, {} if compiled is None else compiled.stats()
+        return run, {} if compiled is None else {**compiled.stats(), "is_warm": "cache: warm" in compiled.explain()}
 
-    def judge(self, **changes: Any) -> Verdict:
+    def judge(self, *, is_kept: bool = False, **changes: Any) -> Verdict:
         """Compare a compiled run with a plain one.
 
         Args:
+            is_kept: whether its plans are kept on the disk, and a second run, which finds them there, is compared, too.
             changes: arguments of ``compile`` that are not the program's own; ``options`` are added to its options.
         """
         options = {**self.arguments.get("options", {}), **changes.pop("options", {})}
+        arguments = {**self.arguments, **changes, "options": options}
         if DEVICE != "cpu" and (error := self._error_on_cpu()) is not None:
             return Verdict("invalid", detail=repr(error))
         expected, _ = self.play(None)
-        found, stats = self.play({**self.arguments, **changes, "options": options})
+        if not is_kept:
+            return self._compare(expected, arguments)
+        with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", PIECEGRAPH_CACHE=folder):
+            verdict = self._compare(expected, arguments)
+            if verdict.kind != "same":
+                return verdict
+            again = self._compare(expected, arguments)
+            return again if again.kind == "same" else replace(again, kind="different", label=f"kept: {again.label}")
+
+    def _compare(self, expected: Run, arguments: Mapping[str, Any]) -> Verdict:
+        found, stats = self.play(arguments)
         label, detail = _first_difference(found, expected)
-        counts = {"num_calls": stats["calls"], "num_replayed": stats["replayed"], "events": stats["events"]}
+        counts = {name: stats[key] for name, key in _COUNTS.items()}
         if label:
             return Verdict("different", label, detail, **counts)
         if expected.error is not None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import linecache
 import re
+import sys
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +21,8 @@ from hypothesis import strategies as st
 from tests.fuzzing import judge
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+_MODULE = "fuzzed_program"
 
 EXPRESSIONS: Mapping[str, Sequence[str]] = {
     "pointwise": (
@@ -198,12 +202,15 @@ class Program:
         )
 
     def case(self) -> judge.Case:
-        """The program, ready to run."""
-        file = "fuzzed_program.py"
+        """The program, ready to run: in a module, so that its plans can be kept."""
+        file = f"{_MODULE}.py"
         linecache.cache[file] = (len(self.source), None, self.source.splitlines(keepends=True), file)
-        scope = dict(vars(judge))
-        exec(compile(self.source, file, "exec"), scope)
-        made: judge.Case = scope["CASE"]
+        module = types.ModuleType(_MODULE)
+        vars(module).update({name: value for name, value in vars(judge).items() if not name.startswith("__")})
+        sys.modules[_MODULE] = module
+        module.__file__ = file
+        exec(compile(self.source, file, "exec"), vars(module))
+        made: judge.Case = module.CASE
         return made
 
     def smaller(self) -> Iterator[Program]:
