@@ -31,7 +31,9 @@ def test_a_workload_against_our_own_server(running: Served, tmp_path: Path) -> N
     assert found["prompt_tokens"] >= sum(len(body["prompt"].split()) for body in sent)
     latency = found["latency"]
     assert 0 < latency["first_p50_ms"] <= latency["first_p99_ms"] < latency["seconds"] * 1e3
-    assert 0 < latency["gap_p50_ms"] <= latency["gap_p99_ms"] <= latency["gap_worst_ms"]
+    # Tokens that a busy machine reads at once have no gap between them.
+    assert 0 <= latency["gap_p50_ms"] <= latency["gap_p99_ms"] <= latency["gap_worst_ms"]
+    assert latency["gap_worst_ms"] > 0
     assert latency["new_tokens_s"] == pytest.approx(found["new_tokens"] / latency["seconds"])
     assert "pace" in done.stderr
 
