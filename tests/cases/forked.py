@@ -7,7 +7,9 @@ ends with its process. One server is enough for all workers of pytest.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -154,9 +156,13 @@ def fork_server() -> Iterator[str]:
 def _serve(address: str) -> None:
     """Fork for each program that is asked for. Returns in the forked processes."""
     gc.disable()  # what is imported stays
+    own = set(sys.modules)
+    atexit.register(lambda: _spare(set(imported)))  # first in, last out: what programs register has run by then
     for name in _IMPORTED:
         importlib.import_module(name)
     _know_compilers()
+    imported = {name: module for name, module in sys.modules.items() if name not in own}
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(imported))
     gc.enable()
     gc.freeze()  # a collection would write to, and so copy, the pages of everything that was imported
     with socket.socket(socket.AF_UNIX) as listener:
@@ -172,6 +178,14 @@ def _serve(address: str) -> None:
         else:
             return
     _run_for(connection)
+
+
+def _spare(names: set[str]) -> None:
+    """Python takes each module apart that it finds here when it ends: to do so to all that was imported takes most of a
+    second, and copies the pages it lies in. Modules of the program's own are taken apart as ever.
+    """
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 def _forget_ended() -> None:
