@@ -11,6 +11,7 @@
     ├── InputError                        PG60x  a file given to a command cannot be used
     │                                     PG70x  the same, of a trace
     ├── CommandError                      PG61x  a command cannot do what it was asked to
+    │   └── MissingPackageError (also ImportError)   ... or a part of piecegraph: packages of an extra are missing
     ├── RequestError (also ValueError)    PG65x  one request cannot be served; the others go on, also PG660
     ├── ModelError                        PG66x  a language model cannot be loaded or run as it is
     │                                     PG671  the same, of the demo model
@@ -91,7 +92,7 @@ CODES: dict[str, str] = {
     "PG612": "the command cannot be started",
     "PG613": "some records are missing",
     "PG614": "an address cannot be listened at",
-    "PG615": "packages of an extra are missing",
+    "PG615": "packages of an extra are missing, or too old",
     "PG616": "a server does not answer as OpenAI's API does",
     "PG617": "the API processes of a server end by themselves",
     "PG618": "a process that sends requests ended by itself",
@@ -248,6 +249,10 @@ class CommandError(PiecegraphError):
     """A command was given something it cannot work with, or cannot do its work."""
 
     exit_code = 2
+
+
+class MissingPackageError(CommandError, ImportError):
+    """A part of piecegraph needs packages that are not installed, or newer ones."""
 
 
 class RequestError(PiecegraphError, ValueError):

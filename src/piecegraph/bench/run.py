@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from piecegraph.base.extras import require_extra
 from piecegraph.base.plan import Decision
 from piecegraph.base.progress import Bar, Progress
 from piecegraph.bench.config import WARM_UPS, BenchConfig, Cell
@@ -22,7 +22,7 @@ from piecegraph.bench.ranks import all_say
 from piecegraph.bench.result import BenchResult, Mode, Phase, Row, Startup, Timing, Verdict
 from piecegraph.bench.runner import Runner, Subject, UnavailableError
 from piecegraph.bench.timing import collection_off, wait
-from piecegraph.errors import CommandError, PiecegraphError
+from piecegraph.errors import PiecegraphError
 
 
 def run(config: BenchConfig, decisions: tuple[Decision, ...], progress: Progress) -> BenchResult:
@@ -62,9 +62,7 @@ def _subject(config: BenchConfig) -> Subject:
         from piecegraph.bench.modules import AnyModule
 
         return AnyModule(config)
-    if importlib.util.find_spec("transformers") is None:  # which a module does not need
-        hint = 'pip install "piecegraph[llm]"'
-        raise CommandError("PG615", "language models cannot be measured", why="there is no transformers", hint=hint)
+    require_extra("llm", ["transformers"], "language models need it")
     from piecegraph.bench.language import LanguageModel
 
     return LanguageModel(config)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from piecegraph.base.collector import freeze_all
+from piecegraph.base.extras import require_extra
 from piecegraph.cli.loading import is_gpu, model_options, num_ranks, num_replicas, ranks_option, shared, this_rank
-from piecegraph.errors import CommandError
 
 if TYPE_CHECKING:
     from piecegraph.llm.async_llm import AsyncLLM
@@ -74,7 +74,7 @@ def serve(
     MODEL is a folder with a transformers model, a name that transformers can find, or "demo". GET /ready tells when it
     is loaded. SIGTERM and Ctrl-C let the requests that were accepted end.
     """
-    _check_installed()
+    require_extra("serve", ["fastapi", "prometheus_client", "uvicorn"], "the server needs it")
     if not this_rank():
         _start_early(api_processes, how["device"])
     from piecegraph.serve.record import log_to_stderr
@@ -204,13 +204,3 @@ def _follow(spec: ModelSpec, how: dict[str, Any]) -> None:
     for each in (signal.SIGTERM, signal.SIGINT):  # they are sent to all ranks, and the first lets its requests end
         signal.signal(each, signal.SIG_IGN)
     llm.follow()
-
-
-def _check_installed() -> None:
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        what, hint = f"{error.name} is not installed", 'pip install "piecegraph[serve]"'
-        raise CommandError("PG615", what, why="the server needs it", hint=hint) from error

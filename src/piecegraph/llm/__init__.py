@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from piecegraph.base.extras import require_extra
+
+require_extra("llm", ["transformers"], "language models need it")
+
 _HOMES = {
     "Chunk": "piecegraph.llm.run.results",
     "Completion": "piecegraph.llm.run.results",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from piecegraph.errors import CommandError
+from piecegraph.base.extras import require_extra
 
 
 def build_app(args: dict[str, Any]) -> Any:
@@ -21,9 +21,7 @@ def build_app(args: dict[str, Any]) -> Any:
     Example:
         serve run piecegraph.serve.ray:build_app model=Qwen/Qwen3-0.6B
     """
-    try:
-        from piecegraph.serve.ray.build import AppArgs, build
-    except ImportError as error:
-        what, hint = f"{error.name} is not installed", 'pip install "piecegraph[ray]"'
-        raise CommandError("PG615", what, why="replicas need it", hint=hint) from error
+    require_extra("ray", ["ray", "fastapi", "prometheus_client", "uvicorn", "transformers"], "replicas need it")
+    from piecegraph.serve.ray.build import AppArgs, build
+
     return build(AppArgs(**args))
