@@ -289,7 +289,8 @@ class Case:
             return Verdict("invalid", detail=repr(error))
         expected, _ = self.play(None)
         if not is_kept:
-            return self._compare(expected, arguments)
+            with mock.patch.dict("os.environ", PIECEGRAPH_CACHE="off"):
+                return self._compare(expected, arguments)
         with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", PIECEGRAPH_CACHE=folder):
             verdict = self._compare(expected, arguments)
             if verdict.kind != "same":
