@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.fx.experimental import symbolic_shapes
 
 import piecegraph
 from piecegraph.engine import plan_cache
@@ -136,6 +137,17 @@ def test_what_fails_the_self_check_is_made_anew(model: Path, monkeypatch: pytest
         assert "PG674 cache entry" in llm.explain()
         assert not failures
         assert llm.generate(PROMPTS, max_new_tokens=2, ignore_eos=True)[0].token_ids
+    with load(model) as llm:
+        assert "cache: warm" in told(llm)
+
+
+def test_nothing_of_torch_export_is_imported_to_read_a_trace(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch does so to find the line of the user's that a size comes from."""
+
+    def refuse() -> Any:
+        raise AssertionError("all of torch.export is imported")
+
+    monkeypatch.setattr(symbolic_shapes, "uninteresting_files", refuse)
     with load(model) as llm:
         assert "cache: warm" in told(llm)
 

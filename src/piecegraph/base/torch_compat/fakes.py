@@ -125,13 +125,15 @@ class FakeWorld:
 
     def __init__(self, symbols: Sequence[KeptSymbol]) -> None:
         from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv, ValueRangesSLoc
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv, SLoc, ValueRangesSLoc
         from torch.utils._sympy.value_ranges import ValueRanges
 
         self._env = env = ShapeEnv()
+        # Torch looks for a line of the user's instead, and imports all of torch.export to know which are its own.
+        place = SLoc("a kept trace", None)
         for kept in symbols:
             env.var_to_range[kept.symbol] = ValueRanges(kept.lower, kept.upper)
-            env.var_to_range_sloc[kept.symbol] = ValueRangesSLoc(env._get_sloc(), env._get_sloc())
+            env.var_to_range_sloc[kept.symbol] = ValueRangesSLoc(place, place)
             env.var_to_sources[kept.symbol] = []
             if kept.hint is not None:
                 env.backed_var_to_val[kept.symbol] = sympy.Integer(kept.hint)
