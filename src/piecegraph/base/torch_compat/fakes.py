@@ -125,7 +125,8 @@ class FakeWorld:
 
     def __init__(self, symbols: Sequence[KeptSymbol]) -> None:
         from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv, SLoc, ValueRangesSLoc
+        from torch._guards import SLoc
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv, ValueRangesSLoc
         from torch.utils._sympy.value_ranges import ValueRanges
 
         self._env = env = ShapeEnv()
