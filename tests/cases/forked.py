@@ -59,6 +59,7 @@ class Program:
         os.chdir(self.cwd)
         os.environ.clear()
         os.environ.update(self.environment)
+        sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))  # as Python does when it starts
         for path, number in ((os.devnull, 0), (self.out, 1), (self.err, 2)):
             file = os.open(path, os.O_RDWR | os.O_CREAT)
             os.dup2(file, number)
