@@ -15,7 +15,8 @@ import torch
 
 from piecegraph.llm.cache.paged import CacheGroup, PagedCache
 from piecegraph.llm.run.batch import BatchBuffers, BatchLimits
-from piecegraph.llm.run.request import Request, SamplingParams
+from piecegraph.llm.run.request import Request
+from piecegraph.llm.run.sampling_params import SamplingParams
 from piecegraph.llm.run.scheduler import Scheduler, SchedulerLimits
 from piecegraph.llm.run.step import Bucket, StepPlan
 

@@ -36,7 +36,8 @@ from piecegraph.llm.model.shards import Part, split_model
 from piecegraph.llm.ranks import collectives
 from piecegraph.llm.ranks.group import Ranks, join, start_job
 from piecegraph.llm.run.forward import Forward
-from piecegraph.llm.run.request import Request, SamplingParams
+from piecegraph.llm.run.request import Request
+from piecegraph.llm.run.sampling_params import SamplingParams
 from piecegraph.tape.library import TapeLibrary
 from tests.cases.checkpoints import save_checkpoint
 from tests.cases.llms import tiny_model

@@ -9,8 +9,9 @@ from piecegraph.base import torch_compat
 from piecegraph.llm.kernels.race import launch_weights
 from piecegraph.llm.kernels.truncate import launch_truncate, truncate
 from piecegraph.llm.run.batch import BatchBuffers
-from piecegraph.llm.run.request import Request, SamplingParams
+from piecegraph.llm.run.request import Request
 from piecegraph.llm.run.sampling import SamplingMode, sample
+from piecegraph.llm.run.sampling_params import SamplingParams
 from piecegraph.llm.run.step import Bucket
 from tests.cases.fake_llm import CacheGroup, FakeLLM
 

@@ -12,7 +12,8 @@ import torch
 import piecegraph
 from piecegraph.errors import ConfigError, RequestError
 from piecegraph.llm import Request, SamplingParams
-from piecegraph.llm.run.adjustments import Adjustments, Entries, adjust
+from piecegraph.llm.run.adjustment_buffers import Entries, adjust
+from piecegraph.llm.run.adjustments import Adjustments
 from tests.cases.llm_shelf import Shelf
 
 PROMPT = [5, 6, 7, 5, 9, 30]

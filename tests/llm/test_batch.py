@@ -12,8 +12,9 @@ from piecegraph.llm.cache.block_tables import BlockTables
 from piecegraph.llm.cache.paged import SequenceBlocks
 from piecegraph.llm.kernels.race import random_keys
 from piecegraph.llm.run.batch import BatchBuffers, BatchLimits
-from piecegraph.llm.run.request import Request, SamplingParams
+from piecegraph.llm.run.request import Request
 from piecegraph.llm.run.sampling import HOTTEST
+from piecegraph.llm.run.sampling_params import SamplingParams
 from piecegraph.llm.run.step import Bucket, StepPlan, Work
 
 BLOCK_SIZE = 4

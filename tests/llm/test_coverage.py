@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from piecegraph.llm.run.adjustments import SHORTEST
+from piecegraph.llm.run.adjustment_buffers import SHORTEST
 from piecegraph.llm.run.coverage import best_cover, first_keys, later_keys
 from piecegraph.llm.run.model_step import StepKey
 from piecegraph.llm.run.sampling import SamplingMode

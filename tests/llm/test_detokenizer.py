@@ -17,7 +17,7 @@ from tokenizers import decoders, models
 from piecegraph.errors import RequestError
 from piecegraph.llm.run.detokenizer import CleanedText, Detokenizer
 from piecegraph.llm.run.generation import text_behind
-from piecegraph.llm.run.request import SamplingParams
+from piecegraph.llm.run.sampling_params import SamplingParams
 from piecegraph.llm.run.stop import IncrementalText
 from tests.cases.byte_llm import byte_tokenizer
 from tests.cases.checkpoints import make_tokenizer

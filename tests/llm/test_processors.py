@@ -10,7 +10,8 @@ import transformers as hf
 
 import piecegraph
 from piecegraph.errors import ConfigError, RequestError
-from piecegraph.llm.run.request import Request, SamplingParams
+from piecegraph.llm.run.request import Request
+from piecegraph.llm.run.sampling_params import SamplingParams
 from tests.cases.llm_shelf import Shelf
 
 PROMPT, OTHER = [5, 9, 17, 3, 40], [8, 8, 20]

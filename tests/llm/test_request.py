@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from piecegraph.errors import ConfigError, PiecegraphWarning, RequestError
-from piecegraph.llm.run.request import Request, SamplingParams
+from piecegraph.llm.run.request import Request
+from piecegraph.llm.run.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from piecegraph.llm.kernels.race import random_keys
-from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.sampling import (
     BAD_LOGITS,
     HOTTEST,
@@ -22,6 +21,7 @@ from piecegraph.llm.run.sampling import (
     mode_of,
     sample,
 )
+from piecegraph.llm.run.sampling_params import SamplingParams
 
 VOCAB = 11
 

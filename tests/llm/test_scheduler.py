@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from piecegraph.errors import ConfigError, RequestError
 from piecegraph.llm.cache.paged import CacheGroup, PagedCache
-from piecegraph.llm.run.request import Request, SamplingParams
+from piecegraph.llm.run.request import Request
+from piecegraph.llm.run.sampling_params import SamplingParams
 from piecegraph.llm.run.scheduler import Scheduler, SchedulerLimits
 from piecegraph.llm.run.step import Bucket
 from tests.cases.fake_llm import EOS, VOCAB_SIZE, FakeLLM, alone

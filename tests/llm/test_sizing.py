@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from piecegraph.errors import ModelError
-from piecegraph.llm.run.request import Request, SamplingParams
+from piecegraph.llm.run.request import Request
+from piecegraph.llm.run.sampling_params import SamplingParams
 from piecegraph.llm.run.sizing import CacheNeeds, choose_step_sizes, size_cache
 from piecegraph.llm.run.step import LONG_CONTEXT, Bucket, StepPlan, Work
 from piecegraph.llm.specs import SHORT_CONTEXT, Reach

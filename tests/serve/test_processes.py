@@ -23,8 +23,8 @@ from piecegraph.errors import CommandError, ConfigError, RequestError
 from piecegraph.llm.asking import Asked
 from piecegraph.llm.async_llm import AsyncLLM
 from piecegraph.llm.run.prompts import refused
-from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.results import Ending, TokenLogprob
+from piecegraph.llm.run.sampling_params import SamplingParams
 from piecegraph.serve.catalog import ModelSpec
 from piecegraph.serve.listening import listen
 from piecegraph.serve.processes import launch

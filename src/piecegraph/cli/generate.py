@@ -130,7 +130,7 @@ def _load(model: str, num_prompts: int, sampling: _Sampling, how: dict[str, Any]
 
 def _answer(llm: LLM, prompts: list[str], sampling: _Sampling, *, raw: bool, prints: bool) -> Answers:
     from piecegraph.llm.run.prompts import has_chat_template
-    from piecegraph.llm.run.request import SamplingParams
+    from piecegraph.llm.run.sampling_params import SamplingParams
 
     is_chat = not raw and has_chat_template(llm.tokenizer)
     answers = Answers(prompts, prints=prints)

@@ -17,7 +17,7 @@ _HOMES = {
     "Completion": "piecegraph.llm.run.results",
     "PagedCache": "piecegraph.llm.cache.paged",
     "Request": "piecegraph.llm.run.request",
-    "SamplingParams": "piecegraph.llm.run.request",
+    "SamplingParams": "piecegraph.llm.run.sampling_params",
     "Scheduler": "piecegraph.llm.run.scheduler",
     "SchedulerLimits": "piecegraph.llm.run.scheduler",
     "StepPlan": "piecegraph.llm.run.step",
@@ -42,8 +42,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from piecegraph.llm.cache.paged import PagedCache
-    from piecegraph.llm.run.request import Request, SamplingParams
+    from piecegraph.llm.run.request import Request
     from piecegraph.llm.run.results import Chunk, Completion, StepResult
+    from piecegraph.llm.run.sampling_params import SamplingParams
     from piecegraph.llm.run.scheduler import Scheduler, SchedulerLimits
     from piecegraph.llm.run.step import StepPlan, Work
     from piecegraph.llm.run.structured import StructuredOutputsParams

@@ -18,7 +18,7 @@ from piecegraph.llm.run.arguments import SamplingArguments, sampling_rows
 from piecegraph.llm.run.detokenizer import Detokenizer
 from piecegraph.llm.run.generation import text_behind
 from piecegraph.llm.run.prompts import conversation_tokens, tokens_of, tokens_of_word
-from piecegraph.llm.run.request import SamplingParams
+from piecegraph.llm.run.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,8 +32,9 @@ from piecegraph.llm.run.prompts import (
     conversations_of,
     one_for_each,
 )
-from piecegraph.llm.run.request import Request, SamplingParams
+from piecegraph.llm.run.request import Request
 from piecegraph.llm.run.results import Chunk, Completion, StepResult
+from piecegraph.llm.run.sampling_params import SamplingParams
 from piecegraph.llm.run.scheduler import Scheduler
 from piecegraph.llm.run.step import StepPlan
 from piecegraph.llm.run.stop import IncrementalText

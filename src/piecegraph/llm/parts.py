@@ -23,7 +23,7 @@ from piecegraph.llm.model.head import decoder_of
 from piecegraph.llm.model.loader import LoadedModel
 from piecegraph.llm.model.traced_model import TracedModel
 from piecegraph.llm.ranks.group import Ranks
-from piecegraph.llm.run.adjustments import SHORTEST
+from piecegraph.llm.run.adjustment_buffers import SHORTEST
 from piecegraph.llm.run.batch import BatchBuffers, BatchLimits
 from piecegraph.llm.run.engine import LLMEngine
 from piecegraph.llm.run.forward import EmbedsModel, Forward

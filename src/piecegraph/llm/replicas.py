@@ -14,8 +14,8 @@ from piecegraph.llm.place import Place, Rows, closed_by_first
 from piecegraph.llm.ranks.group import Ranks
 from piecegraph.llm.ranks.orders import Orders
 from piecegraph.llm.run.prompts import raise_first
-from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.results import Chunk, Completion
+from piecegraph.llm.run.sampling_params import SamplingParams
 from piecegraph.llm.running import Prompt, RunningModel
 
 _SHARE, _REFUSE, _CLOSE = "share", "refuse", "close"

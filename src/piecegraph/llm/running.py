@@ -30,8 +30,9 @@ from piecegraph.llm.run.prompts import (
     tokens_of,
     tokens_of_word,
 )
-from piecegraph.llm.run.request import Request, SamplingParams
+from piecegraph.llm.run.request import Request
 from piecegraph.llm.run.results import Chunk, Completion
+from piecegraph.llm.run.sampling_params import SamplingParams
 from piecegraph.llm.run.structured import Guide, Guides, StructuredOutputsParams
 from piecegraph.llm.startup import Started
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from piecegraph.llm.run.request import SamplingParams
+from piecegraph.llm.run.sampling_params import SamplingParams
 from piecegraph.serve.conversation import past_call, wrong_role
 from piecegraph.serve.failures import ApiError, unsupported
 from piecegraph.serve.tool_choice import ToolUse

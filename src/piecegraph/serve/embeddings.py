@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import torch
 
-from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.results import Completion
+from piecegraph.llm.run.sampling_params import SamplingParams
 from piecegraph.serve.bodies import Body, Texts, prompts_of
 from piecegraph.serve.failures import ApiError
 from piecegraph.serve.record import Record

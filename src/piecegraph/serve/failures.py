@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from piecegraph.errors import ConfigError, ModelError, PiecegraphError, RequestError, describe
-from piecegraph.llm.run.request import SamplingParams
+from piecegraph.llm.run.sampling_params import SamplingParams
 
 _OF_CODES: Mapping[str, tuple[int, str]] = {
     "PG106": (503, "shutting_down"),

@@ -13,8 +13,8 @@ from piecegraph.errors import ModelError, PiecegraphError
 from piecegraph.llm.asking import Asking
 from piecegraph.llm.run.answers import Answers
 from piecegraph.llm.run.prompts import template_has, unread_value
-from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.results import Chunk, Completion, cut_metrics
+from piecegraph.llm.run.sampling_params import SamplingParams
 from piecegraph.serve.about import About
 from piecegraph.serve.failures import ApiError, of_piecegraph, unsupported
 from piecegraph.serve.parsing import Reader

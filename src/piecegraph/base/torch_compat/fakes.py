@@ -124,8 +124,8 @@ class FakeWorld:
     """Symbols and fake tensors made anew, for a graph that was traced in another process."""
 
     def __init__(self, symbols: Sequence[KeptSymbol]) -> None:
-        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
         from torch._guards import SLoc
+        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv, ValueRangesSLoc
         from torch.utils._sympy.value_ranges import ValueRanges
 

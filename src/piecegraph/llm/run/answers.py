@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from piecegraph.errors import PiecegraphError
-from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.results import Chunk, Completion, Ending, TokenLogprob, cut_metrics
+from piecegraph.llm.run.sampling_params import SamplingParams
 from piecegraph.llm.run.stop import IncrementalText
 
 

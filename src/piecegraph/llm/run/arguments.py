@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 from piecegraph.base.coerce import as_list
 from piecegraph.errors import ConfigError
 from piecegraph.llm.run.prompts import check_lengths
-from piecegraph.llm.run.request import LogitsProcessor, SamplingParams
+from piecegraph.llm.run.sampling_params import LogitsProcessor, SamplingParams
 from piecegraph.llm.run.structured import StructuredOutputsParams
 
 OnError = Literal["raise", "return"]

@@ -21,10 +21,11 @@ import torch
 from piecegraph.llm.cache.block_tables import BlockTables
 from piecegraph.llm.cache.paged import SequenceBlocks
 from piecegraph.llm.kernels.race import random_keys
-from piecegraph.llm.run.adjustments import EntryBuffers
+from piecegraph.llm.run.adjustment_buffers import EntryBuffers
 from piecegraph.llm.run.masks import MaskBuffers
-from piecegraph.llm.run.request import Request, SamplingParams
+from piecegraph.llm.run.request import Request
 from piecegraph.llm.run.sampling import HOTTEST, SamplingMode, mode_of
+from piecegraph.llm.run.sampling_params import SamplingParams
 from piecegraph.llm.run.step import MAX_PROMPTS, Bucket, StepPlan, Work
 from piecegraph.llm.run.upload import Upload
 from piecegraph.llm.specs import SHORT_CONTEXT, AttentionBatch, SequenceRows, Span, StateBatch

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from piecegraph.llm.run.adjustments import SHORTEST
+from piecegraph.llm.run.adjustment_buffers import SHORTEST
 from piecegraph.llm.run.model_step import StepKey
 from piecegraph.llm.run.sampling import SamplingMode
 from piecegraph.llm.run.sizing import StepSizes

@@ -56,8 +56,9 @@ from piecegraph.llm.run.forward import Forward
 from piecegraph.llm.run.generation import Generation, text_behind, token_logprobs
 from piecegraph.llm.run.model_step import StepKey
 from piecegraph.llm.run.processors import choose_token
-from piecegraph.llm.run.request import FinishReason, Request, SamplingParams
+from piecegraph.llm.run.request import FinishReason, Request
 from piecegraph.llm.run.results import StepResult
+from piecegraph.llm.run.sampling_params import SamplingParams
 from piecegraph.llm.run.scheduler import Scheduler
 from piecegraph.llm.run.step import MAX_PROMPTS, StepCounts, StepPlan
 from piecegraph.llm.run.stop import IncrementalText

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from piecegraph.llm.run.detokenizer import Detokenizer
-from piecegraph.llm.run.request import Request, SamplingParams
+from piecegraph.llm.run.request import Request
 from piecegraph.llm.run.results import Completion, Ending, RequestMetrics, TokenLogprob
 from piecegraph.llm.run.sampling import logprobs, rows_at_once
+from piecegraph.llm.run.sampling_params import SamplingParams
 from piecegraph.llm.run.step import Work
 from piecegraph.llm.run.stop import IncrementalText
 

@@ -36,7 +36,7 @@ from piecegraph.llm import ops
 from piecegraph.llm.cache.memory import EachKindOnce, Memory
 from piecegraph.llm.model.decoder import Decoder
 from piecegraph.llm.model.traced_model import TracedModel
-from piecegraph.llm.run.adjustments import adjust
+from piecegraph.llm.run.adjustment_buffers import adjust
 from piecegraph.llm.run.batch import BatchBuffers
 from piecegraph.llm.run.sampling import SamplingMode, sample
 from piecegraph.llm.run.step import Bucket

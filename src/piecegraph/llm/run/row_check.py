@@ -18,7 +18,8 @@ import torch
 from piecegraph.base.plan import Decision
 from piecegraph.errors import ModelError
 from piecegraph.llm.run.engine import LLMEngine
-from piecegraph.llm.run.request import Request, SamplingParams
+from piecegraph.llm.run.request import Request
+from piecegraph.llm.run.sampling_params import SamplingParams
 
 _LENGTH, _NUM_NEW = 21, 4
 """Of the request that is looked at. Its prompt is longer than a block, and than the smallest steps."""

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from piecegraph.llm.kernels.race import draw, first_largest, has_kernels, launch_draw, launch_weights
 from piecegraph.llm.kernels.truncate import launch_truncate, truncate
-from piecegraph.llm.run.request import SamplingParams
+from piecegraph.llm.run.sampling_params import SamplingParams
 
 SamplingMode = Literal["greedy", "plain", "truncated"]
 """What the rows of a batch need at most: the likeliest token, a draw from all tokens, a draw from the likeliest."""

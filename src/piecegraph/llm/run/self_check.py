@@ -25,8 +25,9 @@ from piecegraph.llm.model.rotations import are_for_short, own_rotations
 from piecegraph.llm.run.agreement import Errors, Finding, findings, jittered, row_errors, widened
 from piecegraph.llm.run.engine import LLMEngine
 from piecegraph.llm.run.generation import Generation
-from piecegraph.llm.run.request import Request, SamplingParams
+from piecegraph.llm.run.request import Request
 from piecegraph.llm.run.sampling import rows_at_once
+from piecegraph.llm.run.sampling_params import SamplingParams
 
 _NEW_TOKENS = 8
 _FIRST_LEN, _SECOND_LEN, _LONG_LEN = 6, 18, 250

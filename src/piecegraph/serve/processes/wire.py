@@ -11,8 +11,8 @@ import torch
 from piecegraph import errors
 from piecegraph.errors import PiecegraphError
 from piecegraph.llm.asking import Asked
-from piecegraph.llm.run.request import SamplingParams
 from piecegraph.llm.run.results import Ending, News, RequestMetrics, TokenLogprob
+from piecegraph.llm.run.sampling_params import SamplingParams
 from piecegraph.llm.run.structured import StructuredOutputsParams
 from piecegraph.serve.failures import ApiError
 
