@@ -35,12 +35,27 @@ for command in ("generate demo hello", "warm demo", "trace demo", "bench tiny"):
         main()
     except SystemExit as end:
         told[command] = end.code
+for command in ("bench --module factory:make --modes eager --batch-size 2 --input-len 8 --repeats 1", "env"):
+    sys.argv = ["piecegraph", *command.split()]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, command
 piecegraph.compile(len)
 print(json.dumps(told))
 """
 
+FACTORY = """
+import torch
+
+def make():
+    return torch.nn.Linear(8, 8), lambda batch_size, input_len: {"input": torch.randn(batch_size, input_len)}
+"""
+
 
 def test_language_models_without_transformers(forked: ForkServer, tmp_path: Path) -> None:
+    """They say so, and all else works."""
+    (tmp_path / "factory.py").write_text(FACTORY)
     environment = {**os.environ, "PIECEGRAPH_CACHE": str(tmp_path / "cache")}
     done = forked.run("-c", PROGRAM, cwd=tmp_path, environment=environment)
     expected = 'PG615 transformers is not installed: language models need it. hint: pip install "piecegraph[llm]"'

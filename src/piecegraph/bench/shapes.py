@@ -6,8 +6,6 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from piecegraph.llm.model.model_cache import cached_folder
-
 _QWEN = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960, "dtype": "bfloat16"}
 _QWEN_MOE = {**_QWEN, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
              "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
@@ -49,6 +47,8 @@ def shape_config(name: str, **changes: Any) -> Any:
 
 def shape_folder(name: str) -> str:
     """A folder with the configuration of a shape: the same at every start, and on every rank."""
+    from piecegraph.llm.model.model_cache import cached_folder
+
     config = shape_config(name)
     digest = hashlib.sha256(config.to_json_string().encode()).hexdigest()[:8]
 
