@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from piecegraph.engine import breakable
 from piecegraph.errors import FallbackError, RecordError
 from piecegraph.tape import reads
 from tests.cases.check import assert_same
+from tests.cases.held import without_collector
 from tests.cases.reads import FUNCTIONS, Counts, X, branch, check_calls, check_tiny, draws, paths_of
 
 
@@ -318,14 +318,10 @@ def test_a_number_that_is_written_is_no_memory_of_the_host(monkeypatch: pytest.M
 def test_what_nobody_holds_is_given_back_at_once() -> None:
     fast = compile_reading(branch)
     check_calls(fast, branch, X + 1, X - 1)
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         plan = weakref.ref(fast._engine.plans[0])
         del fast
         assert plan() is None
-    finally:
-        gc.enable()
 
 
 def test_callbacks_run_once_for_each_call() -> None:

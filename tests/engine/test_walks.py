@@ -58,7 +58,7 @@ def test_a_replay_is_a_few_functions_from_its_graph(frontend: str, limit: int) -
         fast(x, y=y)
         _, *passed = up_to_the_graph(walk(lambda: fast(x, y=y)))
     assert len(passed) <= limit, passed  # breakable looks at values that replays do not see
-    assert passed[-2:] == ["Tape._replay", "SimulatedGraphs.end.<locals>.replay"]
+    assert passed[-2:] == ["_replay_of.<locals>.replay", "SimulatedGraphs.end.<locals>.replay"]
 
 
 def test_a_decode_step_is_schedule_fill_run_commit(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_decode_step_is_schedule_fill_run_commit(tmp_path: Path) -> None:
     names = [name for name, _ in ours]
     order = ["Scheduler.schedule", "Forward.fill", "Forward.run_step", "Scheduler.commit"]
     assert [name for name in names if name in order] == order
-    before_tape = names[: names.index("Tape._replay")]
+    before_tape = names[: names.index("_replay_of.<locals>.replay")]
     assert len(before_tape) <= 66, before_tape
     # A reader stops at torch_compat once, whatever file of it a name is in.
     assert len({file.partition("/torch_compat/")[0] for _, file in ours}) <= 26

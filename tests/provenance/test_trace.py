@@ -189,16 +189,16 @@ def test_tapes_fall_silent_again() -> None:
     before, inside = compile_known(Layers()), compile_known(Layers())
     before(rows())
     (tape,) = before._engine.recorded.tapes()
-    assert tape.run == tape._replay
+    assert tape.run is tape._replay
     with piecegraph.trace():
-        assert tape.run != tape._replay
+        assert tape.run is not tape._replay
         before(rows())
         inside(rows())
-    assert tape.run == tape._replay
+    assert tape.run is tape._replay
     (other,) = inside._engine.recorded.tapes()
-    assert other.run == other._checked_replay  # it was not checked yet by a replay of its own
+    assert other.run is other._checked_replay  # it was not checked yet by a replay of its own
     inside(rows())
-    assert other.run == other._replay
+    assert other.run is other._replay
 
 
 def test_a_weight_that_moved_is_noticed_inside_as_well() -> None:
@@ -240,7 +240,7 @@ def test_errors_inside_are_the_callers() -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     assert everything_is_undone()
-    assert tape.run == tape._replay
+    assert tape.run is tape._replay
     with pytest.raises(KernelError, match="PG734 there is no trace"):
         broken[0].table()
     with piecegraph.trace() as t:

@@ -65,6 +65,8 @@ class TapeRoute:
         self.loss = loss
         self._tape = tape
         self._buffers = buffers
+        self._padded_by = object()
+        """Stands for this route in the buffers, which do not hold what holds them."""
         self._device = device
         self._addresses = addresses
         views = buffers.views(key.values)
@@ -96,10 +98,10 @@ class TapeRoute:
             torch_compat.copy_all(
                 self._targets, tensors if self._copied is None else [tensors[i] for i in self._copied]
             )
-        if self._buffers.filled_by is not self or self._written:
+        if self._buffers.filled_by is not self._padded_by or self._written:
             for part, value in self._padding:
                 part.fill_(value)
-            self._buffers.filled_by = self
+            self._buffers.filled_by = self._padded_by
         outputs = self._tape.run()
         for i, buffer in self._written:
             if self._keeps_all or not self._device.owns(tensors[i]):  # type: ignore[union-attr]

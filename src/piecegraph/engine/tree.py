@@ -49,8 +49,8 @@ class TreeWatch:
         own = [] if self._root is None else [self._root]
         self._roots = dict.fromkeys([*own, *modules_in_reach(function)])
         self._classes: dict[type, None] = {}
-        self.dead = ""
-        """A weight whose memory is gone."""
+        self.dead: list[str] = []
+        """Weights whose memory is gone."""
         self._memory: list[weakref.ref[torch.UntypedStorage]] = []
         self._accept()
 
@@ -67,9 +67,10 @@ class TreeWatch:
 
     def _follow(self) -> None:
         """Hold the memory of weights weakly, so that its end is told."""
+        dead = self.dead  # whoever is told must not hold what holds the reference
 
         def notice(name: str) -> Callable[[Any], None]:
-            return lambda _: self._lose(name)
+            return lambda _: dead.append(name)
 
         self._memory = [
             weakref.ref(part.untyped_storage(), notice(f"{path}.{name}".lstrip(".")))
@@ -82,15 +83,12 @@ class TreeWatch:
     def what_changed(self) -> str:
         """What is not as it was, in words; empty if all is, whatever was done between."""
         self.replaced = torch_functions.replaced_functions()
-        changed = f"{self.dead} was replaced" if self.dead else self._first_change()
+        changed = f"{self.dead[0]} was replaced" if self.dead else self._first_change()
         if not changed and torch_compat.hook_numbers.next_id != self.next_hook:  # they were somebody else's
             self._accept()
         elif not changed:
             self.versions.accept()
         return changed
-
-    def _lose(self, name: str) -> None:
-        self.dead = self.dead or name
 
     def _accept(self) -> None:
         self.next_hook = torch_compat.hook_numbers.next_id

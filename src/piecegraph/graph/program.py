@@ -151,21 +151,23 @@ class Program:
                 return self.sizes.evaluate(atom.expr, sizes) if type(atom) is FromSize else atom
 
             steps = tuple((step, *map_arguments((step.args, dict(step.kwargs)), fill)) for step in self.steps)
-            self._at[sizes] = BoundProgram(self, steps)
+            self._at[sizes] = BoundProgram(self.inputs, steps, self.outputs, self.num_slots)
         return self._at[sizes]
 
 
 @dataclass(frozen=True)
 class BoundProgram:
-    """A program for one size."""
+    """A program for one size. It does not hold the program, which holds it: weights go as soon as nobody holds both."""
 
-    program: Program
+    inputs: Mapping[int, FromCall | Weight]
     steps: tuple[tuple[Step, tuple[Any, ...], dict[str, Any]], ...]
+    outputs: tuple[int, ...]
+    num_slots: int
 
     def run(self, tensors: Sequence[torch.Tensor], run_step: RunStep = run_plainly) -> list[Any]:
         """Run every step in order on the call's tensors and return the outputs."""
-        values: list[Any] = [None] * self.program.num_slots
-        for slot, source in self.program.inputs.items():
+        values: list[Any] = [None] * self.num_slots
+        for slot, source in self.inputs.items():
             values[slot] = tensors[source.index] if isinstance(source, FromCall) else source.tensor
         for step, args, kwargs in self.steps:
             for (slot, _), value in zip(step.results, run_step(step, args, kwargs, values), strict=True):
@@ -173,4 +175,4 @@ class BoundProgram:
                 del value  # or it would outlive the slot by one step, and its memory could not be reused
             for slot in step.frees:
                 values[slot] = None
-        return [values[slot] for slot in self.program.outputs]
+        return [values[slot] for slot in self.outputs]

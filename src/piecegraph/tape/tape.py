@@ -7,6 +7,12 @@ of what an eager step returned. None of them moves by itself, but the user can m
 an eager op can return something else than it did. So the first replay of every tape goes through the checked path: it
 compares the address of every weight, and the address and layout of everything an eager step reads or returns, with
 those of the recording.
+
+Note [Tapes go by themselves]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A tape holds graphs, and what it replays holds a model, its weights and its cache. All of that must go as soon as nobody
+holds a tape any more: the collector looks for circles when it has counted enough objects of Python, and knows nothing
+of a GPU that is full. So what a tape is replayed by refers to its steps, and not to the tape.
 """
 
 from __future__ import annotations
@@ -255,29 +261,24 @@ class Tape:
         self._cells = cells
         self._check_always = check_always
         self._replay_order = tuple(step.run for step in self.steps)
+        self._replay = _replay_of(self._replay_order, self._outputs, cells)
+        self._checked_replay = partial(_check_and_replay, weakref.ref(self))
         self.run: Callable[[], Sequence[Any]] = self._checked_replay
-        """Replay, and return the outputs. The first time it goes through every check, see Note [Fixed addresses]."""
+        """Replay, and return the outputs. The first time it goes through every check, see Note [Fixed addresses]; and
+        see Note [Tapes go by themselves].
+        """
         with _watching:
             _live.add(self)
             if _seen is not None:
                 self._announce(_seen)
 
-    def _checked_replay(self) -> Sequence[Any]:
+    def check_and_replay(self) -> Sequence[Any]:
+        """Replay, and look whether everything is where it was."""
         self._check_weights()
         for step in self.steps:
             step.check()
         if not self._check_always:
-            self.run = self._replay_with_cells if _has_cells(self._outputs) else self._replay
-        return tuple(take(self._outputs, self._cells))
-
-    def _replay(self) -> Sequence[Any]:
-        for step in self._replay_order:
-            step()
-        return self._outputs
-
-    def _replay_with_cells(self) -> Sequence[Any]:
-        for step in self._replay_order:
-            step()
+            self.run = self._replay
         return tuple(take(self._outputs, self._cells))
 
     def _announce(self, seen: SeenReplays) -> None:
@@ -286,7 +287,7 @@ class Tape:
         def run() -> Sequence[Any]:
             """The same, each step inside a range that a profiler sees."""
             seen.tapes[self] = None
-            is_checked = quiet != self._checked_replay
+            is_checked = quiet is not self._checked_replay
             if not is_checked:
                 self._check_weights()
             serial = next(_serials)
@@ -308,6 +309,28 @@ class Tape:
             now = weight.current()
             if now.data_ptr() != weight.address or now.stride() != weight.strides:
                 raise weight.moved()
+
+
+def _replay_of(
+    steps: tuple[Callable[[], Any], ...], outputs: tuple[Any, ...], cells: dict[int, Any]
+) -> Callable[[], Sequence[Any]]:
+    def replay() -> Sequence[Any]:
+        for step in steps:
+            step()
+        return outputs
+
+    def replay_with_cells() -> Sequence[Any]:
+        for step in steps:
+            step()
+        return tuple(take(outputs, cells))
+
+    return replay_with_cells if _has_cells(outputs) else replay
+
+
+def _check_and_replay(tape: weakref.ref[Tape]) -> Sequence[Any]:
+    held = tape()
+    assert held is not None, "who replays a tape holds it"
+    return held.check_and_replay()
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,14 +41,14 @@ def test_an_input_that_is_written_to_is_the_same_each_time(tmp_path: Path) -> No
 
 def test_the_checks_of_a_first_replay_are_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     num_checked = 0
-    checked = Tape._checked_replay
+    checked = Tape.check_and_replay
 
     def count(tape: Tape) -> object:
         nonlocal num_checked
         num_checked += 1
         return checked(tape)
 
-    monkeypatch.setattr(Tape, "_checked_replay", count)
+    monkeypatch.setattr(Tape, "check_and_replay", count)
     fast = compiled().capture(torch.zeros(4))
     fast.kernels.select().time(rounds=2)
     assert num_checked == 1

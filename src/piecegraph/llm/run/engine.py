@@ -339,14 +339,17 @@ class LLMEngine:
         every_row = every_row or self._needs_every_row(plan)
         sampled = behind.tokens if behind is not None else None
         key, wanted = forward.fill(plan, sampled=sampled, every_row=every_row, waits=waits)
-        self._masks.before = partial(self._commit, behind) if behind is not None else None
         is_replayed = key in forward.library.tapes
         if not is_replayed and (loss := forward.why_not_recorded(key)) is not None:
             self.events.emit(loss)
         if self._is_altered:
             for work in plan.works:
                 work.request.cache_key = None
-        result = forward.run_step(key)
+        self._masks.before = partial(self._commit, behind) if behind is not None else None
+        try:
+            result = forward.run_step(key)
+        finally:
+            self._masks.before = None  # or the engine would hold itself
         num_rows = key.bucket.num_tokens
         self.counts.add(plan.kind, plan.num_tokens, num_rows, is_replayed=is_replayed, is_larger=key != wanted)
         return _Launched(plan, key, result, is_replayed, *self._sampled.send(result.tokens, plan.num_seqs))
