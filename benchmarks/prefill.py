@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import os
 import sys
 import time
@@ -284,8 +285,10 @@ def main() -> None:
         "compile": lambda bench: run_torch_compile(bench, "default"),
         "reduce-overhead": lambda bench: run_torch_compile(bench, "reduce-overhead"),
     }
-    if device.type == "cuda":
+    if device.type == "cuda" and importlib.util.find_spec("breakable_cuda_graphs") is not None:
         ways["peer"] = lambda bench: run_breakable_peer(bench, ladder)
+    elif not wanted or "peer" in wanted:
+        print("peer is left out: it needs a GPU, and `pip install breakable-cuda-graphs`", file=sys.stderr)
     contenders = []
     with torch.inference_mode():
         bench = Bench(device, sizes, ladder, tiny=options.tiny)
