@@ -111,7 +111,7 @@ CODES: dict[str, str] = {
     "PG662": "a model of this kind cannot be run",
     "PG663": "the model cannot be traced",
     "PG664": "the model's answers differ from those of transformers",
-    "PG665": "the cache, the buffers or the states do not fit into memory",
+    "PG665": "the model, the cache, the buffers or the states do not fit into memory",
     "PG666": "the model has no tokenizer",
     "PG667": "the model has no chat template that works",
     "PG668": "deterministic=True cannot be kept",

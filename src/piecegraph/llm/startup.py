@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from piecegraph.base import torch_compat
-from piecegraph.base.collector import collector_paused
+from piecegraph.base.collector import collect_all, collector_paused
 from piecegraph.base.config import Options
 from piecegraph.base.events import EventLog
 from piecegraph.base.plan import Decision
@@ -75,11 +75,34 @@ class Started:
 def start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None, clock: StageClock) -> Started:
     """Load, trace, compile, measure, allocate, record, check. The clock runs since the user's call."""
     clock.lap("load")  # a GPU that nobody used was started to ask for it
-    with collector_paused():
+    with collector_paused(), _told_what_lacks_memory(config.device):
+        _give_up_garbage(config.device)
         while (started := _start_unless_wrong(path, config, events, ranks, clock)) is None:
             gc.collect()  # what it held of the device
     clock.lap("compile")
     return replace(started, stages=all_stages(clock.seconds, of="piecegraph.llm.llm"))
+
+
+def _give_up_garbage(device: torch.device) -> None:
+    """The cache will take all that is free, and an earlier model may lie in a circle: as an error does with the frames
+    that it went through.
+    """
+    if device.type == "cuda" and torch.cuda.memory_allocated(device):
+        collect_all()
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _told_what_lacks_memory(device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            "PG665",
+            f"there is no room for the model on {device}",
+            why=str(error).partition(" Of the allocated memory")[0],
+            hint="close() what else holds memory there, or spread the model over several GPUs (tensor_parallel_size)",
+        ) from error
 
 
 class _WrongPlanError(Exception):
