@@ -20,26 +20,22 @@ PROMPTS = [[3, 4, 5, 6], [7]]
 
 def load(folder: Path, **arguments: Any) -> piecegraph.LLM:
     limits: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "max_batch_tokens": 32, "capture_sizes": [4, 32]}
-    options = {"cache_tokens": 2**23}
-    return piecegraph.LLM(str(folder), device="cuda", options=options, **limits, **arguments)
+    return piecegraph.LLM(str(folder), device="cuda", **limits, **arguments)
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_language_model(backend: str, tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
-    before = torch.cuda.memory_allocated()
     llm = load(tmp_path, backend=backend)
     with without_collector():
         for sampling in ({}, {"temperature": 0.7, "top_p": 0.9}, {"logprobs": 2}, {"logit_bias": {7: 3.0}}):
             llm.generate(PROMPTS, max_new_tokens=8, ignore_eos=True, **sampling)
         llm.explain()
-        forward, taken = llm.started.engine.forward, torch.cuda.memory_allocated() - before
+        forward = llm.started.engine.forward
         tapes, weights = forward.library.tapes.values(), llm.started.loaded.model.parameters()
         held = Held({"the cache": forward.step._memory}, weight=weights, tape=tapes)
         del llm, forward, tapes, weights
         assert held.left() == set()
-        assert taken > 2**28
-        assert torch.cuda.memory_allocated() - before < 2**26  # a workspace of cuBLAS stays with its stream
 
 
 def test_an_earlier_model_in_a_circle(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ differently.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ def running(folder: Path, **arguments: Any) -> Iterator[Any]:
 
 
 def tokens(llm: Any, **arguments: Any) -> list[list[int]]:
-    return [out.token_ids for out in llm.generate(PROMPTS, max_new_tokens=24, ignore_eos=True, **arguments)]
+    how = {"max_new_tokens": 24, "ignore_eos": True, **arguments}
+    return [out.token_ids for out in llm.generate(PROMPTS, **how)]
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,35 @@ def test_contexts_that_grow_long_give_the_same_tokens(tmp_path: Path, monkeypatc
     assert found[0] == found[1]
 
 
+ADJUSTED: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.4},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5, "logit_bias": {7: 3.0, 9: -100}},
+    {"min_tokens": 20, "stop_token_ids": list(range(64)), "bad_words": [[5], [8, 9]], "ignore_eos": False},
+    {"temperature": 0.9, "seed": 3, "min_p": 0.05, "repetition_penalty": 1.2},
+]
+
+
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cuda", dtype=torch.bfloat16),
+    "default device": lambda: torch.device("cuda"),
+    "a stream": lambda: torch.cuda.stream(torch.cuda.Stream()),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_the_caller_has_chosen_changes_no_answer(mode: str, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    ways: list[dict[str, Any]] = [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 1}, {"logprobs": 2}, *ADJUSTED]
+    with running(tmp_path) as plain, MODES[mode](), running(tmp_path) as llm:
+        found = [tokens(llm, **way) for way in ways]
+        also = [tokens(plain, **way) for way in ways]
+        assert llm.stats()["coverage"] == plain.stats()["coverage"] == 1.0
+    expected = [tokens(plain, **way) for way in ways]
+    assert found == expected
+    assert also == expected
+
+
 def assert_same_but_for_ties(found: list[list[int]], expected: list[Any]) -> None:
     """The same tokens until the first where two were as likely as each other, within what bfloat16 rounds."""
     for mine, theirs in zip(found, expected, strict=True):
@@ -98,14 +129,6 @@ def test_what_is_captured_in_bfloat16_alone_gives_the_same_tokens(family: str, t
             assert_same_but_for_ties(tokens(llm), expected)
         assert llm.stats()["coverage"] == 1.0
         assert not llm.stats()["fallbacks"]
-
-
-ADJUSTED: list[dict[str, Any]] = [
-    {"repetition_penalty": 1.4},
-    {"presence_penalty": 1.0, "frequency_penalty": 0.5, "logit_bias": {7: 3.0, 9: -100}},
-    {"min_tokens": 20, "stop_token_ids": list(range(64)), "bad_words": [[5], [8, 9]], "ignore_eos": False},
-    {"temperature": 0.9, "seed": 3, "min_p": 0.05, "repetition_penalty": 1.2},
-]
 
 
 def test_logits_are_adjusted_in_captured_steps(tmp_path: Path) -> None:

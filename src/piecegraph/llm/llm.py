@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never, Unpack, overload
 
 import torch
 
+from piecegraph.base import torch_compat
 from piecegraph.base.config import CudagraphMode
 from piecegraph.base.events import EventLog
 from piecegraph.base.progress import StageClock
@@ -439,7 +440,7 @@ class LLM:
                 result = llm.forward(plan)
                 scheduler.commit(plan, result.tokens.tolist())
         """
-        with self.lock, torch.inference_mode():
+        with self.lock, torch_compat.serving():
             return self.started.engine.run(plan, every_row=hidden_states)
 
     def record_missing(self, seconds: float | None = None) -> int:
@@ -461,7 +462,7 @@ class LLM:
         """
         end = math.inf if seconds is None else time.perf_counter() + seconds
         while True:
-            with self.lock, torch.inference_mode():
+            with self.lock, torch_compat.serving():
                 engine = self.started.engine
                 missing = engine.forward.missing
                 if not missing or not engine.is_idle or self.follows:  # the first rank says when

@@ -10,8 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
+from piecegraph.base import torch_compat
 from piecegraph.errors import ConfigError, PiecegraphError, RankError
 from piecegraph.llm.ranks.orders import STEP, Orders
 from piecegraph.llm.run.arguments import SamplingRow
@@ -130,20 +129,20 @@ class Follower(Place):
     def follow(self) -> None:
         self._until("close")
 
-    @torch.inference_mode()
     def _until(self, end: str) -> Any:
         """Carry out orders up to one of a name; what came with it.
 
         Raises:
             ConfigError: PG106, the first rank has closed the model.
         """
-        while True:
-            name, args = self._orders.hear()
-            if name == end:
-                return args[0] if args else None
-            if name == "close":
-                raise closed_by_first()
-            self._obey(name, args)
+        with torch_compat.serving():
+            while True:
+                name, args = self._orders.hear()
+                if name == end:
+                    return args[0] if args else None
+                if name == "close":
+                    raise closed_by_first()
+                self._obey(name, args)
 
     def _obey(self, name: str, args: tuple[Any, ...]) -> None:
         engine = self._running.started.engine

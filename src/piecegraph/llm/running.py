@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from piecegraph.base import torch_compat
 from piecegraph.base.collector import collect_all
 from piecegraph.errors import ConfigError, ModelError, RequestError
 from piecegraph.llm.config import LLMConfig
@@ -215,7 +216,7 @@ class RunningModel:
         def is_done() -> bool:
             return all(each.is_done for each in reversed(waiting))
 
-        with self.lock.turn(lambda: len(chunks) > 0 or is_done()) as is_mine, torch.inference_mode():
+        with self.lock.turn(lambda: len(chunks) > 0 or is_done()) as is_mine, torch_compat.serving():
             _drop_done(waiting)
             if is_mine and waiting:
                 has_run = self.started.engine.step()
@@ -234,7 +235,7 @@ class RunningModel:
             took = max((answer.metrics.total_s for answer in answers), default=0.0)
             self._idle_s = min(self._idle_s + _IDLE_SHARE * took, _MOST_IDLE_S)
             while self._idle_s > 0 and engine.is_idle and not self.lock.is_wanted and engine.forward.missed:
-                with torch.inference_mode():
+                with torch_compat.serving():
                     self._idle_s -= engine.record_idle(engine.forward.missed[0])
 
     @contextlib.contextmanager

@@ -75,7 +75,7 @@ class Started:
 def start(path: str, config: LLMConfig, events: EventLog, ranks: Ranks | None, clock: StageClock) -> Started:
     """Load, trace, compile, measure, allocate, record, check. The clock runs since the user's call."""
     clock.lap("load")  # a GPU that nobody used was started to ask for it
-    with collector_paused(), _told_what_lacks_memory(config.device):
+    with torch_compat.as_in_a_new_thread(), collector_paused(), _told_what_lacks_memory(config.device):
         _give_up_garbage(config.device)
         while (started := _start_unless_wrong(path, config, events, ranks, clock)) is None:
             gc.collect()  # what it held of the device

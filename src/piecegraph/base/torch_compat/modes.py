@@ -191,6 +191,30 @@ is_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 @contextlib.contextmanager
+def as_in_a_new_thread() -> Iterator[None]:
+    """Without what a caller has chosen for code of its own: inference mode, autocast, a default device."""
+    with contextlib.ExitStack() as chosen:
+        if torch.is_inference_mode_enabled():
+            chosen.enter_context(torch.inference_mode(False))
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            chosen.enter_context(torch.autocast(kind, enabled=False))
+        if default_devices():
+            chosen.enter_context(torch.device("cpu"))
+        yield
+
+
+def serving() -> contextlib.AbstractContextManager[Any]:
+    """Inference mode, and otherwise :func:`as_in_a_new_thread`; nearly always there is nothing else to leave."""
+    return _serving_alone() if is_any_autocast() or num_function_modes() else torch.inference_mode()
+
+
+@contextlib.contextmanager
+def _serving_alone() -> Iterator[None]:
+    with as_in_a_new_thread(), torch.inference_mode():
+        yield
+
+
+@contextlib.contextmanager
 def outside_inference() -> Iterator[None]:
     """Grad off, inference mode off: what is traced, allocated or recorded inside serves calls in both modes."""
     with torch.inference_mode(False), torch.no_grad():
