@@ -109,3 +109,38 @@ def test_nothing_is_left(way: str, use: str) -> None:
             held = Held({"the model": model, "a weight": model.first.weight, "the engine": fast._engine}, tape=tapes)
             del fast, model, tapes
             assert held.left() == set()
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["the old one goes", "the old one stays"])
+@pytest.mark.parametrize("way", ["traced", "cut", "it writes"])
+def test_weights_may_be_swapped(way: str, is_kept: bool) -> None:
+    """``torch.utils.swap_tensors`` refuses a tensor that anybody holds weakly."""
+    kind, arguments = WAYS[way]
+    model = kind().eval()
+    options = {"graph_device": "simulated"}
+    fast = piecegraph.compile(model, backend="eager", on_fallback="ignore", options=options, **arguments)
+    x = torch.randn(4, 8)
+    kept = []
+    with torch.no_grad():
+        for weight in (model.first.weight, model.first.bias, model.second.weight):
+            fast(x.clone())
+            other = nn.Parameter(torch.randn_like(weight))
+            with without_collector():  # Dynamo's own leavings hold tensors weakly, too
+                torch.utils.swap_tensors(weight, other)
+            kept += [other] * is_kept
+            del other
+            calls = model.calls.clone()
+            found = fast(x.clone())
+            model.calls.copy_(calls)
+            torch.testing.assert_close(found, model(x.clone()))
+
+
+def test_conversion_by_swapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Plain().eval()
+    fast = piecegraph.compile(model, backend="eager", on_fallback="ignore", options={"graph_device": "simulated"})
+    with torch.no_grad(), without_collector():
+        fast(torch.randn(4, 8))
+        monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+        model.to(torch.float64)
+        x = torch.randn(4, 8, dtype=torch.float64)
+        torch.testing.assert_close(fast(x), model(x))

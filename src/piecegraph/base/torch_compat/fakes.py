@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ def fake_like(tensor: torch.Tensor, neighbour: Any) -> torch.Tensor:
             plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             tensor = plain.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     fake: torch.Tensor = neighbour.fake_mode.from_tensor(tensor, static_shapes=True)
+    let_go_of_tensors([fake])
     return fake
 
 
@@ -38,6 +39,14 @@ def are_fake(types: tuple[type, ...]) -> bool:
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     return any(issubclass(cls, (FakeTensor, FunctionalTensor)) for cls in types)
+
+
+def let_go_of_tensors(fakes: Iterable[Any]) -> None:
+    """Have the modes of fake tensors forget what they stand for. A tensor that anybody holds weakly cannot be swapped
+    (``torch.utils.swap_tensors``), as ``module.to`` does with weights of other classes.
+    """
+    for mode in {id(fake.fake_mode): fake.fake_mode for fake in fakes}.values():
+        mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
 
 
 def run_fake(function: Callable[..., Any], *fakes: Any) -> Any:

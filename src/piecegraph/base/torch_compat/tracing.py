@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from piecegraph.base.torch_compat.fakes import let_go_of_tensors
 from piecegraph.base.torch_compat.guards import bound_arguments, evaluate, outside_names, outside_scopes, source_name
 from piecegraph.base.torch_compat.tolerance import COPY, cudnn_flags, going_on
 
@@ -111,6 +112,8 @@ def dynamo_capture(
             "sources": tuple(source_name(getattr(node, "_dynamo_source", None)) for node in placeholders),
             "sizes": _symbolic_sizes(fake_mode, call_scopes),
         }
+        values = (node.meta.get("example_value") for node in placeholders)
+        let_go_of_tensors(value for value in values if hasattr(value, "fake_mode"))
     texts = (each for each in output.bytecode.co_consts if isinstance(each, str))
     return DynamoCapture(
         **of_graph,
