@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from piecegraph.base.collector import collector_paused
 
@@ -32,6 +32,19 @@ def timed_import(home: str, *, of: str) -> ModuleType:
         import_seconds[of] += time.perf_counter() - start
 
 
+def is_terminal(stream: Any) -> bool:
+    """Whether somebody watches what is written to a stream.
+
+    Programs without a console have none, and others put something of their own in its place: a closed file, an object
+    that can be written to and nothing else.
+    """
+    return _is_open(stream) and hasattr(stream, "isatty") and bool(stream.isatty())
+
+
+def _is_open(stream: Any) -> bool:
+    return stream is not None and not getattr(stream, "closed", False)
+
+
 class Bar(Protocol):
     """A bar being shown."""
 
@@ -43,7 +56,7 @@ class Progress:
     """Shows a bar for each stage, or nothing."""
 
     def __init__(self, wanted: bool | Literal["auto"]) -> None:
-        self._is_shown = sys.stderr.isatty() if wanted == "auto" else wanted
+        self._is_shown = is_terminal(sys.stderr) if wanted == "auto" else wanted and _is_open(sys.stderr)
 
     @contextlib.contextmanager
     def bar(self, stage: str, total: int) -> Iterator[Bar]:

@@ -14,6 +14,7 @@ import click
 from click.core import ParameterSource
 
 from piecegraph.base.patterns import parse_line
+from piecegraph.base.progress import is_terminal
 from piecegraph.cli.loading import is_gpu, load_model, model_options
 from piecegraph.cli.script import FAILED, ScriptFailedError, printing_to_stderr, run_script
 from piecegraph.cli.what_if import PartCost, measure_parts, parts_document, parts_view, require_gpu
@@ -295,7 +296,7 @@ def _terminal_width() -> int | None:
 
     from piecegraph.provenance.show.columns import GAP
 
-    return Console().width - GAP if sys.stdout.isatty() else None
+    return Console().width - GAP if is_terminal(sys.stdout) else None
 
 
 def _print(views: list[RenderableType], width: int) -> None:
@@ -306,7 +307,7 @@ def _print(views: list[RenderableType], width: int) -> None:
     for number, view in enumerate(views):
         if number:
             click.echo()
-        if sys.stdout.isatty():
+        if is_terminal(sys.stdout):
             Console(highlight=False).print(view)
         else:
             click.echo(plain_text(view, width))

@@ -114,7 +114,8 @@ class Watch:
         """End this process at once, where nobody is left to raise anything to."""
         if self.rank == self._reporter():
             os.write(2, f"error: {error}\n".encode())
-        sys.stdout.flush()
+        with contextlib.suppress(Exception):  # nobody may be there to read it, and the process must end all the same
+            sys.stdout.flush()
         os._exit(1)
 
     def _known(self) -> RankError:
