@@ -30,8 +30,10 @@ def llm(folder: str) -> piecegraph.LLM:
     return load(folder)
 
 
-def load(folder: str) -> piecegraph.LLM:
-    return piecegraph.LLM(folder, backend="eager", capture_sizes=[2, 16], options={"graph_device": "simulated"})
+def load(folder: str, *, capture_sizes: Any = (2, 16)) -> piecegraph.LLM:
+    limits = {"max_num_seqs": 2, "max_batch_tokens": 64}
+    options = {"graph_device": "simulated", "record_seconds": 0}
+    return piecegraph.LLM(folder, backend="eager", capture_sizes=capture_sizes, options=options, **limits)
 
 
 def answers(llm: piecegraph.LLM) -> list[list[int]]:
@@ -67,11 +69,11 @@ def test_a_model_that_is_called_in_a_mode(mode: str, llm: piecegraph.LLM) -> Non
         assert (answers(llm), tokens_of_an_own_scheduler(llm)) == expected
 
 
-def test_what_is_recorded_later_is_recorded_alike(folder: str) -> None:
-    how: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True}
-    expected, others = load(folder), load(folder)
-    assert others.record_missing() == expected.record_missing()
-    plain = [answer.token_ids for answer in expected.generate(["a", "hello there"], **how)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        others.record_missing()
-        assert [answer.token_ids for answer in others.generate(["a", "hello there"], **how)] == plain
+@pytest.mark.parametrize("mode", MODES)
+def test_sizes_that_are_recorded_in_a_mode(mode: str, folder: str, llm: piecegraph.LLM) -> None:
+    loaded = load(folder, capture_sizes="auto")
+    assert loaded.stats()["num_missing"] > 0
+    with MODES[mode]():
+        assert loaded.record_missing() == 0
+    assert answers(loaded) == answers(llm)
+    assert loaded.stats()["coverage"] == 1.0

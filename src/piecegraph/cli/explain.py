@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
+from piecegraph.base.progress import is_terminal
 from piecegraph.cli.known import known_option, users_files
 from piecegraph.errors import InputError
 
@@ -57,7 +58,7 @@ def explain(
 
 
 def _read(logs: Sequence[str], known: Sequence[Path]) -> Page:
-    if not logs and (sys.stdin is None or sys.stdin.isatty()):
+    if not logs and (sys.stdin is None or is_terminal(sys.stdin)):
         raise click.UsageError("give the path of a log, or pipe one in.")
     from piecegraph.explain.from_logs import explain_logs
 
@@ -66,7 +67,7 @@ def _read(logs: Sequence[str], known: Sequence[Path]) -> Page:
 
 def _follow(logs: Sequence[str], known: Sequence[Path], as_json: bool) -> Page:
     """The page of a job that is still running. Its output goes where the page does not."""
-    if logs or sys.stdin is None or sys.stdin.isatty():
+    if logs or sys.stdin is None or is_terminal(sys.stdin):
         raise click.UsageError("--follow reads standard input: pipe the job in, and give no LOG.")
     from piecegraph.explain.catalogue import load_catalogue
     from piecegraph.explain.follow import FollowedJob, signals_end
@@ -92,7 +93,7 @@ def _show(page: Page, as_json: bool, output: Path | None, pages: TextIO) -> None
     elif output is None:
         from piecegraph.explain.render import to_text
 
-        is_coloured = pages is not None and pages.isatty() and "NO_COLOR" not in os.environ
+        is_coloured = is_terminal(pages) and "NO_COLOR" not in os.environ
         click.echo(to_text(page, colour=is_coloured), file=pages, nl=False)
     else:
         click.echo(f"{output}", err=True)

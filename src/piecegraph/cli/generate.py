@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from piecegraph.base.progress import is_terminal
 from piecegraph.cli.answers import Answers, document, summary
 from piecegraph.cli.loading import load_model, model_options, ranks_option, shared, this_rank
 
@@ -89,7 +90,7 @@ def generate(
 
 
 def _read_prompts(prompts: tuple[str, ...]) -> list[str]:
-    if not prompts and sys.stdin is not None and sys.stdin.isatty():
+    if not prompts and is_terminal(sys.stdin):
         raise click.UsageError("Missing argument 'PROMPT': give a prompt, or pipe one in.")
     wanted = prompts or ("-",)
     if wanted.count("-") > 1:
